@@ -1,7 +1,7 @@
 """GRPO (Group Relative Policy Optimization) as pure functions in JAX and Flax.
 
-Public names are imported from their modules on first use. Therefore, `import grpo_jax` does not import jax and the
-command line starts quickly. transformers, orbax and matplotlib are imported by the functions that need them.
+Public names are imported from their modules on first use, so `import grpo_jax` does not import jax and the command line
+starts quickly. The functions that need transformers, orbax or matplotlib import them.
 """
 
 import importlib.metadata
@@ -49,7 +49,7 @@ __all__ = [
     "train", "train_step", "zero_signal_groups",
 ]  # fmt: skip
 
-# Modules of the public names, for lazy imports. A test checks that they match the imports above.
+# Where to import each public name from. A test checks that this table matches the imports above.
 _NAMES_OF = {
     "config.config": "GRPOConfig",
     "config.sft": "SFTConfig",
@@ -86,10 +86,10 @@ def _trl_names() -> Mapping[str, str]:
     return hints
 
 
-# `config` uses the TRL field table of `compat` in error messages but must not import it, so it is registered here.
+# `config` uses the TRL field table from `compat` in error messages but must not import it, so it is registered here.
 foreign_names.append(_trl_names)
 
-if not TYPE_CHECKING:  # type checkers would accept any name from a module with `__getattr__`
+if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         if name in _HOME:

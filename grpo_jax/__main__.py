@@ -1,4 +1,4 @@
-"""Entry point of `python -m grpo_jax`, which is equivalent to the command `grpo-jax`."""
+"""Entry point for `python -m grpo_jax`, which is equivalent to the `grpo-jax` command."""
 
 from grpo_jax.cli.main import main
 

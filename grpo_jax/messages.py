@@ -13,7 +13,7 @@ _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 foreign_names: list[Callable[[], Mapping[str, str]]] = []
-"""Functions that return names of other libraries with advice for their users. Called for unknown names."""
+"""Functions that return names from other libraries with advice for their users. Called for unknown names."""
 
 
 def show(value: object, limit: int = 100) -> str:
@@ -23,18 +23,18 @@ def show(value: object, limit: int = 100) -> str:
 
 
 def one_line(error: BaseException, limit: int | None = 200) -> str:
-    """Return the type and the first line of an exception, truncated to `limit` characters."""
+    """Format an exception as its type and the first line of its message, truncated to `limit` characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:limit]
 
 
 def some(items: Sequence[str], most: int = 5) -> str:
-    """Join the first `most` items and the number of remaining items, as in "a, b and 1 more"."""
+    """Join the first `most` items and count the rest, as in "a, b and 1 more"."""
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most similar to a misspelled one, or None if none is similar."""
+    """Return the known name closest to a misspelled `name`, or None if there is no similar name."""
     found = difflib.get_close_matches(str(name)[:100], sorted(known), n=1, cutoff=cutoff)
     return found[0] if found else None
 
@@ -42,7 +42,7 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | No
 def raise_all(what: str, problems: Sequence[str]) -> None:
     """Raise one ValueError with a line for each problem. Does nothing if there are no problems.
 
-    If a problem is itself a message of this function, it is split into its lines, each prefixed with its heading.
+    A problem that is itself a message from this function is split into lines, each prefixed with its heading.
 
     Example:
       >>> raise_all("this run", ["the template has 2 errors:\\n  a\\n  b", "c"])
@@ -59,7 +59,7 @@ def raise_all(what: str, problems: Sequence[str]) -> None:
 
 
 def _flat(problem: str) -> list[str]:
-    """Return the lines of a problem. A message of `raise_all` is split, and its heading is prepended to each line."""
+    """Return a problem as lines. Splits a message from `raise_all` and prepends its heading to each line."""
     heading = re.match(r"(.*) has \d+ errors?:\n  ", problem)
     return [problem] if heading is None else [f"{heading[1]}: {x}" for x in problem[heading.end() :].split("\n  ")]
 
@@ -70,7 +70,7 @@ def problems_of(error: BaseException) -> list[str]:
 
 
 class ErrorList(list[Exception]):
-    """A list of the errors of several checks, which are raised together."""
+    """Errors collected from several checks, to raise together."""
 
     def check(self, function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> _Result | None:
         """Call a check and return its result. If it raises ValueError or OSError, store the error and return None."""
@@ -88,7 +88,7 @@ class ErrorList(list[Exception]):
 
 
 def import_extra(module: str, package: str) -> ModuleType:
-    """Import a module of an optional dependency. Raises ValueError with the install command if the import fails."""
+    """Import a module from an optional dependency. Raises ValueError with the install command if the import fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,19 +1,19 @@
-"""Axis names, pytrees and protocols that are shared by all modules.
+"""Axis names, pytrees and protocols that all modules share.
 
-Axis letters used in all docstrings of this package:
+The docstrings in this package use these axis letters:
 
 | letter | meaning |
 |---|---|
 | B | prompts in a batch |
-| G | completions of one prompt (`num_generations`) |
+| G | completions per prompt (`num_generations`) |
 | P | prompt tokens, right-padded |
 | T | completion tokens, right-padded |
 | K | reward functions |
 | V | vocabulary |
 | D | model width |
 
-Groups are an array axis: prompts have shape `[B, P]`, per-completion arrays `[B, G, ...]`. A reduction over axis 1 is a
-reduction over a group and cannot mix prompts. Tokens are right-padded, so the index of a token is its position.
+Groups are an array axis: prompts have shape `[B, P]`, and per-completion arrays have shape `[B, G, ...]`. A reduction
+over axis 1 reduces each group and cannot mix prompts. Tokens are right-padded, so the index of a token is its position.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ import jax.numpy as jnp
 import numpy as np
 
 Params = Any
-"""A pytree of arrays. For the models of this package, it is a nested dict."""
+"""A pytree of arrays. This package's models use nested dicts."""
 
 Json = Mapping[str, Any]
 """A JSON object, such as the content of a config.json."""
 
 Row = dict[str, Any]
-"""A row of a dataset: values keyed by column, with the column `prompt`."""
+"""A dataset row: a dict from column names to values, with a `prompt` column."""
 
 Message = dict[str, Any]
-"""A message of a conversation with `role` and `content`. Assistant messages may have `tool_calls`."""
+"""A message in a conversation, with `role` and `content`. Assistant messages may have `tool_calls`."""
 
 Messages = list[Message]
-"""A conversation: a list of messages."""
+"""A conversation."""
 
 
 class Prompts(flax.struct.PyTreeNode):
-    """Token ids of a batch of prompts.
+    """Token ids for a batch of prompts.
 
     Attributes:
       tokens: [B, P] int32, right-padded. Values at and after `lengths` are ignored.
@@ -56,25 +56,25 @@ class Prompts(flax.struct.PyTreeNode):
 
 
 class Completions(flax.struct.PyTreeNode):
-    """Sampled completions of a batch of prompts.
+    """Sampled completions for a batch of prompts.
 
     ```
     t              0     1     2     3     4
     tokens       "the" "cat"  EOS    0     0
     mask           1     1     1     0     0
     log_probs    -1.2  -0.7  -0.1    0     0     log-prob of tokens[t], given the prompt and tokens[:t]
-    ended = True: the policy ended the completion. A completion that is truncated at T has ended = False.
+    ended = True, since the policy ended the completion. If it had been truncated at T, ended would be False.
     ```
 
     Attributes:
       tokens: [B, G, T] int32 sampled tokens, followed by the pad id. Multi-turn completions also contain observations.
-      mask: [B, G, T] bool; True for sampled tokens up to and including the first EOS. In multi-turn completions, the
-        sampled tokens of all turns are True and observations are False.
+      mask: [B, G, T] bool; True for sampled tokens up to and including the first EOS. In multi-turn completions, it is
+        True for the sampled tokens in all turns and False for observations.
       log_probs: [B, G, T] float32 log-probs under the distribution that was sampled from; 0 where `mask` is False.
       ended: [B, G] bool, as recorded by the sampler; False if the completion was truncated at T.
-      present: [B, G, T] bool; True for sampled and observed tokens. If None (single-turn), equal to `mask`.
+      present: [B, G, T] bool; True for sampled and observed tokens. None (single-turn) means `mask`.
       old_log_probs: [B, G, T] float32 log-probs under the sampling policy, recomputed by the trainer; 0 where `mask` is
-        False. None for the built-in sampler, whose `log_probs` are used as the old log-probs.
+        False. None for the built-in sampler: its `log_probs` are the old log-probs.
     """
 
     tokens: jax.Array
@@ -90,7 +90,7 @@ class TeacherLogProbs(NamedTuple):
 
     Attributes:
       log_probs: [B, G, T] log-probs of the sampled tokens, floats ≤ 0 in nats; ignored where the mask is False.
-      top_ids: [B, G, T, k] ids of k distinct tokens, usually the most probable, or None for only sampled tokens.
+      top_ids: [B, G, T, k] ids of k distinct tokens, usually the most probable; None to score only sampled tokens.
       top_log_probs: [B, G, T, k] log-probs of `top_ids`, floats ≤ 0 in nats.
     """
 
@@ -100,24 +100,24 @@ class TeacherLogProbs(NamedTuple):
 
 
 class Batch(flax.struct.PyTreeNode):
-    """The completions of an iteration, or a minibatch of them: all inputs of the gradient except the params.
+    """Completions from an iteration or a minibatch of it: all inputs to the gradient except the params.
 
     Attributes:
       prompts: prompts with tokens [B, P].
       tokens: [B, G, T] int32 completion tokens.
       mask: [B, G, T] bool; True for tokens that are included in the loss.
       advantages: [B, G] float32, or [B, G, T] for per-token advantages.
-      sampling_log_probs: [B, G, T] float32 `Completions.log_probs`, computed during sampling (`rollout.draw`). They are
-        the old log-probs of the ratio, unless `old_log_probs` is given. If `GRPOConfig.on_policy` (a single update,
-        with samples of the current policy), neither is used and the ratio is exp(l − sg(l)).
+      sampling_log_probs: [B, G, T] float32 `Completions.log_probs`, computed during sampling (`rollout.draw`). The
+        ratio uses them as old log-probs unless `old_log_probs` is given. If `GRPOConfig.on_policy` (a single update,
+        with samples from the current policy), neither is used and the ratio is exp(l − sg(l)).
       ref_log_probs: [B, G, T] float32 log-probs under the reference policy, computed by `run.collect` before the first
         update (`Updater.score`), or None if beta is 0.
       initial_log_probs: [B, G, T] float32 log-probs under the initial policy, or None if it is the reference policy.
       counted: [B] bool; False for padding groups, whose mask is also False. If None, there are no padding groups.
       old_log_probs: [B, G, T] float32 log-probs under the sampling policy if an engine samples, otherwise None.
-      teacher_log_probs: [B, G, T] float32 teacher log-probs of sampled tokens, or None if not used.
+      teacher_log_probs: [B, G, T] float32 teacher log-probs for the sampled tokens, or None if not used.
       teacher_top_ids: [B, G, T, k] int32 tokens that the teacher scored, or None if not used.
-      teacher_top_log_probs: [B, G, T, k] float32 teacher log-probs of `teacher_top_ids`, in nats.
+      teacher_top_log_probs: [B, G, T, k] float32 teacher log-probs for `teacher_top_ids`, in nats.
     """
 
     prompts: Prompts
@@ -145,10 +145,10 @@ class Model(Protocol):
 
 
 class CachedModel(Model, Protocol):
-    """A model of this package, which processes a prompt once for all of its completions and decodes with a cache.
+    """One of this package's models, which process a prompt once for all of its completions and decode with a cache.
 
     `apply(..., method=name)` calls the methods `prefill`, `hidden`, `unembed` and `unembed_columns` of
-    `models.transformer.Transformer`. Other models process the whole sequence again at every step.
+    `models.transformer.Transformer`. Other models reprocess the whole sequence at every step.
     """
 
     @property
@@ -159,14 +159,14 @@ class CachedModel(Model, Protocol):
 
 
 def is_cached(model: Model) -> TypeGuard[CachedModel]:
-    """Return whether a model is a `CachedModel`. Also works for `LoraModel` and results of `as_argument`."""
+    """Return whether a model is a `CachedModel`, possibly as a `LoraModel` or a result of `as_argument`."""
     return hasattr(model, "prefill")
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Opaque:
-    """A wrapper that makes a model without arrays a static pytree. `jit` compares it by hash and equality."""
+    """A wrapper that turns a model without arrays into a static pytree, which `jit` compares by hash and equality."""
 
     model: Any
 
@@ -180,7 +180,7 @@ MODEL_CALL = (
     "A model is called as apply({'params': params}, tokens [B, T]) without a dropout key and must return logits"
     " [B, T, V]. Use grpo_jax.from_nnx(module, tokenizer) to convert a flax.nnx module to a policy"
 )
-"""Description of the `Model` interface in error messages."""
+"""Description of the `Model` interface for error messages."""
 
 
 def as_argument(model: Model) -> Any:
@@ -193,7 +193,7 @@ def as_argument(model: Model) -> Any:
       model: model to convert.
 
     Returns:
-      A pytree with the methods of the model.
+      A pytree with the model's methods.
 
     Example:
       >>> class Bias:
@@ -253,39 +253,39 @@ class Tokenizer(Protocol):
 
 
 Scores = Sequence[float | Sequence[float] | None]
-"""One entry per completion: its reward, a list of rewards per turn or token, or None for "not scored"."""
+"""One entry per completion: a reward, a list of rewards per turn or token, or None for "not scored"."""
 
 
 class RewardFn(Protocol):
-    """A reward function with TRL's contract.
+    """A reward function with the same interface as in TRL.
 
     It is called once per batch with the keyword arguments in its signature: `prompts`, `completions`, `completion_ids`,
-    and other columns of the dataset. Each is a list with one entry per completion, in prompt-major order (the G
-    completions of the first prompt come first). Lists, dicts, sets and arrays in them are copies that may be modified.
-    Other objects are shared with the dataset.
+    and other dataset columns. Each is a list with one entry per completion, in prompt-major order (the G completions
+    for the first prompt come first). Lists, dicts, sets and arrays in them are copies that may be modified. Other
+    objects are shared with the dataset.
 
     It returns one float or None per completion. None means "not scored", which differs from a reward of 0. Instead of a
     float, it may return a list of rewards per turn or an array of rewards per token. The reward is then their sum, and
     `turn_credit` determines which tokens they are credited to. The function may be `async`. If it has a method
-    `check_rows(rows, argument="the dataset")`, this is called before sampling and must raise ValueError for bad rows.
+    `check_rows(rows, argument="the dataset")`, the method runs before sampling and must raise ValueError for bad rows.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Scores | Awaitable[Scores]: ...
 
 
 EnvironmentFactory = Callable[[], object]
-"""A class or a function without arguments that returns the `Environment` of one completion."""
+"""A class or a function without arguments that returns the `Environment` for one completion."""
 
 Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
-"""One factory for all rows, or a dict of factories keyed by values of the column `environment`."""
+"""One factory for all rows, or a dict from values in the `environment` column to factories."""
 
 
 AdvantageFn = Callable[..., jax.Array]
-"""A function `f(rewards, mask, **context)` that computes advantages, compiled with `jax.jit`.
+"""A function `f(rewards, mask, **context)` that computes advantages and is compiled with `jax.jit`.
 
 `rewards` is [B, G, K] float32. NaN means "not scored". In padding groups (`dynamic_sampling`), all rewards are NaN.
 `mask` is [B, G, T] bool, True for tokens that are included in the loss. T may be less than `max_completion_length`.
-`context` contains the following keywords, limited to those in the signature unless it has `**context`:
+`context` contains these keywords, limited to the parameters in the signature unless it has `**context`:
 
 | keyword | value |
 |---|---|
@@ -294,11 +294,11 @@ AdvantageFn = Callable[..., jax.Array]
 | `ended` | [B, G] bool, False for truncated completions |
 | `tokens` | [B, G, T] int32, sampled and observed tokens |
 | `turns` | [B, G, T] int32, turn index of each sampled token, starting at 0; −1 for other tokens |
-| `token_rewards` | [B, G, T, K] float32, rewards at the tokens that they belong to, as `turn_advantages` expects them |
+| `token_rewards` | [B, G, T, K] float32, rewards placed at tokens, as `turn_advantages` expects |
 | `log_probs` | [B, G, T] float32 log-probs under the sampling policy, in nats; 0 for tokens that were not sampled |
 | `ref_log_probs` | [B, G, T] float32 log-probs under the reference policy, or None if beta is 0 |
 | `step` | [] int32, number of completed optimizer steps |
-| `key` | typed PRNG key of the iteration, unchanged when the run is resumed |
+| `key` | typed PRNG key for the iteration, the same in a resumed run |
 | `config` | the `GRPOConfig` (not an array) |
 
 It returns [B, G] or [B, G, T] floats, which are treated as constants in the gradient and set to 0 where `mask` is
@@ -307,20 +307,20 @@ False. Completions that were not scored should have an advantage of 0.
 
 
 class Environment(Protocol):
-    """The environment of one multi-turn completion. Each of these methods is optional and may be `async`.
+    """The environment for one multi-turn completion. Each of these methods is optional and may be `async`.
 
-    All other public methods are tools, which the policy calls in the format of its chat template. Their docstrings
-    describe the arguments. The object keeps its state between calls.
+    All other public methods are tools that the policy calls in its chat template's format. Their docstrings describe
+    the arguments. The object keeps its state between calls.
     """
 
     def reset(self, **row: Any) -> str | None:
-        """Start with a copy of the dataset row. Return text to append to the prompt, the same within a group."""
+        """Start from a copy of the dataset row. Return text to append to the prompt, equal for the whole group."""
         ...
 
     def respond(self, text: str) -> str | tuple[str | None, float] | None:
         """Return the observation that follows a turn without tool calls, or None to end the completion.
 
-        `(text, reward)` also rewards the turn. `get_reward` is then required. Its value is added to the last turn.
+        Return `(text, reward)` to also reward the turn. `get_reward` is then required; its value goes to the last turn.
         """
         ...
 
@@ -330,7 +330,7 @@ class Environment(Protocol):
 
 
 def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Concatenate prompts and completions to right-padded rows [B·G, P+T]. Also return the completion starts [B·G]."""
+    """Join prompts and completions into right-padded rows [B·G, P+T]. Returns rows and completion starts [B·G]."""
     b, g, t = tokens.shape
     p = prompts.tokens.shape[1]
     position = jnp.arange(p + t)[None]

@@ -1,4 +1,4 @@
-"""Group-relative advantages from rewards. Axis 1 is the group. Only batch-wide statistics combine prompts."""
+"""Group-relative advantages from rewards. Axis 1 is the group, and only batch-wide statistics combine prompts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 def _center(values: jax.Array, scored: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Return values − mean (0 where not scored) and the sample standard deviation (ddof 1), both with keepdims."""
     count = jnp.sum(scored, axis=axis, keepdims=True)
-    # Subtract the smallest value first, so that the deviations and std of equal rewards are exactly 0. Otherwise the
-    # float32 mean of three values of 1000.1 is off by 6e-5, and dividing by the std (also 6e-5) gives 0.4.
+    # Subtract the smallest value first, so that equal rewards have deviations and a std of exactly 0. Otherwise, the
+    # float32 mean of three rewards of 1000.1 is off by 6e-5, and dividing by the std (also 6e-5) gives 0.4.
     smallest = jnp.min(values, axis=axis, keepdims=True, where=scored, initial=jnp.inf)
     shifted = jnp.where(scored, values - smallest, 0)
     mean = jnp.sum(shifted, axis=axis, keepdims=True) / jnp.maximum(count, 1)
@@ -30,17 +30,17 @@ def _center(values: jax.Array, scored: jax.Array, axis: int | tuple[int, ...]) -
 def _rewards_and_weights(
     rewards: jax.Array, weights: Sequence[float] | jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return rewards [B, G, K] and weights [K] in at least float32. Raise ValueError if a shape is wrong."""
+    """Convert rewards to [B, G, K] and weights to [K], at least float32. Raise ValueError if a shape is wrong."""
     rewards = jnp.asarray(rewards)
     if rewards.ndim not in (2, 3):
-        raise ValueError(f"rewards has shape {rewards.shape}; pass [B, G] or [B, G, K], with the group on axis 1.")
+        raise ValueError(f"rewards has shape {rewards.shape}; expected [B, G] or [B, G, K], with the group on axis 1.")
     if rewards.ndim == 2:
         rewards = rewards[:, :, None]
     rewards = jax.lax.stop_gradient(rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32)))
     functions = rewards.shape[2]
     weights = jnp.ones(functions) if weights is None else jnp.asarray(weights)
     if weights.shape != (functions,):
-        raise ValueError(f"weights has shape {weights.shape}; pass ({functions},), one weight per reward function.")
+        raise ValueError(f"weights has shape {weights.shape}; expected ({functions},), one per reward function.")
     return rewards, weights.astype(rewards.dtype)
 
 
@@ -67,7 +67,7 @@ def _opo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: fl
     """Return r − Σ_G length·r / Σ_G length."""
     if lengths is None or jnp.shape(lengths) != r.shape:
         shape = None if lengths is None else jnp.shape(lengths)
-        raise ValueError(f'lengths has shape {shape}; for estimator="opo" pass {r.shape}, the completion lengths.')
+        raise ValueError(f'lengths has shape {shape}; estimator="opo" needs completion lengths of shape {r.shape}.')
     tokens = jnp.where(scored, jnp.asarray(lengths, r.dtype), 0)
     centered, _ = _center(r, scored, axis=1)
     total = jnp.sum(tokens, axis=1, keepdims=True)
@@ -88,11 +88,11 @@ OTHER_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array, jax.Array | None, fl
     "opo": _opo,
     "reinforce_pp": _reinforce_pp,
 }
-"""Advantage estimators other than GRPO: functions of rewards, scored and lengths (all [B, G]) and of epsilon."""
+"""Advantage estimators other than GRPO. Each is a function of rewards, scored, lengths (all [B, G]) and epsilon."""
 
 
 def scale_of(scale_rewards: str | None, estimator: str) -> str:
-    """Return `scale_rewards`, or the default of the estimator if it is None."""
+    """Return `scale_rewards`, or the estimator's default if it is None."""
     default = "group" if estimator == "grpo" else "none"
     return default if scale_rewards is None else scale_rewards
 
@@ -122,25 +122,25 @@ def compute_advantages(
     | opo | r − Σ_G L·r / Σ_G L |
     | reinforce_pp | c / (std_BG c + epsilon), c = r − mean_G r |
 
-    A reward of NaN means that the function did not score the completion. It is excluded from sums, means and stds.
-    A = 0 for a completion without any reward, and exactly 0 for all completions of a group with equal rewards.
+    A NaN reward means that the function did not score the completion. It is excluded from sums, means and stds.
+    A = 0 for a completion without any reward, and exactly 0 for all completions in a group with equal rewards.
 
     Args:
-      rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not checked.
+      rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not checked for.
       weights: [K] float, weight of each reward function. If None, all weights are 1.
-      scale_rewards: divisor in sum_then_normalize: the std of the "group", of the "batch" (all completions), or "none".
-        If None, "group" for grpo and "none" for the other estimators. Not used by normalize_then_sum.
+      scale_rewards: std to divide by in sum_then_normalize: "group", "batch" (over all completions), or "none".
+        Defaults to "group" for grpo and "none" for the other estimators. Not used in normalize_then_sum.
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
       epsilon: constant ≥ 0 added to each std, in units of the reward.
       estimator: "grpo", "rloo", "maxrl" (rewards ≥ 0), "opo" or "reinforce_pp". All except grpo require
         scale_rewards "none" and "sum_then_normalize".
-      lengths: [B, G], number of tokens of each completion; used by opo only.
+      lengths: [B, G], number of tokens in each completion; used by opo only.
 
     Returns:
       [B, G] float32 (float64 for float64 rewards), unitless; higher is better.
 
     Raises:
-      ValueError: if a rank or shape is wrong, a name is unknown, or the scale is not supported by the estimator.
+      ValueError: if a rank or shape is wrong, a name is unknown, or the estimator does not support the scale.
 
     Gradient:
       None; rewards are constants. The expected value of (1/G) Σ_i A_i ∇log π(i) over groups of G samples from π is:
@@ -203,16 +203,16 @@ def zero_signal_groups(
     weights: Sequence[float] | jax.Array | None = None,
     multi_objective_aggregation: str = "sum_then_normalize",
 ) -> jax.Array:
-    """Return a mask of the zero-signal groups.
+    """Return a mask that is True for groups without a training signal.
 
-    In such a group, all scored completions have equal rewards, or no completion is scored. Dynamic sampling replaces
-    these groups (DAPO, arXiv:2503.14476, section 3.2).
+    In a zero-signal group, all scored completions have equal rewards, or no completion is scored. Dynamic sampling
+    replaces these groups (DAPO, arXiv:2503.14476, section 3.2).
 
     Args:
       rewards: [B, G] or [B, G, K]; NaN = not scored.
       weights: [K] float, weight of each reward function. If None, all weights are 1.
-      multi_objective_aggregation: what "equal rewards" compares: with "sum_then_normalize" the weighted sums, with
-        "normalize_then_sum" the rewards of each function with a nonzero weight.
+      multi_objective_aggregation: which rewards must be equal: the weighted sums for "sum_then_normalize", or the
+        rewards from each function with a nonzero weight for "normalize_then_sum".
 
     Returns:
       [B] bool, True for zero-signal groups.

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from grpo_jax.messages import nearest
 
 MAX_LOG_RATIO = 20.0
-"""Largest |log-ratio| passed to exp: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and a global-norm clip overflows much earlier
-because it squares gradient entries."""
+"""Largest |log-ratio| passed to exp: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and global-norm clipping overflows much
+earlier because it squares gradient entries."""
 
 MIN_LOG_PROB = -1e4
-"""Lower bound on log-probs. Replaces −inf (an excluded token), so that differences of log-probs are finite."""
+"""Lower bound on log-probs. It replaces −inf (an excluded token), so that differences of log-probs are finite."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -45,7 +45,7 @@ def floating(argument: str, value: jax.Array) -> jax.Array:
     """Convert `value` to an array of at least float32. Raise ValueError if its dtype is not floating-point."""
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(f"{argument} has dtype {value.dtype}; pass a floating-point array.")
+        raise ValueError(f"{argument} has dtype {value.dtype}; expected a floating-point dtype.")
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
@@ -58,25 +58,25 @@ def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Arr
     """Cast `value` to the dtype of `log_probs`. Raise ValueError if the shapes differ."""
     value = floating(name, value)
     if value.shape != log_probs.shape:
-        raise ValueError(f"{name} has shape {value.shape}; pass {log_probs.shape}, the shape of log_probs.")
+        raise ValueError(f"{name} has shape {value.shape}; expected {log_probs.shape}, the shape of log_probs.")
     return value.astype(log_probs.dtype)
 
 
 def row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """Return `value` without gradient: [..., 1] if it has one value per row, [..., T] if one per token."""
+    """Return `value` without gradient, as [..., 1] if it has one entry per row, or [..., T] if one per token."""
     value = floating(name, value)
     rows = log_probs.shape[:-1]
     if value.shape == rows:
         value = value[..., None]
     elif value.shape not in (log_probs.shape, (*rows, 1)):
-        raise ValueError(f"{name} has shape {value.shape}; pass {rows} (per row) or {log_probs.shape} (per token).")
+        raise ValueError(f"{name} has shape {value.shape}; expected {rows} (per row) or {log_probs.shape} (per token).")
     return sg(value).astype(log_probs.dtype)
 
 
 def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
     """Convert the mask to bool. Raise ValueError if its shape differs from the shape of `log_probs`."""
     if log_probs.ndim == 0:
-        raise ValueError("log_probs has shape (); pass [..., T], with the completion tokens on the last axis.")
+        raise ValueError("log_probs has shape (); expected [..., T], with the completion tokens on the last axis.")
     mask = jnp.asarray(mask) != 0
     if mask.shape != log_probs.shape:
         raise ValueError(f"{name} has shape {mask.shape}; expected {log_probs.shape}, the shape of log_probs.")
@@ -84,13 +84,13 @@ def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.
 
 
 def clean(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Set log-probs to 0 where the mask is False and bound the others below by `MIN_LOG_PROB`.
+    """Set log-probs to 0 where the mask is False and raise the others to at least `MIN_LOG_PROB`.
 
-    Masking happens before any use of the values, because masking a NaN later leaves 0·NaN in the gradient.
+    Mask values before any other use, because masking a NaN later leaves 0·NaN in the gradient.
     """
     return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
 
 
 def is_off(coefficient: Scalar) -> bool:
-    """Return whether the coefficient is the Python number 0 and its term can be omitted. Traced values return False."""
+    """Return whether the coefficient is the Python number 0, so that its term can be omitted. False if traced."""
     return isinstance(coefficient, int | float) and coefficient == 0

@@ -1,4 +1,4 @@
-"""Token advantages from turn and token rewards: each token is credited with the rewards that follow it."""
+"""Token advantages from turn and token rewards. Each token is credited with the rewards that follow it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def turn_advantages(
 ) -> jax.Array:
     """Compute token advantages from the rewards that follow each token (rewards to go).
 
-        r_n = the sum of rewards in turn n, from its first token to the last one before the next turn
+        r_n = sum of rewards in turn n, from its first token to the last token before the next turn
         S_n = Σ_{m≥n} r_m
-        A_n = `compute_advantages` of S_n over the completions of the group
-        A_t = A_n − Σ_k w_k (the rewards in turn n before token t)
+        A_n = `compute_advantages` of S_n over the completions in the group
+        A_t = A_n − Σ_k w_k (rewards in turn n before token t)
 
-    The second term of A_t is 0 if the only reward of a turn is at its last token. It is in units of the reward, so it
-    is applied only if advantages are as well: with scale_rewards="none" and the estimators "grpo" and "rloo".
+    The second term of A_t is 0 if a turn's only reward is at its last token. It is in units of the reward, so it is
+    applied only if advantages are too: with scale_rewards="none" and the estimators "grpo" and "rloo".
 
     Args:
       token_rewards: [B, G, T, K] float, rewards placed at tokens: a turn's reward at the last token of the turn, a
         completion's reward at its last token. NaN at all tokens of a completion that function k did not score.
-      turns: [B, G, T] int, turn index of each sampled token, starting at 0; −1 for all other tokens. Their rewards
+      turns: [B, G, T] int, turn index of each sampled token, starting at 0; −1 for all other tokens, whose rewards
         belong to the preceding turn.
       weights: as in `compute_advantages`.
       scale_rewards: as in `compute_advantages`.
@@ -42,15 +42,15 @@ def turn_advantages(
       estimator: as in `compute_advantages`, except "opo".
 
     Returns:
-      [B, G, T] float32, unitless; 0 where `turns` is −1. With a single turn whose reward is at the last token, every
-      token gets the advantage that `compute_advantages` gives the completion.
+      [B, G, T] float32, unitless; 0 where `turns` is −1. With a single turn that is rewarded at its last token, every
+      token has the advantage that `compute_advantages` returns for the completion.
 
     Raises:
       ValueError: if a shape is wrong or `compute_advantages` rejects an argument.
 
     Gradient:
       None; rewards are constants. With scale_rewards="none", the expected value of (1/G) Σ_i Σ_t A_it ∇log π(t) over
-      groups of G samples from π is as follows, where R is the sum of all rewards of a completion:
+      groups of G samples from π is as follows, where R is the sum of a completion's rewards:
 
       | number of turns, estimator | expected gradient |
       |---|---|
@@ -58,18 +58,18 @@ def turn_advantages(
       | the same in every completion, "grpo" | (G − 1)/G · ∇E[R] |
       | depends on the sample | biased: late turns are compared with few completions |
 
-      A turn that no other completion of its group reaches has A = 0. Crediting every token with the reward of the whole
-      episode gives (G − 1)/G · ∇E[R] for any number of turns, but the rewards before a turn add variance.
+      A turn that no other completion in its group reaches has A = 0. Crediting every token with the total reward gives
+      (G − 1)/G · ∇E[R] for any number of turns, but the rewards before a turn add variance.
       tests/maths/test_credit.py verifies all of these by enumeration.
 
     References:
       Rewards to go and state-dependent baselines: Williams, "Simple statistical gradient-following algorithms" (1992),
       and Greensmith, Bartlett, Baxter, "Variance reduction techniques for gradient estimates" (2004). DeepSeekMath
-      (arXiv:2402.03300), section 4.1.3, normalizes the reward of each step over all steps of the group, then sums over
-      the following steps. Discounts: Nota, Thomas, "Is the policy gradient a gradient?" (arXiv:1906.07073).
+      (arXiv:2402.03300), section 4.1.3, normalizes each step's reward over all steps in the group, then sums over the
+      following steps. Discounts: Nota, Thomas, "Is the policy gradient a gradient?" (arXiv:1906.07073).
 
     Example:
-      Two completions of two turns each. Only the first turn of the first completion has a reward.
+      Two completions with two turns each. Only the first turn of the first completion has a reward.
 
       >>> import jax.numpy as jnp
       >>> turns = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1]]])
@@ -80,10 +80,10 @@ def turn_advantages(
     token_rewards, turns = jnp.asarray(token_rewards), jnp.asarray(turns)
     if token_rewards.ndim != 4 or token_rewards.shape[:3] != turns.shape:
         raise ValueError(
-            f"token_rewards has shape {token_rewards.shape} and turns {turns.shape}; pass [B, G, T, K] and [B, G, T]."
+            f"token_rewards must be [B, G, T, K] and turns [B, G, T]; got {token_rewards.shape} and {turns.shape}."
         )
     if estimator == "opo":
-        raise ValueError('estimator="opo" does not support turns, since its baseline is for whole completions.')
+        raise ValueError('estimator="opo" does not support turns, since its baseline is defined for whole completions.')
     scale_rewards = scale_of(scale_rewards, estimator)
     b, g, t, k = token_rewards.shape
     rewards = token_rewards.astype(jnp.promote_types(token_rewards.dtype, jnp.float32))
@@ -114,7 +114,7 @@ def turn_advantages(
 
 
 def in_units_of_rewards(scale_rewards: str, estimator: str) -> bool:
-    """Return whether advantages are differences of rewards, so that rewards can be added to them."""
+    """Return whether advantages are differences between rewards, so that rewards can be added to them."""
     return scale_rewards == "none" and estimator in ("grpo", "rloo")
 
 
@@ -131,7 +131,7 @@ def _to_go(earned: jax.Array) -> jax.Array:
 
 
 def _earlier_in_turn(rewards: jax.Array, turn_of: jax.Array) -> jax.Array:
-    """Return the sum of rewards that precede each token in its turn, [B, G, T]."""
+    """Sum the rewards that precede each token in its turn, [B, G, T]."""
     starts = jnp.diff(turn_of, axis=2, prepend=-1) != 0
 
     def step(sum_so_far: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -11,19 +11,19 @@ from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, bounded, choose, 
 
 
 def k1(log_ratio: jax.Array) -> jax.Array:
-    """Return d: unbiased in value. On-policy, its expected gradient is 0 for any reference."""
+    """Return d. Its value is unbiased. On-policy, its expected gradient is 0 for any reference."""
     return log_ratio
 
 
 def k2(log_ratio: jax.Array) -> jax.Array:
-    """Return d²/2: biased in value. On-policy, its expected gradient is ∇KL(π‖π_ref)."""
+    """Return d²/2. Its value is biased. On-policy, its expected gradient is ∇KL(π‖π_ref)."""
     return log_ratio**2 / 2
 
 
 def k3(log_ratio: jax.Array) -> jax.Array:
-    """Return e^{−d} − 1 + d ≥ 0: unbiased in value. On-policy, its expected gradient is ∇KL(π_ref‖π)."""
+    """Return e^{−d} − 1 + d ≥ 0. Its value is unbiased. On-policy, its expected gradient is ∇KL(π_ref‖π)."""
     d = bounded(log_ratio, -MAX_LOG_RATIO, jnp.inf)
-    # Evaluating e^{−d} − 1 + d directly loses all digits near d = 0, the usual case.
+    # Evaluating e^{−d} − 1 + d directly would lose all digits near d = 0, where d usually is.
     return jnp.expm1(-d) + d
 
 
@@ -37,7 +37,7 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
         k1 = d        k2 = d²/2        k3 = e^{−d} − 1 + d
 
     Half-precision inputs are computed in float32. Log-probs below −1e4 are treated as −1e4. In k3, d below −20 is
-    treated as −20 in value and derivative, since the exponential would overflow.
+    treated as −20 in the value and the derivative, to keep the exponential from overflowing.
 
     Args:
       log_probs: [...] float, nats ≤ 0, log-probs of the sampled tokens under the policy.
@@ -73,6 +73,6 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
     if log_probs.shape != ref_log_probs.shape:
         raise ValueError(
             f"log_probs has shape {log_probs.shape} and ref_log_probs {ref_log_probs.shape}; "
-            "pass log-probs of the same tokens."
+            "they must be log-probs for the same tokens."
         )
     return estimate(bounded(log_probs, MIN_LOG_PROB, jnp.inf) - bounded(ref_log_probs, MIN_LOG_PROB, jnp.inf))

@@ -33,7 +33,7 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers; got {tokens.dtype}.")
     if not temperature > 0:
-        raise ValueError(f"temperature must be > 0; got {temperature!r} (greedy decoding does not define log-probs).")
+        raise ValueError(f"temperature must be > 0; got {temperature!r} (greedy decoding has no log-probs).")
     return log_probs_of(process_logits(logits, Sampling(temperature)), tokens)
 
 
@@ -41,8 +41,8 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
 def _logit_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return logits[..., token].
 
-    The gradient is a mask, which XLA fuses with the rest of the gradient of the logits. The gradient of a gather would
-    be a separate array of the size of the logits.
+    The gradient is a mask, which XLA fuses into the rest of the logits' gradient. A gather's gradient would be a
+    separate array as large as the logits.
     """
     return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
 
@@ -53,12 +53,12 @@ def _logit_of_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     logits, tokens = primals
     here = tokens[..., None] == jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
-    # Not `where`: XLA would store its zeros as an array of the size of the logits.
+    # Multiply instead of using `where`: XLA would store its zeros as an array as large as the logits.
     return _logit_of(logits, tokens), (here.astype(logits.dtype) * tangents[0]).sum(axis=-1)
 
 
 NORMALIZER = ("logits_max", "logits_sum")
-"""Names of the intermediate values in `log_sum_exp`. Saving them in `jax.checkpoint` avoids two passes over V."""
+"""Names of the intermediate values in `log_sum_exp`. Saving them with `jax.checkpoint` avoids two passes over V."""
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
@@ -72,17 +72,17 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
 
 
 def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return the log-probs [...] of tokens [...] under softmax(logits [..., V])."""
+    """Compute the log-probs [...] of tokens [...] under softmax(logits [..., V])."""
     return _logit_of(logits, tokens) - log_sum_exp(logits)
 
 
 def log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probs [...] of tokens [...] and the entropies [...] of softmax(logits [..., V]), in nats."""
+    """Compute log-probs [...] of tokens [...] under softmax(logits [..., V]), and its entropies [...], in nats."""
     log_z = log_sum_exp(logits)[..., None]
     log_p = logits - log_z
     p, excluded = jnp.exp(log_p), jnp.isneginf(log_p)
-    # 0 · log 0 = 0: an excluded token (−inf) contributes nothing, and its gradient is not NaN. The zero is read from p,
-    # since XLA would store a constant as an array of the size of the logits. Without the outer `where`, XLA's CPU
+    # With 0 · log 0 = 0, an excluded token (−inf) contributes nothing, and its gradient is not NaN. The zero comes from
+    # p, since XLA would store a constant as an array as large as the logits. Without the outer `where`, XLA's CPU
     # backend does not vectorize the exponential, which makes it eight times slower.
     plogp = jnp.where(excluded, p, p * jnp.where(excluded, p, log_p))
     return _logit_of(logits, tokens) - log_z[..., 0], -plogp.sum(axis=-1)

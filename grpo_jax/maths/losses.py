@@ -1,6 +1,6 @@
 """The GRPO objective: ratio, per-token surrogate, masks and weights, KL, reduction.
 
-Each variant is a function in one of three tables: `RATIOS`, `LOSS_TYPES` (surrogate and reduction) and `ESTIMATORS`.
+The variants are functions in three tables: `RATIOS`, `LOSS_TYPES` (surrogate and reduction) and `ESTIMATORS`.
 Arrays may have any leading axes, such as [B, G, T] or [R, T]. A row of T tokens is one completion.
 """
 
@@ -75,8 +75,8 @@ def grpo_loss_terms(
 ) -> tuple[jax.Array, MetricSums]:
     """Compute the contribution of a part of a minibatch to `grpo_loss`, with metrics that merge exactly.
 
-    If the counts of the whole minibatch are passed, the losses and gradients of its parts sum to the loss and gradient
-    of the minibatch, for any split along the leading axes:
+    If counts over the whole minibatch are passed, the parts' losses and gradients sum to the minibatch's loss and
+    gradient, for any split along the leading axes:
 
         totals = batch_totals(mask)
         loss = Σ_parts grpo_loss_terms(..., settings, **totals)[0]
@@ -84,11 +84,11 @@ def grpo_loss_terms(
 
     Args:
       settings: the arguments of `grpo_loss` that are fields of `LossSettings`. All others are passed directly.
-      num_rows: number of rows in the minibatch. If None, the rows of this call are counted.
-      num_tokens: number of tokens with mask 1 in the minibatch. If None, the tokens of this call are counted.
-      num_selected_tokens: number of selected tokens in the minibatch. If None, the tokens of this call are counted.
-      selected: [..., T] bool or 0/1, this part of the minibatch's `top_entropy_mask`. If None, the mask is computed
-        from the tokens of this call.
+      num_rows: number of rows in the minibatch. If None, the rows in this call are counted.
+      num_tokens: number of tokens with mask 1 in the minibatch. If None, the tokens in this call are counted.
+      num_selected_tokens: number of selected tokens in the minibatch. If None, the tokens in this call are counted.
+      selected: [..., T] bool or 0/1, this part's slice of the minibatch's `top_entropy_mask`. If None, the mask is
+        computed from the tokens in this call.
 
     Returns:
       The loss, [] float32, and its `MetricSums`.
@@ -163,14 +163,14 @@ def _gather_metrics(
     sums: dict[str, jax.Array],
     token_sums: dict[str, jax.Array],
 ) -> MetricSums:
-    """Return the metrics of one call. Arrays [..., T] are summed over tokens with mask 1."""
+    """Collect the metrics from one call. Arrays [..., T] are summed over tokens with mask 1."""
     w, mask = tokens.ratio, tokens.mask
     clips = clip_events(surrogate, tokens, settings)
     token_sums = {**token_sums, "ratio_mean": w, "approx_kl_old": k3(-tokens.log_ratio), **clips}
     sums = sums | {name + "_sum": total for name, total in token_totals(token_sums, mask).items()}
     sums |= {"loss": loss, "tokens": jnp.sum(mask), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     maxes = {"ratio_max": jnp.max(w, initial=0, where=mask)}
-    # Counts are converted to float as well, so that metrics can be averaged over steps and devices.
+    # Counts are also converted to float, so that metrics can be averaged over steps and devices.
     sums, maxes = jax.tree.map(lambda x: sg(x.astype(loss.dtype)), (sums, maxes))
     return MetricSums(sums, maxes)
 
@@ -210,7 +210,7 @@ def grpo_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the GRPO objective and its metrics.
 
-        d = l − l_ref,   w = importance ratio of l to l_old (see `level` below),   p = surrogate(w, A) of `loss_type`
+        d = l − l_ref,   w = importance ratio of l to l_old (see `level` below),   p = surrogate(w, A) for `loss_type`
         loss = reduce(p · masks and weights) + reduce(beta · k) − entropy_coef · Σ m' H / max(Σ m', 1)
 
     | loss_type | p | reduce |
@@ -234,29 +234,29 @@ def grpo_loss(
     | trajectory | sg(exp(Σ m (l − l_old)))·exp(l − sg(l)): unbiased, high variance |
 
     Half-precision inputs are computed in float32. Values where `mask` is 0 are ignored, including NaN and inf.
-    Log-probs below −1e4 (or −inf) are treated as −1e4, and log-ratios above 20 as 20 in exponentials. Gradients are
-    not zeroed at these bounds.
+    Log-probs below −1e4 (or −inf) are treated as −1e4, and log-ratios above 20 as 20 in exponentials. Gradients do
+    not vanish beyond these bounds.
 
     Args:
       log_probs: [..., T] float, nats; l, log-probs under the trained params. A row of T tokens is one completion.
-      old_log_probs: [..., T] float, nats; l_old. If None, sg(l) is used: the ratio is 1 and has the gradient of l.
+      old_log_probs: [..., T] float, nats; l_old. Defaults to sg(l): the ratio is 1 and has the gradient of l.
       ref_log_probs: [..., T] float, nats; l_ref. May be None if beta is 0, but the metric `kl` is then 0.
       advantages: [...] or [..., T] float, unitless; A.
       mask: [..., T] bool or 0/1; m.
       loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
       beta: weight ≥ 0 of the KL term. The Python number 0 omits the term.
       epsilon: lower clip range ε ≥ 0.
-      epsilon_high: upper clip range ≥ 0. None uses epsilon. In cispo it is the cap of the ratio itself (5.0 in the
+      epsilon_high: upper clip range ≥ 0; defaults to epsilon. In cispo it is the cap on the ratio itself (5.0 in the
         paper), and None scales on-policy gradients by epsilon.
-      delta: cap of the ratio in the unclipped term, > 1 + epsilon_high. None disables the cap.
+      delta: cap on the ratio in the unclipped term, > 1 + epsilon_high. None disables the cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: estimator k of the KL from d: "k1", "k2" or "k3".
-      use_bias_correction_kl: whether k is multiplied by w (k1, k3) or sg(w) (k2); for placement "loss" only.
+      use_bias_correction_kl: whether to multiply k by w (k1, k3) or sg(w) (k2); for placement "loss" only.
       kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s). This is equivalent to subtracting
         beta·Σ_{s≥t} d_s, at the current params, from the normalized advantages of an unclipped loss.
-      max_completion_length: length in tokens in the denominator of dr_grpo. None uses T.
-      normalizer: denominator of dapo, cispo and vespo: the number of tokens with mask 1 in the whole minibatch. If
-        None, the tokens of this call are counted.
+      max_completion_length: length in tokens for the denominator in dr_grpo. Defaults to T.
+      normalizer: denominator in dapo, cispo and vespo, the number of tokens with mask 1 in the whole minibatch. If
+        None, the tokens in this call are counted.
       sapo_temperature_neg: τ > 0 where A ≤ 0.
       sapo_temperature_pos: τ > 0 where A > 0.
       vespo_k_pos: k where A ≥ 0.
@@ -265,18 +265,18 @@ def grpo_loss(
       vespo_lambda_neg: λ where A < 0.
       entropies: [..., T] float, nats; H, entropies of the next-token distributions. Differentiable.
       entropy_coef: weight of the entropy bonus; may be traced.
-      top_entropy_quantile: ρ in [0, 1]. Below 1, p is kept only at the tokens with mask m', whose entropy is at least
-        the linearly interpolated (1−ρ)-quantile.
+      top_entropy_quantile: ρ in [0, 1]. Below 1, p is kept only where m' = 1: at tokens with an entropy of at least the
+        linearly interpolated (1−ρ)-quantile.
       sampling_log_probs: [..., T] float, nats; l_sampling, log-probs from the sampler for the off-policy mask. NaN
-        marks tokens that were not scored. If None, old_log_probs is used.
+        marks tokens that were not scored. Defaults to old_log_probs.
       off_policy_mask_threshold: threshold in nats. p is kept where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None
         keeps all tokens.
-      kl_correction_level: the w of the KL correction at importance sampling level "sequence": "token" uses
-        exp(l − l_old), "importance_sampling_level" the ratio of the policy term (as TRL). Not used at other levels.
+      kl_correction_level: w for the KL correction at importance sampling level "sequence": "token" uses exp(l − l_old),
+        and "importance_sampling_level" uses the ratio from the policy term, as in TRL. Not used at other levels.
       importance_weights: [...] or [..., T] float ≥ 0, weights π_old / π_sampler that multiply p (in vespo, part of s).
-        None uses 1.
-      surrogate: function of `Tokens` and `LossSettings` that returns p [..., T]. It replaces the p of `loss_type`, but
-        not its reduction. Metrics do not count its clipping.
+        Defaults to 1.
+      surrogate: function of `Tokens` and `LossSettings` that returns p [..., T]. It replaces p for `loss_type`, but not
+        the reduction. Metrics do not count its clipping.
 
     Returns:
       loss: [] float32 (float64 for float64 log_probs), to be minimized.
@@ -289,7 +289,7 @@ def grpo_loss(
         (mean over m'). For parts of a minibatch, use `grpo_loss_terms`.
 
     Raises:
-      ValueError: if a shape or dtype is wrong, a name is unknown, or an array required by a term is missing.
+      ValueError: if a shape or dtype is wrong, a name is unknown, or an array that a term requires is missing.
 
     Gradient:
       With respect to `log_probs` and `entropies` only. For one token sampled from π_old in a given state, the expected
@@ -301,18 +301,18 @@ def grpo_loss(
       | k2 | ∇KL(π‖π_ref) on-policy; biased off-policy |
       | k3 | ∇KL(π_ref‖π) on-policy, the other direction; biased off-policy |
       | w·k3, w·k1, sg(w)·k2 (`use_bias_correction_kl=True`, the default) | ∇KL(π‖π_ref), also off-policy |
-      | placement "reward", level "trajectory" | ∇KL(π‖π_ref) of whole completions, also off-policy |
+      | placement "reward", level "trajectory" | ∇KL(π‖π_ref) for whole completions, also off-policy |
 
-      Only the last line holds for whole completions. The other terms omit the effect of a token on later states, even
-      on-policy: 4% to 47% of the gradient norm in the four two-token problems that tests/maths/test_enumeration.py
-      enumerates. The last line is exact in these problems, with more variance. At level "sequence",
-      `kl_correction_level="importance_sampling_level"` is biased for completions of more than one token.
+      Only the last row holds for whole completions. Even on-policy, the other terms omit the effect of a token on later
+      states, which is 4% to 47% of the gradient norm in the four two-token problems that
+      tests/maths/test_enumeration.py enumerates. The last row is exact in these problems, with more variance. At level
+      "sequence", `kl_correction_level="importance_sampling_level"` is biased if completions have several tokens.
 
     References:
       DeepSeekMath (arXiv:2402.03300) equation 3; DAPO (arXiv:2503.14476); Dr. GRPO (arXiv:2503.20783); GSPO
       (arXiv:2507.18071); CISPO (arXiv:2506.13585); SAPO (arXiv:2511.20347); LUSPO (arXiv:2602.05261); VESPO
-      (arXiv:2602.10693); the two-sided clip of INTELLECT-2 (arXiv:2505.07291); the KL correction and the off-policy
-      mask of DeepSeek-V3.2 (arXiv:2512.02556); top-entropy tokens (arXiv:2506.01939).
+      (arXiv:2602.10693); the two-sided clip from INTELLECT-2 (arXiv:2505.07291); the KL correction and the off-policy
+      mask from DeepSeek-V3.2 (arXiv:2512.02556); top-entropy tokens (arXiv:2506.01939).
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Loss metrics as sums that merge exactly across parts of a batch, and entropy-based token selection."""
+"""Loss metrics as sums that merge exactly across the parts of a batch, and entropy-based token selection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_jax.maths.checks import Scalar, sg
 
 
 class MetricSums(NamedTuple):
-    """Metrics of one part of a batch. To merge parts, add their `sums` and take the maximum of their `maxes`."""
+    """Metrics for one part of a batch. To merge parts, add their `sums` and take the maximum of their `maxes`."""
 
     sums: dict[str, jax.Array]
     maxes: dict[str, jax.Array]
@@ -22,7 +22,7 @@ class MetricSums(NamedTuple):
 def token_totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
     """Return Σ m·x over all tokens for each metric [..., T], without gradient.
 
-    The tokens of a row are added pairwise, since a sequential float32 sum of thousands of values loses its last digits
+    The tokens in a row are added pairwise, since a sequential float32 sum of thousands of values loses its last digits
     on CPU. Summing in two stages does not help: XLA merges both stages, and an optimization barrier between them
     deadlocks a mesh of CPU devices.
     """
@@ -42,15 +42,15 @@ def top_entropy_threshold(entropies: jax.Array, mask: jax.Array, quantile: Scala
     position = (1 - quantile) * last
     below = jnp.floor(position).astype(int)
     above = jnp.minimum(below + 1, last)
-    # Rounding could put the threshold above the upper value, which might exclude all tokens.
+    # Without this bound, rounding could put the threshold above the upper value and exclude all tokens.
     return sg(jnp.minimum(ordered[below] + (position - below) * (ordered[above] - ordered[below]), ordered[above]))
 
 
 def top_entropy_mask(entropies: jax.Array, mask: jax.Array, quantile: Scalar) -> jax.Array:
-    """Return a mask [..., T] of the tokens whose entropy is at least the (1 − quantile)-quantile.
+    """Return a mask [..., T] that selects tokens with an entropy of at least the (1 − quantile)-quantile.
 
     Compute this mask once per minibatch and pass it as `selected`. Two programs may compute entropies that differ in
-    the last bit, so a threshold from a different program could exclude all tokens that share the same entropy.
+    the last bit, so a threshold from a different program could exclude all tokens with equal entropy.
     """
     return mask & (entropies >= top_entropy_threshold(entropies, mask, quantile))
 
@@ -67,13 +67,13 @@ def update_entropy_coef(
       coef: [] float, current coefficient; initially the config's `entropy_coef`.
       entropy: [] float, nats, metric `selected_entropy` of the last minibatch.
       target: entropy in nats at or below which the bonus is applied.
-      delta: step > 0 of the coefficient.
-      minimum: lower bound of the coefficient.
-      maximum: upper bound of the coefficient.
+      delta: change > 0 of the coefficient per step.
+      minimum: lower bound on the coefficient.
+      maximum: upper bound on the coefficient.
 
     Returns:
-      The new coefficient and `applied`, the `entropy_coef` of the next step, both [] float32 without gradient. In the
-      first step, `entropy_coef` is 0, since no entropy is available yet.
+      The new coefficient and `applied`, the `entropy_coef` for the next step, both [] float32 without gradient. The
+      first step uses 0, since no entropy is available yet.
 
     References:
       Skywork-OR1 (arXiv:2505.22312), section 4; TRL's `use_adaptive_entropy`.
@@ -88,10 +88,10 @@ def update_entropy_coef(
 
 
 def batch_totals(mask: jax.Array, selected: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Count the rows and tokens of a whole minibatch, as keyword arguments of `grpo_loss_terms` for its parts.
+    """Count the rows and tokens in a whole minibatch, as keyword arguments to `grpo_loss_terms` for its parts.
 
-    Returns `num_rows` and `num_tokens`, and also `num_selected_tokens` if `selected` (the `top_entropy_mask` of the
-    minibatch) is given. Both masks are [..., T].
+    Returns `num_rows` and `num_tokens`, and also `num_selected_tokens` if `selected` (the minibatch's
+    `top_entropy_mask`) is given. Both masks are [..., T].
     """
     mask = jnp.asarray(mask) != 0
     totals = {"num_rows": jnp.asarray(math.prod(mask.shape[:-1])), "num_tokens": jnp.sum(mask)}
@@ -101,14 +101,14 @@ def batch_totals(mask: jax.Array, selected: jax.Array | None = None) -> dict[str
 
 
 def merge_metrics(first: MetricSums, second: MetricSums) -> MetricSums:
-    """Merge the metrics of two parts of a batch."""
+    """Merge the metrics for two parts of a batch."""
     return MetricSums(
         sums=jax.tree.map(jnp.add, first.sums, second.sums), maxes=jax.tree.map(jnp.maximum, first.maxes, second.maxes)
     )
 
 
 def finalize_metrics(metrics: MetricSums) -> dict[str, jax.Array]:
-    """Convert merged sums to metrics: `x_sum` to the mean `x` over tokens with mask 1. Other values are unchanged."""
+    """Convert merged sums to metrics: `x_sum` becomes the mean `x` over tokens with mask 1. Others are unchanged."""
     sums = dict(metrics.sums)
     result = dict(metrics.maxes)
     if "selected_entropy_sum" in sums:

@@ -1,4 +1,4 @@
-"""Reference policy updates (TR-DPO)."""
+"""Updates of the reference policy (TR-DPO)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _check_trees(ref_params: Params, params: Params) -> None:
         for which, x in (("ref_params", ref_leaf), ("params", leaf)):
             if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
                 raise ValueError(
-                    f"Leaf {name} of {which} has dtype {jnp.result_type(x)}; only floating-point leaves can be mixed. "
+                    f"Leaf {name} of {which} has dtype {jnp.result_type(x)}; expected a floating-point dtype. "
                     "Exclude integer leaves from the params."
                 )
 
@@ -45,7 +45,7 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
 
     Args:
       ref_params: pytree of float leaves of any shape; `None` leaves are unchanged.
-      params: pytree of the same structure and shapes. The dtypes may differ.
+      params: pytree with the same structure and shapes. The dtypes may differ.
       alpha: [] float in [0, 1], weight of the *new* params (1 copies them, 0 keeps the reference).
 
     Returns:
@@ -56,8 +56,8 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
       ValueError: if the trees differ in structure or shapes, a leaf is not floating-point, or alpha is not in [0, 1].
 
     References:
-      TR-DPO (arXiv:2404.09656), equation 2, soft update. TRL's `ref_model_mixup_alpha` and optax's `step_size` are also
-      weights of the new params; `optax.incremental_update` computes in the dtype of the leaves.
+      TR-DPO (arXiv:2404.09656), equation 2, soft update. TRL's `ref_model_mixup_alpha` and the `step_size` of
+      `optax.incremental_update` are also weights of the new params; optax computes in the dtype of the leaves.
 
     Example:
       >>> import jax.numpy as jnp
@@ -89,7 +89,7 @@ def sync_reference(
       ref_params: as in `mixup`.
       params: as in `mixup`.
       step: [] integer, number of completed optimizer steps (1 after the first); may be traced.
-      every: integer ≥ 1, number of steps between two syncs (TRL's `ref_model_sync_steps`).
+      every: integer ≥ 1, number of steps between syncs (TRL's `ref_model_sync_steps`).
       alpha: as in `mixup`.
 
     Returns:
@@ -99,7 +99,7 @@ def sync_reference(
       ValueError: if every < 1 or `mixup` rejects an argument.
 
     References:
-      TR-DPO (arXiv:2404.09656), section 3. Step 0 is a multiple of `every` and also mixes.
+      TR-DPO (arXiv:2404.09656), section 3. Step 0 is a multiple of `every`, so it also mixes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -111,7 +111,7 @@ def sync_reference(
         raise ValueError(f"every must be at least 1; got {every}. Pass the number of optimizer steps between syncs.")
     _check_alpha(alpha)
     _check_trees(ref_params, params)
-    # `cond` instead of `where`, so that the params are not read at other steps.
+    # Use `cond` instead of `where`, so that the params are not read at other steps.
     return jax.lax.cond(
         step % every == 0, lambda: mixup(ref_params, params, alpha), lambda: jax.tree.map(jnp.asarray, ref_params)
     )

@@ -1,4 +1,4 @@
-"""Sampling distribution of tokens from logits, and exact sampling from it with the inverse CDF.
+"""The distribution that tokens are sampled from, and exact sampling from it with the inverse CDF.
 
 Gumbel sampling needs a random number for each vocabulary entry and is the most expensive part of a decode step on CPU.
 The inverse CDF needs two per token. The first selects a block of the vocabulary with probability proportional to its
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 
 class Sampling(NamedTuple):
-    """Settings of the sampling distribution. Hashable, for use as a static argument."""
+    """Settings for the sampling distribution, hashable for use as a static argument."""
 
     temperature: float = 1.0  # unitless; 0 selects greedy decoding, with log-probs at temperature 1
     top_k: int = 0  # number of tokens to keep; 0 keeps all
@@ -26,7 +26,7 @@ class Sampling(NamedTuple):
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError if a setting, a Python number, is out of range."""
+    """Raise ValueError if a setting is out of range."""
     temperature, top_k, top_p, min_p = sampling
     if not temperature >= 0 or math.isinf(temperature):
         raise ValueError(f"temperature must be a finite number ≥ 0 (0 is greedy); got {temperature!r}.")
@@ -39,13 +39,13 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | None = None) -> jax.Array:
-    """Compute the logits [..., V] float32 of the sampling distribution.
+    """Compute the logits [..., V] float32 for the sampling distribution.
 
-    As in transformers, these steps are applied in order, each to the result of the previous one: divide by the
+    As in transformers, these steps are applied in order, each to the result of the previous step: divide by the
     temperature; keep the `top_k` largest logits; keep the smallest set of most likely tokens whose mass reaches
     `top_p`; keep tokens at least `min_p` times as likely as the most likely one. All other tokens get −inf. Ties with
-    the last kept token are also kept. The token ids `keep`, [...], are never removed, so that the log-prob of a sampled
-    token remains finite when the params change.
+    the last kept token are also kept. The token ids in `keep`, [...], are never removed, so that a sampled token's
+    log-prob remains finite when the params change.
     """
     check_sampling(sampling)
     temperature, top_k, top_p, min_p = sampling
@@ -74,7 +74,7 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
 
 
 def uniforms(keys: jax.Array) -> jax.Array:
-    """Draw two uniform random numbers, [..., 2] float32 in [0, 1), for each of the typed keys [...]."""
+    """Draw two uniform random numbers [..., 2] float32 in [0, 1) from each typed key [...]."""
     flat = keys.reshape(-1)
     return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(flat).reshape((*keys.shape, 2))
 
@@ -82,7 +82,7 @@ def uniforms(keys: jax.Array) -> jax.Array:
 def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
     """Return the first index along `axis` where the cumulative sum of weights exceeds u · total, for u in [0, 1).
 
-    An entry of weight 0 is never selected due to rounding, unless all weights are 0.
+    Rounding never selects an entry with weight 0, unless all weights are 0.
     """
     cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=axis), 0)
     total = cumulative.max(axis=axis)
@@ -95,7 +95,7 @@ def vocabulary_blocks(size: int) -> tuple[int, int]:
 
     If possible, the blocks cover the vocabulary without padding and their number is a multiple of a power of two, so
     that a vocabulary can be sharded in whole blocks. The blocks determine which token a random number selects, so they
-    depend only on the size of the vocabulary.
+    depend only on the vocabulary size.
 
     Example:
       >>> vocabulary_blocks(8192), vocabulary_blocks(151936), vocabulary_blocks(33)
@@ -113,8 +113,8 @@ def draw_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Draw a token from softmax(logits) for each row, from two uniform random numbers u [..., 2] in [0, 1).
 
-    Returns tokens [...] int32 and their log-probs [...] float32. Logits of −inf are never drawn. The vocabulary is axis
-    `axis` of the logits. If it is sharded, `together` all-gathers a small array, and blocks are selected with a masked
+    Returns tokens [...] int32 and their log-probs [...] float32. Logits of −inf are never drawn. `axis` is the
+    vocabulary axis. If it is sharded, `together` all-gathers a small array, and blocks are selected with a masked
     sum, since indexing would gather the logits.
     """
     axis %= logits.ndim
@@ -170,7 +170,7 @@ def sample_tokens(
     Args:
       key: single PRNG key, or keys [...], one per row of logits.
       logits: [..., V], any float dtype. Logits of −inf are never drawn. Each row needs at least one finite entry.
-      temperature: temperature ≥ 0; 0 selects the most likely token and returns its log-prob at temperature 1.
+      temperature: divisor ≥ 0 of the logits; 0 selects the most likely token, with its log-prob at temperature 1.
       top_k: as in `Sampling`.
       top_p: as in `Sampling`.
       min_p: as in `Sampling`.

@@ -1,14 +1,14 @@
 """Stop string detection during sampling: a byte automaton with one table lookup per sampled token.
 
 The state is the longest suffix of the text that is a prefix of a stop string. A token advances the state by all of its
-bytes, so a stop string may start and end inside tokens. It is found at the token that completes it:
+bytes, so a stop string may start and end within tokens. It is found at the token that completes it:
 
 ```
 stop "</a>"       tokens   x      </      a>       .
                   state    ""  →  "</" →  found →  found
 ```
 
-Tokens with the same effect on every state are of the same kind. The table is small because it has one row per kind.
+Tokens with the same effect on every state share a kind. The table is small because it has one row per kind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TEXTS = 1 << 13
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """Automaton of stop strings over a vocabulary. Hashable, for use as a static argument of `jit`.
+    """Automaton that finds stop strings in tokens from a vocabulary. Hashable, for use as a static argument to `jit`.
 
     Attributes:
       strings: the stop strings.
@@ -47,11 +47,11 @@ class Stops:
 
     @property
     def found(self) -> int:
-        """The final state."""
+        """The final state, in which a stop string has been found."""
         return int(self.table.shape[1] - 1)
 
     def after(self, state: Array, tokens: Array) -> Array:
-        """Return the next states [...] int32 after tokens [...]. Each turn starts in state 0."""
+        """Advance states [...] int32 by tokens [...]. Each turn starts in state 0."""
         if isinstance(state, np.ndarray) and isinstance(tokens, np.ndarray):
             found: np.ndarray = self.table[self.kinds[np.minimum(tokens, len(self.kinds) - 1)], state]
             return found
@@ -59,7 +59,7 @@ class Stops:
         return jnp.asarray(self.table)[kinds, state]
 
     def end_of(self, tokens: np.ndarray) -> int | None:
-        """Return the number of tokens up to the end of the first stop string, or None if there is none."""
+        """Return the number of tokens through the end of the first stop string, or None without a stop string."""
         state = np.zeros(1, np.int32)
         for at in range(len(tokens)):
             state = self.after(state, tokens[at : at + 1])
@@ -69,9 +69,9 @@ class Stops:
 
 
 def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
-    """Build the automaton of non-empty stop strings for a vocabulary.
+    """Build the automaton for non-empty stop strings over a vocabulary.
 
-    `pieces` are the UTF-8 bytes of each of the N tokens, b"" for a token without text. Raises ValueError if a stop
+    `pieces` contains the UTF-8 bytes of each of the N tokens, b"" for a token without text. Raises ValueError if a stop
     string cannot be formed from these tokens.
 
     Example:
@@ -89,9 +89,9 @@ def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
 
 
 def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Build `kinds` and `table` of `Stops`."""
+    """Build the `kinds` and `table` arrays for `Stops`."""
     steps, rows = _byte_steps(strings), dict[bytes, int]()
-    # Replace bytes that no string contains by 255 (unused in UTF-8), so that few distinct pieces remain.
+    # Replace bytes that occur in no string with 255 (unused in UTF-8), so that few distinct pieces remain.
     same = bytes(byte if byte in b"".join(strings) else 255 for byte in range(256))
     texts = [re.sub(b"\xff+", b"\xff", piece.translate(same)) for piece in (*pieces, b"")]
     different = sorted(set(texts), key=len, reverse=True)
@@ -102,7 +102,7 @@ def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarr
         there = np.frombuffer(b"".join(text.ljust(lengths[0]) for text in some), np.uint8).reshape(len(some), -1)
         states = np.tile(np.arange(len(steps)), (len(some), 1))
         for at in range(lengths[0]):
-            count = int((lengths > at).sum())  # longest first
+            count = int((lengths > at).sum())  # texts are sorted longest first
             states[:count] = steps[states[:count], there[:count, at, None]]
         for text, row in zip(some, states.astype(np.int32), strict=True):
             kind_of[text] = rows.setdefault(row.tobytes(), len(rows))
@@ -119,7 +119,7 @@ def _is_reachable(table: np.ndarray) -> bool:
 
 
 def _byte_steps(strings: Sequence[bytes]) -> np.ndarray:
-    """Return the next state for each state and byte, [S + 1, 256]. Non-final states are prefixes sorted by length."""
+    """Compute the next state for each state and byte, [S + 1, 256]. Non-final states are prefixes sorted by length."""
     states = sorted({string[:n] for string in strings for n in range(len(string))}, key=len)
     number, found = {text: i for i, text in enumerate(states)}, len(states)
     steps = np.zeros((found + 1, 256), np.int64)

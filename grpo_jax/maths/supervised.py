@@ -37,8 +37,8 @@ def likelihood_loss(
       log_probs: [..., T] float, nats; l.
       mask: [..., T] bool or 0/1; m, 1 at the target tokens.
       loss_type: "nll" or "dft".
-      num_tokens: [], Σ m over the whole minibatch, so that the losses of its parts sum to its loss. If None, the tokens
-        of this call are counted.
+      num_tokens: [], Σ m over the whole minibatch, so that its parts' losses sum to its loss. If None, the tokens in
+        this call are counted.
 
     Returns:
       [] float32, nats per token.
@@ -77,7 +77,7 @@ def likelihood_loss_terms(
 
 
 FULL = -1e-7
-"""Upper bound on the log of the mass of k tokens. The other tokens keep about 1e-7, the resolution of float32."""
+"""Upper bound on the log of the k tokens' mass. The other tokens keep about 1e-7, the resolution of float32."""
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
@@ -105,20 +105,20 @@ def divergence(
         reverse_kl: KL(p‖q) = Σ p (log p − log q)          forward_kl: KL(q‖p)
         jsd: alpha·KL(q‖m) + (1 − alpha)·KL(p‖m),  m = (1 − alpha)·p + alpha·q
 
-    jsd / alpha approaches the forward KL as alpha → 0, and jsd / (1 − alpha) the reverse KL as alpha → 1. Log-probs
-    below −1e4 (or −inf) are treated as −1e4.
+    As alpha → 0, jsd / alpha approaches the forward KL. As alpha → 1, jsd / (1 − alpha) approaches the reverse KL.
+    Log-probs below −1e4 (or −inf) are treated as −1e4.
 
     Args:
-      log_probs: [..., V] float, nats, normalized log-probs of the policy.
-      teacher_log_probs: [..., V] float, nats, normalized log-probs of the teacher.
+      log_probs: [..., V] float, nats, normalized policy log-probs.
+      teacher_log_probs: [..., V] float, nats, normalized teacher log-probs.
       kind: "reverse_kl", "forward_kl" or "jsd".
-      alpha: weight of the teacher in jsd, in (0, 1); not used by the other kinds.
+      alpha: teacher weight in jsd, in (0, 1); not used by the other kinds.
 
     Returns:
       [...] float32 (float64 for float64 input), nats ≥ 0.
 
     Gradient:
-      With respect to `log_probs`, for a given state. The effect of a token on later states is not included.
+      With respect to `log_probs`, for a given state. It does not include the effect of a token on later states.
 
     References:
       GKD (arXiv:2306.13649), equation 1, where alpha is called beta.
@@ -131,7 +131,7 @@ def divergence(
 
 
 def with_rest(log_probs: jax.Array) -> jax.Array:
-    """Append the log-prob of the other tokens, log(1 − Σ exp(log_probs)) ≥ about log 1e-7: [..., k] → [..., k + 1]."""
+    """Append the log-prob of all other tokens, log(1 − Σ exp(log_probs)) ≥ about log 1e-7: [..., k] → [..., k + 1]."""
     mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), FULL)
     return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)
 
@@ -141,16 +141,16 @@ def top_k_divergence(
 ) -> jax.Array:
     """Compute `divergence` from the log-probs of k tokens, with all other tokens merged into one.
 
-    Let r and s be the mass of the merged tokens ("rest") under p and q. The result is less than the divergence of the
-    full distributions by
+    Let r and s be the mass of the merged tokens ("rest") under p and q. The result is less than the divergence between
+    the full distributions by
 
         reverse_kl: r · KL(p given the rest ‖ q given the rest)
         forward_kl: s · KL(q given the rest ‖ p given the rest)
         jsd: at most ((1 − alpha)·r + alpha·s) · log 2
 
     Args:
-      log_probs: [..., k] float, nats, policy log-probs of k distinct tokens, usually the teacher's most likely ones.
-      teacher_log_probs: [..., k] float, nats, teacher log-probs of the same tokens.
+      log_probs: [..., k] float, nats, policy log-probs for k distinct tokens, usually the teacher's most likely tokens.
+      teacher_log_probs: [..., k] float, nats, teacher log-probs for the same tokens.
       kind: as in `divergence`.
       alpha: as in `divergence`.
 
@@ -172,8 +172,8 @@ def sampled_divergence(
 
     Args:
       log_probs: [..., T] float, nats; l, log-probs under the policy.
-      old_log_probs: [..., T] float, nats; l_old, log-probs under the policy that sampled the tokens. If None, sg(l) is
-        used, so that w = 1.
+      old_log_probs: [..., T] float, nats; l_old, log-probs under the policy that sampled the tokens. Defaults to
+        sg(l), so that w = 1.
       teacher_log_probs: [..., T] float, nats; l_teacher.
       mask: [..., T] bool or 0/1.
 
@@ -182,11 +182,11 @@ def sampled_divergence(
 
     Gradient:
       Over tokens sampled from the old policy in a given state, the expected value is KL(p‖q) and the expected gradient
-      is ∇KL(p‖q), however far the policy is from the old one. The variance is larger than with `divergence`.
+      is ∇KL(p‖q), however far the policy is from the old policy. The variance is larger than with `divergence`.
 
     References:
-      Thinking Machines, "On-Policy Distillation" (2025), which uses the advantage −(l_old − l_teacher). Both are equal
-      in the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
+      Thinking Machines, "On-Policy Distillation" (2025), which uses the advantage −(l_old − l_teacher). It is equal in
+      the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
     """
     log_probs = floating("log_probs", log_probs)
     mask = read_mask(log_probs, mask)
@@ -206,10 +206,10 @@ def distillation_loss_terms(
     num_rows: Scalar | None = None,
     num_tokens: Scalar | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute coef · reduce(per_token) with the reduction of `loss_type`, and its metrics as sums.
+    """Compute coef · reduce(per_token) with the reduction for `loss_type`, and its metrics as sums.
 
-    `per_token`, [..., T] in nats, is one of the divergences above. If the counts of the whole minibatch are passed, the
-    losses of its parts sum to its loss, as in `losses.grpo_loss_terms`.
+    `per_token`, [..., T] in nats, is a divergence from a function in this module. If counts over the whole minibatch
+    are passed, its parts' losses sum to its loss, as in `losses.grpo_loss_terms`.
     """
     _, reduction = LOSS_TYPES[choose("loss_type", loss_type, LOSS_TYPES)]
     per_token = floating("per_token", per_token)

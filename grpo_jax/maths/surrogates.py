@@ -25,18 +25,18 @@ from grpo_jax.maths.kl import ESTIMATORS
 
 
 class Tokens(NamedTuple):
-    """Input of a surrogate: arrays [..., T]. Where `mask` is False, values are 0 and ratios are 1."""
+    """Inputs to a surrogate: arrays [..., T]. Where `mask` is False, values are 0 and ratios are 1."""
 
-    log_probs: jax.Array  # l; only log_probs, log_ratio and ratio have a gradient
+    log_probs: jax.Array  # l; gradients flow only through log_probs, log_ratio and ratio
     log_ratio: jax.Array  # l − l_old
     ratio: jax.Array  # w, importance ratio at the importance sampling level
     advantages: jax.Array  # A
     mask: jax.Array  # bool
-    log_weights: jax.Array  # [...], sum of the log sampler weights of each row (vespo only)
+    log_weights: jax.Array  # [...], sum of log sampler weights over each row (vespo only)
 
 
 class Counts(NamedTuple):
-    """Counts over the whole minibatch, the denominators of the reductions."""
+    """Counts over the whole minibatch, which are the denominators in the reductions."""
 
     rows: Scalar
     tokens: Scalar
@@ -45,7 +45,7 @@ class Counts(NamedTuple):
 
 
 def _exp(log_ratio: jax.Array) -> jax.Array:
-    """Return exp(log_ratio) with the log-ratio bounded above. The bound does not change the gradient of log_ratio."""
+    """Return exp(log_ratio) with the log-ratio bounded above. The bound does not stop the gradient."""
     return jnp.exp(bounded(log_ratio, -jnp.inf, MAX_LOG_RATIO))
 
 
@@ -65,12 +65,12 @@ def token_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> 
 
 
 def sequence_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return w_t = exp(Σ m (l − l_old) / Σ m), equal for all tokens of a row, with gradient through the mean (GSPO)."""
+    """Return w_t = exp(Σ m (l − l_old) / Σ m), equal for all tokens in a row, with gradient through the mean (GSPO)."""
     return jnp.broadcast_to(_exp(row_mean(log_ratio, mask)), log_ratio.shape)
 
 
 def trajectory_ratio(log_probs: jax.Array, log_ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return w_t = sg(exp(Σ m (l − l_old)))·exp(l_t − sg(l_t)): completion weight with the gradient of the token."""
+    """Return w_t = sg(exp(Σ m (l − l_old)))·exp(l_t − sg(l_t)), the completion's weight with the token's gradient."""
     return sg(_exp(row_sum(log_ratio, mask))) * jnp.exp(log_probs - sg(log_probs))
 
 
@@ -82,7 +82,7 @@ RATIOS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
 
 
 def _lesser(first: jax.Array, second: Scalar) -> jax.Array:
-    """Return the minimum. A tie has the gradient of `first`, which jnp.minimum would halve."""
+    """Return the minimum. In a tie, the whole gradient goes to `first`; jnp.minimum would halve it."""
     return jnp.where(first <= second, first, second)
 
 
@@ -95,19 +95,19 @@ def ppo(tokens: Tokens, settings: LossSettings) -> jax.Array:
 
 
 def cispo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """Return p = −sg(min(w, ε_high))·A·l: a capped weight, whose gradient never vanishes."""
+    """Return p = −sg(min(w, ε_high))·A·l, which caps the weight but keeps the gradient."""
     return -sg(jnp.minimum(tokens.ratio, settings.upper_epsilon)) * tokens.advantages * tokens.log_probs
 
 
 def sapo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """Return p = −A·(4/τ)·σ(τ(w − 1)), τ from the sign of A: a smooth gate instead of clipping, slope 1 at w = 1."""
+    """Return p = −A·(4/τ)·σ(τ(w − 1)), a smooth gate with slope −A at w = 1. τ depends on the sign of A."""
     w, A = tokens.ratio, tokens.advantages
     tau = jnp.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
     return -A * (4 / tau) * jax.nn.sigmoid(tau * (w - 1))
 
 
 def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
-    """Return p = −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ), with completion log-weight s, and (k, λ) from the sign of A."""
+    """Return p = −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ). s is the completion's log-weight; (k, λ) depend on A's sign."""
     A = tokens.advantages
     s = row_sum(jnp.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO), tokens.mask) + tokens.log_weights[..., None]
     s = jnp.clip(s, math.log(1e-8), MAX_LOG_RATIO)
@@ -118,10 +118,10 @@ def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
 
 
 def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
-    """Compute the per-token KL term from d = l − l_ref, before multiplication by beta."""
+    """Compute the per-token KL term from d = l − l_ref, without the factor beta."""
     w = tokens.ratio
     if settings.kl_placement == "reward":
-        # Equivalent to A_t ← A_t − beta·Σ_{s≥t} d_s at the current params with an unclipped ratio.
+        # This is equivalent to A_t ← A_t − beta·Σ_{s≥t} d_s at the current params with an unclipped ratio.
         return w * sg(jax.lax.cumsum(d, axis=d.ndim - 1, reverse=True))
     k = ESTIMATORS[settings.kl_estimator](d)
     if not settings.use_bias_correction_kl:
@@ -129,15 +129,15 @@ def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
     if settings.importance_sampling_level == "sequence" and settings.kl_correction_level == "token":
         # The geometric mean of a completion's ratios is not an importance weight.
         w = token_ratio(tokens.log_probs, tokens.log_ratio, tokens.mask)
-    # k1 and k3 require the gradient of w: with sg(w), k3 would have the gradient of KL(π_ref‖π). k2 requires sg(w):
-    # w·k2 has the gradient of E_π[d²/2], which is not a KL.
+    # k1 and k3 require the gradient of w: with sg(w), k3 would have the gradient of KL(π_ref‖π). k2 requires sg(w),
+    # since w·k2 has the gradient of E_π[d²/2], which is not a KL.
     return (sg(w) if settings.kl_estimator == "k2" else w) * k
 
 
 def off_policy_mask(
     tokens: Tokens, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
 ) -> jax.Array:
-    """Return the off-policy mask of DeepSeek-V3.2: True where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold."""
+    """Compute DeepSeek-V3.2's off-policy mask: True where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold."""
     l, l_sampling = tokens.log_probs, l_old
     if sampling_log_probs is not None:
         l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
@@ -149,7 +149,7 @@ def off_policy_mask(
 def read_importance_weights(
     importance_weights: jax.Array | None, l: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Return the weights, [..., 1], [..., T] or None, and the sum of their logs for each row, [...]."""
+    """Return weights ([..., 1], [..., T] or None) and the sum of their logs over each row, [...]."""
     if importance_weights is None:
         return None, jnp.zeros(l.shape[:-1], l.dtype)
     weights = row_or_token("importance_weights", importance_weights, l)
@@ -158,7 +158,7 @@ def read_importance_weights(
 
 
 SAMPLER_WEIGHT_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-"""Weights per token or per sequence, truncated to the bounds or masked (set to 0) outside them."""
+"""Modes for weights per token or per sequence, truncated to the bounds or masked (set to 0) outside them."""
 
 
 def sampler_weights(
@@ -187,8 +187,8 @@ def sampler_weights(
       sampling_log_probs: [..., T] float, nats, log-probs under μ.
       mask: [..., T] bool or 0/1; m. A row of T tokens is one completion.
       mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
-      clip_max: upper bound > 0 of the weights. None disables it.
-      clip_min: lower bound ≥ 0 of the weights. None disables it.
+      clip_max: upper bound > 0 on the weights. None disables it.
+      clip_min: lower bound ≥ 0 on the weights. None disables it.
 
     Returns:
       Float32 weights (float64 for float64 old_log_probs) to pass to `grpo_loss` as `importance_weights`. In token
@@ -196,7 +196,7 @@ def sampler_weights(
 
     Gradient:
       None; the weights are constants. Without bounds, E_μ[w f] = E_π_old[f] for sequence weights. Token weights omit
-      the weights of earlier tokens and are exact only for completions of one token. Bounds trade bias for variance.
+      the weights of earlier tokens and are exact only for one-token completions. Bounds add bias and reduce variance.
 
     References:
       TRL's `vllm_importance_sampling_mode`; truncated importance sampling: Ionides 2008, and for separate engines Yao
@@ -207,7 +207,7 @@ def sampler_weights(
     mask = jnp.asarray(mask) != 0
     for name, value in (("sampling_log_probs", sampling), ("mask", mask)):
         if value.shape != old.shape or old.ndim == 0:
-            raise ValueError(f"{name} has shape {value.shape}; pass {old.shape}, the shape of old_log_probs [..., T].")
+            raise ValueError(f"{name} has shape {value.shape}; expected {old.shape}, the shape of old_log_probs.")
     delta = jnp.maximum(old, MIN_LOG_PROB) - jnp.maximum(sampling.astype(old.dtype), MIN_LOG_PROB)
     delta = jnp.where(mask & ~jnp.isnan(sampling), delta, 0)
     if mode.startswith("sequence"):
@@ -220,7 +220,7 @@ def sampler_weights(
 
 
 def mean_of_row_means(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
-    """Return Σ_rows (Σ m·x / max(Σ m, 1)) / rows: each completion has the same weight, regardless of its length."""
+    """Return Σ_rows (Σ m·x / max(Σ m, 1)) / rows, which weights completions equally, regardless of length."""
     return jnp.sum(row_mean(values, mask)) / counts.rows
 
 
@@ -259,7 +259,7 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
     "sapo": (sapo, mean_of_row_means),
     "vespo": (vespo, sum_over_normalizer),
 }
-"""Surrogate and reduction of each loss type.
+"""Surrogate and reduction for each loss type.
 
 To add a loss type, add a function and an entry here, and add the name to `config.fields.LossType` and to the docstring
 of `grpo_loss`. Add a NumPy version to tests/maths/test_losses.py and a setting to `experiments.estimators`. If the loss
@@ -271,7 +271,7 @@ Add new settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their conflict
 
 
 def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
-    """Return a mask [..., T] of clipped tokens for each metric. It is all False for surrogates without clipping."""
+    """Return a mask [..., T] of clipped tokens for each metric, which is all False if the surrogate does not clip."""
     w, A = tokens.ratio, tokens.advantages
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never
@@ -290,9 +290,9 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Static settings of the objective, named as the arguments of `grpo_loss` and the fields of `GRPOConfig`.
+    """Static settings for the objective, with the names of `grpo_loss` arguments and `GRPOConfig` fields.
 
-    `surrogate` is an argument of `train` instead of a config field. Raises ValueError if a variant is unknown.
+    `surrogate` is an argument to `train`, not a config field. Raises ValueError for an unknown variant.
     """
 
     loss_type: str = "dapo"
@@ -325,11 +325,11 @@ class LossSettings:
 
     @property
     def surrogate_and_reduction(self) -> tuple[Surrogate, Reduction]:
-        """Surrogate and reduction of `loss_type`. A custom `surrogate` replaces the first."""
+        """Surrogate and reduction for `loss_type`. A custom `surrogate` replaces the first."""
         surrogate, reduction = LOSS_TYPES[self.loss_type]
         return self.surrogate or surrogate, reduction
 
     @property
     def upper_epsilon(self) -> Scalar:
-        """ε_high, or ε if it is None."""
+        """Upper clip range: ε_high, or ε if ε_high is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high

@@ -1,5 +1,5 @@
-"""Training updates: `objective` computes the loss, `step` updates any model on any mesh, `packed` does so without
-padding, `state` and `optimizer` define the training state, and `not_finite` finds the cause of a skipped update.
+"""Training updates: `objective` computes the loss, `step` updates any model on any mesh, `packed` avoids padding for
+this package's models, `state` and `optimizer` define the training state, and `not_finite` explains skipped updates.
 """
 
 from grpo_jax.update.state import TrainState, create_state

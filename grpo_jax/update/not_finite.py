@@ -1,4 +1,4 @@
-"""Diagnosis of updates with an infinite or NaN loss or gradient."""
+"""Diagnostics for updates with an infinite or NaN loss or gradient."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from grpo_jax.update.step import Updater
 def name_not_finite(
     updater: Updater, params: Params, batch: Batch, metrics: Mapping[str, float], tokenizer: Any = None
 ) -> str:
-    """Describe the first non-finite value of a skipped update, with its prompt and completion.
+    """Describe the first non-finite value found in a skipped update, with its prompt and completion.
 
     Searches the advantages, then the log-probs of the sampler, the old policy, the references and `params`, and finally
-    the metrics. `params` are the params before the update. With several processes, this is a collective operation.
+    the metrics. `params` are the params before the update. With several processes, all of them must call it.
     """
     batch = fetch(batch)
     inputs = {
@@ -41,7 +41,7 @@ def name_not_finite(
             return f"{name} is {array[at]} at {where} of the batch{_texts(batch, at[0], at[1], tokenizer)}"
     names = ("policy_loss", "kl_in_loss", "loss", "grad_norm")
     bad = next(name for name in names if not np.isfinite(metrics.get(name, 0.0)))
-    return f"the metric {bad} is {metrics[bad]}, although all advantages and log-probs of the batch are finite"
+    return f"the metric {bad} is {metrics[bad]}, although all advantages and log-probs in the batch are finite"
 
 
 def _texts(batch: Batch, prompt: int, completion: int, tokenizer: Any) -> str:

@@ -1,6 +1,6 @@
-"""Loss of a part of a minibatch.
+"""Loss for a part of a minibatch.
 
-Each loss is a sum divided by counts over the whole minibatch. The parts' losses and gradients therefore add up to the
+Each loss is a sum divided by a count over the whole minibatch. The parts' losses and gradients therefore add up to the
 minibatch's loss and gradient, no matter how it is split.
 """
 
@@ -26,7 +26,7 @@ from grpo_jax.update.state import TrainState
 
 
 def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> LossSettings:
-    """Build the static settings of `grpo_loss` from a config and an optional custom `surrogate`.
+    """Build the static settings for `grpo_loss` from a config and an optional custom `surrogate`.
 
     The entropy coefficient is not included: it can change during training, so it is part of the state.
     """
@@ -35,26 +35,26 @@ def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> Los
 
 
 def sampling_of(config: Config) -> Sampling:
-    """Return the settings of the distribution used for both sampling and log-probs."""
+    """Return the temperature and filters that define the distribution for both sampling and log-probs."""
     return Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
 
 
 def has_entropy_bonus(config: Config) -> bool:
-    """Return whether the entropy is part of the loss."""
+    """Return whether the loss includes an entropy term."""
     return config.entropy_coef > 0 or config.use_adaptive_entropy
 
 
 def vanishes_without_advantage(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
     """Return whether completions with zero advantage have no gradient, because the advantage multiplies the whole loss.
 
-    This does not depend on `loss_type`. False with a custom surrogate, about which nothing is assumed.
+    This does not depend on `loss_type`. Returns False for a custom surrogate, which may use advantages differently.
     """
     others = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_coef_of(model, config))
     return surrogate is None and not any(others)
 
 
 def router_coef_of(model: Model, config: Config) -> float:
-    """Return the load-balancing coefficient from the config, or the checkpoint if unset. Returns 0 without experts."""
+    """Return the load-balancing coefficient: the config's, else the checkpoint's, or 0 for a model without experts."""
     if not is_cached(model) or not model.config.num_experts:
         return 0.0
     coef = config.router_aux_loss_coef
@@ -62,9 +62,9 @@ def router_coef_of(model: Model, config: Config) -> float:
 
 
 def sampler_correction_weights(batch: Batch, config: GRPOConfig) -> jax.Array | None:
-    """Return importance weights [..., T] or [...] of completions from an engine, or None without a correction.
+    """Return importance weights [..., T] or [...] for completions from an engine, or None without a correction.
 
-    The weights of a completion do not depend on other completions, so they do not change if a batch is split.
+    A completion's weights do not depend on other completions, so splitting a batch does not change them.
     """
     if batch.old_log_probs is None or config.sampler_correction is None:
         return None
@@ -79,7 +79,7 @@ def sampler_correction_weights(batch: Batch, config: GRPOConfig) -> jax.Array | 
 
 
 def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Return the normalizers of the loss: counts over the whole minibatch, shared by all of its parts.
+    """Return the loss normalizers: counts over the whole minibatch, which all of its parts use.
 
     `selected` [B, G, T] is the `top_entropy_mask` of the whole minibatch, required if `top_entropy_quantile` < 1.
     """
@@ -90,9 +90,9 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
 
 
 def _old_log_probs(batch: Batch) -> jax.Array:
-    """Return the log-probs [..., T] of the policy that sampled the completions: the ratio's denominator in all turns.
+    """Return log-probs [..., T] under the policy that sampled the completions, the denominator of the ratio.
 
-    They were stored by the sampler (`rollout.draw.draw_next`), or computed by the trainer for completions of an engine.
+    The sampler stored them (`rollout.draw.draw_next`), or the trainer computed them for completions from an engine.
     """
     return batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
 
@@ -109,23 +109,23 @@ def loss_of(
     selected: jax.Array | None = None,
     router_coef: float = 0.0,
 ) -> tuple[jax.Array, MetricSums]:
-    """Return the loss and metric sums of a part of a minibatch: `likelihood_loss` for SFT, else `grpo_loss`.
+    """Compute the loss and metric sums for a part of a minibatch: `likelihood_loss` for SFT, else `grpo_loss`.
 
     Args:
-      scores: log-probs and entropies [..., T] of the part's completions under the current params.
+      scores: log-probs and entropies [..., T] for the part's completions under the current params.
       part: the part's arrays; advantages are [...] or [..., T].
-      state: training state with the coefficient of the entropy bonus.
-      totals: `count_totals` of the whole minibatch.
+      state: training state, read only for the entropy bonus coefficient.
+      totals: result of `count_totals` for the whole minibatch.
       config: a `GRPOConfig` or `SFTConfig`.
-      on_policy: whether the current params sampled the completions. If True, the ratio is 1 without old log-probs.
-      surrogate: a custom surrogate to use instead of `loss_type`, or None; not used in SFT.
-      selected: the part's slice of the `top_entropy_mask` of the whole minibatch, or None.
-      router_coef: coefficient of the load-balancing loss in `scores`.
+      on_policy: whether the current params sampled the completions. If True, the ratio is 1 and needs no old log-probs.
+      surrogate: a custom surrogate to use instead of `loss_type`, or None. SFT ignores it.
+      selected: the part's slice of the minibatch's `top_entropy_mask`, or None.
+      router_coef: coefficient for the load-balancing loss in `scores`.
     """
     chex.assert_equal_shape([scores.log_probs, scores.entropies, part.mask, part.sampling_log_probs])
     chex.assert_shape(part.advantages, scores.log_probs.shape[: part.advantages.ndim])
     if isinstance(config, SFTConfig):
-        assert scores.statistic is not None, "SFT requires scores with a comparison"
+        assert scores.statistic is not None, "SFT requires scores with a statistic"
         loss, metrics = likelihood_loss_terms(
             scores.log_probs,
             scores.entropies,
@@ -139,8 +139,8 @@ def loss_of(
             scores, part, state, totals, config=config, on_policy=on_policy, surrogate=surrogate, selected=selected
         )
     if scores.router_loss is not None:
-        # The router loss is computed per part and averaged with weights proportional to the parts' token counts. It is
-        # the only term that depends on how a minibatch is split.
+        # The router loss is computed for each part and averaged with the token counts as weights. It is the only term
+        # that depends on how a minibatch is split.
         share = scores.router_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
         loss = loss + router_coef * share
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)
@@ -159,7 +159,7 @@ def _grpo_terms(
     surrogate: Surrogate | None,
     selected: jax.Array | None,
 ) -> tuple[jax.Array, MetricSums]:
-    """Return `grpo_loss` plus the distillation loss, and their metric sums."""
+    """Compute `grpo_loss` plus any distillation loss, and the metric sums for both."""
     log_probs, old_log_probs = scores.log_probs, None if on_policy else _old_log_probs(part)
     has_bonus = has_entropy_bonus(config)
     loss, metrics = grpo_loss_terms(
@@ -169,7 +169,7 @@ def _grpo_terms(
         part.advantages,
         part.mask,
         loss_settings(config, surrogate),
-        # Without a bonus, the entropy is only a metric; its gradient would cost a second pass over the vocabulary.
+        # Without a bonus, the entropy is only a metric. Its gradient would cost a second pass over the vocabulary.
         entropies=scores.entropies if has_bonus else jax.lax.stop_gradient(scores.entropies),
         entropy_coef=state.entropy_bonus if has_bonus else 0.0,
         sampling_log_probs=part.sampling_log_probs,
@@ -183,7 +183,7 @@ def _grpo_terms(
     metrics.maxes["sampler_gap"] = jnp.where(part.mask, jnp.abs(constant - part.sampling_log_probs), 0).max()
     if part.initial_log_probs is not None:
         metrics.sums["kl_initial_sum"] = jnp.where(part.mask, kl_divergence(constant, part.initial_log_probs), 0).sum()
-    if part.ref_log_probs is None:  # without a reference, omit the KL metrics instead of reporting 0
+    if part.ref_log_probs is None:  # omit the KL metrics instead of reporting 0
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
     divergences = scores.statistic
     if part.teacher_log_probs is not None:
@@ -204,7 +204,7 @@ def _grpo_terms(
 
 
 def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Array, config: GRPOConfig) -> TrainState:
-    """Update the adaptive coefficient of the entropy bonus from the current entropy, if `is_valid` ([] bool)."""
+    """Update the adaptive entropy bonus coefficient for the current entropy, if `is_valid` ([] bool)."""
     coef, applied = update_entropy_coef(
         state.entropy_coef,
         entropy,

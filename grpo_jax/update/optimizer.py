@@ -1,4 +1,4 @@
-"""Learning rate schedule and optimizer (optax), built from a config."""
+"""Learning rate schedule and optax optimizer, built from a config."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import optax
 from grpo_jax.config.sft import Config
 from grpo_jax.types import Params
 
-# As in transformers' `Trainer.get_decay_parameter_names`, which also excludes PyTorch's layer norms by class. Here the
-# norms of flax.linen are recognized from their parameter name "scale".
+# Follows transformers' `Trainer.get_decay_parameter_names`, which also excludes PyTorch layer norms by class. Here,
+# flax.linen norms are recognized by their parameter name "scale".
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|/)scale$")
 
 
@@ -34,14 +34,14 @@ def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
 
 
 def is_decayed(path: str) -> bool:
-    """Return whether weight decay applies to a parameter. As in transformers, norms and biases are excluded."""
+    """Return whether weight decay applies to the parameter at `path`. Like transformers, excludes norms and biases."""
     return _NOT_DECAYED.search(path.lower()) is None
 
 
 def _add_decay(weight: float) -> optax.GradientTransformation:
-    """Add weight·θ to the updates of params with weight decay.
+    """Add weight·θ to the updates for params with weight decay.
 
-    Unlike `optax.masked`, this has an empty state, like the weight decay of `optax.adamw` without a mask.
+    Unlike `optax.masked`, this has an empty state, like `optax.adamw` without a mask.
     """
 
     def one(path: jax.tree_util.KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
@@ -57,8 +57,8 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
 def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
     """Clip by global norm like `optax.clip_by_global_norm`, but computed as a product, g · min(1, most / ‖g‖).
 
-    Both moments of Adam use the clipped gradient. XLA recomputes a product for each moment, but would store the result
-    of a division, which is as large as the gradient.
+    Both of Adam's moments use the clipped gradient. XLA recomputes a product for each moment, but would store the
+    result of a division, which is as large as the gradient.
     """
 
     def clip(updates: Params, params: Params | None = None) -> Params:
@@ -71,13 +71,13 @@ def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
 
 @functools.lru_cache(maxsize=8)
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
-    """Return AdamW with global-norm clipping. Equal configs return the same object, so that `jit` does not recompile.
+    """Return AdamW with global-norm clipping. Equal configs give the same object, so that `jit` does not recompile.
 
-    The learning rate depends on the `step` passed by `update.state.finish_update`, which includes skipped updates.
+    The learning rate depends on the `step` that `update.state.finish_update` passes, which counts skipped updates too.
     Adam's bias correction counts only applied updates.
     """
     clip = _clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    adamw = optax.chain(  # same transformations and state as `optax.adamw`
+    adamw = optax.chain(  # has the same transformations and state as `optax.adamw`
         optax.scale_by_adam(b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon),
         _add_decay(config.weight_decay),
         _scale_by_rate_of_step(make_schedule(config, total_steps)),
@@ -86,7 +86,7 @@ def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransforma
 
 
 def _scale_by_rate_of_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-    """Scale by the learning rate at the `step` passed to `update`, or else at the number of updates so far."""
+    """Scale by the learning rate at the `step` passed to `update`. Without `step`, use the number of updates so far."""
     by_count = optax.scale_by_learning_rate(schedule)
 
     def update(

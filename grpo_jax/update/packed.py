@@ -1,8 +1,8 @@
 """Log-probs and updates without padding: the same gradient as `step.train_step`, computed on packed sequences.
 
-The completions of several prompts are concatenated into packed sequences. A compiled function runs the prompts once and
-loops over their sequences. It accumulates the gradients with respect to the prompts' keys and values, and propagates
-the sum back through the prompts:
+Completions for several prompts are concatenated into packed sequences. A compiled function runs the prompts once and
+loops over the sequences. It accumulates the gradients with respect to the prompts' keys and values, then
+backpropagates the sum through the prompts:
 
 ```
 prompts ─► last states, keys and values ─► sequence 1 ─► loss ─► gradient of the params
@@ -49,16 +49,16 @@ from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_li
 from grpo_jax.update.teaching import Teacher, logit_statistic
 
 CPU_TOKENS = 512
-"""Maximum number of tokens of a packed sequence on a CPU, unless a completion is longer. Activations fit its cache."""
+"""Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Activations fit in cache."""
 
 WIDE_TOKENS = 1024
-"""Like `CPU_TOKENS`, for CPUs with matrix units (`models.matmul`). Larger, since weights are cast once per sequence."""
+"""`CPU_TOKENS` for CPUs with matrix units (`models.matmul`). It is larger because each sequence casts the weights."""
 
 ACCELERATOR_TOKENS = 32768
-"""Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences are not faster, but need more memory."""
+"""`CPU_TOKENS` for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Approximate number of prompt tokens per part and device if sequences are short. All their activations are stored."""
+"""Approximate number of prompt tokens per part and device if sequences are short. All activations are stored."""
 
 
 class Packed(flax.struct.PyTreeNode):
@@ -67,10 +67,10 @@ class Packed(flax.struct.PyTreeNode):
     Attributes:
       batch: prompts [A·K, P] and their completions [A·K, G, T].
       selected: [A·K, G, T] bool slice of the `top_entropy_mask`, or None if all tokens contribute to the loss.
-      sequences: packed sequences [A, S, ...]: first with a gradient, then without, then unused sequences.
+      sequences: packed sequences [A, S, ...], in order: with a gradient, without a gradient, unused.
       num_trained: [] int32 number of sequences with a gradient.
       num_used: [] int32 number of sequences with completions, at least 1.
-      index: [] int32 index of the part in its minibatch.
+      index: [] int32 position of the part in its minibatch.
     """
 
     batch: Batch
@@ -87,12 +87,12 @@ class Packed(flax.struct.PyTreeNode):
 
 
 class PackedUpdater(Updater):
-    """Updater for models of this package: computes log-probs and updates one packed sequence at a time."""
+    """Updater for this package's models, which processes one packed sequence at a time."""
 
     model: CachedModel
 
     def padded_length(self, longest: int) -> int:
-        """Return the length to pad a batch to. Always T, since padding is removed by packing."""
+        """Return the length to pad a batch to, which is always T because packing removes the padding."""
         return self.config.max_completion_length
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
@@ -100,10 +100,10 @@ class PackedUpdater(Updater):
         return self._score(params, prompts, tokens, mask, with_entropy=False)[0]
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Run one optimizer step. Returns the new state and metrics with `padding_share`; `state` is donated."""
+        """Run one optimizer step and return the new state and the metrics, with `padding_share`. Donates `state`."""
         grads, sums, padding = self._gradients(state, batch)
         state, metrics = apply_sums(self, state, grads, sums)
-        # The summed count includes segments without tokens and omits empty completions.
+        # The sum over sequences would count segments without tokens and miss empty completions.
         rows = jnp.float32(math.prod(batch.mask.shape[:2]))
         return state, metrics | {"rows": rows, "padding_share": jnp.float32(padding)}
 
@@ -112,7 +112,7 @@ class PackedUpdater(Updater):
         return self._gradients(state, batch)[:2]
 
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, float]:
-        """Return `gradients`, and the fraction of tokens that are padding."""
+        """Return the results of `gradients` and the fraction of tokens that are padding."""
         selected = None
         if self.config.top_entropy_quantile < 1:
             _, entropies = self._score(state.params, batch.prompts, batch.tokens, batch.mask, with_entropy=True)
@@ -138,7 +138,7 @@ class PackedUpdater(Updater):
         self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array, *, with_entropy: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Return log-probs and entropies [B, G, T] of all completions."""
-        batch = Batch(prompts, tokens, mask, advantages=mask, sampling_log_probs=mask)  # placeholders that are not read
+        batch = Batch(prompts, tokens, mask, advantages=mask, sampling_log_probs=mask)  # unused placeholders
         parts, indices = self.pack(params, batch, with_all=True)
         streams = count_streams(params, len(parts))
 
@@ -148,15 +148,15 @@ class PackedUpdater(Updater):
 
         by_stream = run_in_streams(score_parts, range(streams))
         scores = [by_stream[i % streams][i // streams] for i in range(len(parts))]
-        return _in_order(self, scores, np.argsort(indices.ravel())[-len(mask) :])  # without the -1s, which come first
+        return _in_order(self, scores, np.argsort(indices.ravel())[-len(mask) :])  # drop the -1s, which sort first
 
     def pack(
         self, params: Params, batch: Batch, selected: jax.Array | None = None, *, with_all: bool = False
     ) -> tuple[list[Packed], np.ndarray]:
-        """Split a batch into parts. Returns them and their prompts' indices [parts, A·K], -1 where a part has fewer.
+        """Split a batch into parts, returned with their prompt indices [parts, A·K], -1 where a part has fewer prompts.
 
-        Tokens are balanced between parts and devices. Prompts without a gradient are last, so that whole parts may have
-        no gradient. Parts without completions are omitted unless `with_all`.
+        Tokens are balanced between parts and devices. Prompts without a gradient come last, so that whole parts may
+        have no gradient. Parts without completions are omitted unless `with_all` is True.
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if with_all else self.has_gradient(batch)
@@ -178,7 +178,7 @@ class PackedUpdater(Updater):
     def pack_part(
         self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
     ) -> Packed:
-        """Pack the completions of a part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
+        """Pack the completions in a part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
         devices, mask = shard_count(self.mesh), np.asarray(part.mask)
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
         with_gradient = mask & has_gradient[:, None, None]
@@ -204,9 +204,9 @@ class PackedUpdater(Updater):
     def count_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
         """Return (streams, parts, K), where K is the number of prompts per part and device."""
         b, p = batch.prompts.tokens.shape
-        prompts = math.ceil(b / shard_count(self.mesh))  # of a device
+        prompts = math.ceil(b / shard_count(self.mesh))  # per device
         streams = count_streams(params, prompts)
-        tokens = max(self.shapes(params, batch.mask.shape)[0].size // 16, PROMPT_TOKENS)  # of a part's prompts
+        tokens = max(self.shapes(params, batch.mask.shape)[0].size // 16, PROMPT_TOKENS)  # prompt tokens per part
         rounds = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / streams)
         k = math.ceil(prompts / (rounds * streams))
         return streams, math.ceil(prompts / (k * streams)) * streams, k
@@ -217,13 +217,13 @@ class PackedUpdater(Updater):
         return self.skip_zero_signal and vanishes_without_advantage(self.model, self.config, self.surrogate)
 
     def has_gradient(self, batch: Batch) -> np.ndarray:
-        """Return a mask [B] of the prompts that have completions with a gradient."""
+        """Return a mask [B] that selects the prompts with a gradient in any completion."""
         if not self.skips_zero_signal:
             return np.ones(len(batch.mask), bool)
         return np.count_nonzero(np.asarray(batch.advantages).reshape(len(batch.mask), -1), axis=1) > 0
 
     def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
-        """Return the candidate shapes of packed sequences for a batch of shape [B, G, T], the largest first."""
+        """Return candidate shapes for packed sequences of a batch with shape [B, G, T], largest first."""
         t, wide = batch[-1], self.model.config.uses_float32_sums
         micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
@@ -243,7 +243,7 @@ def choose_updater(
     surrogate: Surrogate | None = None,
     teacher: Teacher | None = None,
 ) -> Updater:
-    """Return a `PackedUpdater` if the model and any teacher's model are this package's, else an `Updater`.
+    """Return a `PackedUpdater` if the model and any teacher model come from this package, else an `Updater`.
 
     `micro` is the shape (prompts, completions per prompt) of a micro-batch. `on_policy` defaults to `config.on_policy`.
     """
@@ -256,7 +256,7 @@ def choose_updater(
 def _prefill(
     model: CachedModel, params: Params, prompts: Prompts, mesh: jax.sharding.Mesh | None, key: jax.Array | None
 ) -> PromptStates:
-    """Return the last hidden states, keys and values of prompts, sharded over the mesh."""
+    """Run the prompts and return their last hidden states, keys and values, sharded over the mesh."""
     states = prefill_prompts(model, params, prompts, rngs=None if key is None else {"dropout": key})
     heads = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), states.layers)
     return PromptStates(constrain(states.last, mesh), heads)
@@ -271,7 +271,7 @@ def _loss(
     teacher_prompts: PromptStates | None,
     i: jax.Array | int,
 ) -> tuple[jax.Array, MetricSums]:
-    """Return `loss_of` for the i-th sequence, given the policy's and the teacher's states of the prompts."""
+    """Compute the loss and metric sums for the i-th sequence, given the policy's and the teacher's prompt states."""
     model, config, teacher, lengths = updater.model, updater.config, updater.teacher, part.batch.prompts.lengths
     sequence, key = part.sequence(i), dropout_key(model, state, part.index, i + 1)
     batch = jax.tree.map(sequence.take, part.batch.replace(prompts=None))
@@ -312,7 +312,7 @@ def _loss(
 def add_gradients(
     updater: PackedUpdater, total: Params, state: TrainState, part: Packed, totals: dict[str, jax.Array]
 ) -> tuple[Params, MetricSums]:
-    """Return `total` plus the gradient of one part with respect to the params, and the part's metric sums.
+    """Add the params gradient for one part to `total`, and return the sum and the part's metric sums.
 
     `totals` is the result of `count_totals` for the whole minibatch.
     """
@@ -356,7 +356,7 @@ def add_gradients(
 @shared
 @functools.partial(jax.jit, static_argnames=("with_entropy",))
 def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
-    """Return log-probs and entropies [A·K, G, T] of the completions of one part, 0 where the mask is 0."""
+    """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""
     model, prompts, mask = updater.model, part.batch.prompts, part.batch.mask
     states, sampling = _prefill(model, params, prompts, updater.mesh, None), sampling_of(updater.config)
 
@@ -380,13 +380,13 @@ def apply_sums(
 
 @jax.jit
 def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
-    """Return the initial sum of gradients, each leaf sharded like its parameter."""
+    """Return zeros for accumulating gradients, with each leaf sharded like its parameter."""
     return constrain_params(zeros_like(params), updater.mesh)
 
 
 @jax.jit
 def _in_order(updater: PackedUpdater, parts: list[tuple[jax.Array, ...]], at: jax.Array) -> tuple[jax.Array, ...]:
-    """Concatenate the arrays of all parts and reorder them to batch order."""
+    """Concatenate the parts' arrays and restore the batch order."""
     return jax.tree.map(lambda *x: constrain(jnp.concatenate(x)[at], updater.mesh), *parts)
 
 

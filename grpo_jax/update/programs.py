@@ -1,4 +1,4 @@
-"""The largest compiled functions of an update, bound to abstract arguments, to plan memory without arrays."""
+"""The largest compiled functions in an update, bound to abstract arguments, to plan memory without arrays."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Tree = TypeVar("Tree")
 
 
 class UpdateCalls(NamedTuple):
-    """The largest compiled functions of an updater, bound to abstract completions of the maximum length T.
+    """An updater's largest compiled functions, bound to abstract completions of the maximum length T.
 
     Attributes:
-      update: gradient of one part of a minibatch, or the whole step if completions are padded.
-      score: log-probs under the reference, or under the policy if there is no reference.
+      update: computes the gradient for one part of a minibatch, or runs the whole step if completions are padded.
+      score: computes log-probs under the reference, or under the policy if there is no reference.
     """
 
     update: functools.partial[Any]
@@ -31,7 +31,7 @@ class UpdateCalls(NamedTuple):
 
 
 def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCalls:
-    """Return the `UpdateCalls` of an updater. `state` and `batch` may contain arrays or `ShapeDtypeStruct`s."""
+    """Bind an updater's functions to `state` and `batch`, which may contain arrays or `ShapeDtypeStruct`s."""
     scored_by = state.params if state.ref_params is None else state.ref_params
     if not isinstance(updater, PackedUpdater):
         scores = functools.partial(score_padded, updater, scored_by, batch.prompts, batch.tokens, batch.mask)
@@ -41,7 +41,7 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
     selected = None if part.selected is None else batch.mask
     totals = _placed(jax.eval_shape(count_totals, batch, selected), mesh, (batch, part))
     total = jax.eval_shape(zero_gradients, updater, state.params)
-    if mesh is not None:  # according to the table, including the leaves that it replicates
+    if mesh is not None:  # use the sharding table, which also names the leaves to replicate
         total = jax.tree.map(_at, total, tree_sharding(total, mesh))
     total, state = _placed(total, mesh, state.params), _placed(state, mesh)
     scored_by = state.params if state.ref_params is None else state.ref_params
@@ -52,7 +52,7 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
 
 
 def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Packed:
-    """Return an abstract part of a minibatch with completions of the maximum length T."""
+    """Return an abstract part of a minibatch whose completions all have the maximum length T."""
     _, _, each = updater.count_parts(state.params, batch)
     rows, shapes = each * shard_count(updater.mesh), updater.shapes(state.params, batch.mask.shape)
     part: Batch = jax.tree.map(lambda x: np.zeros((rows, *x.shape[1:]), x.dtype), batch.replace(counted=None))
@@ -65,7 +65,7 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
     """Add shardings to abstract arrays. On a mesh, params are sharded according to the table and other arrays along
-    prompts. Without a mesh, they get the sharding of arrays that are computed from `source`."""
+    prompts. Without a mesh, arrays get the sharding that results computed from `source` would have."""
     if mesh is None:
         at = place_of(source)
         return tree if at is None else jax.tree.map(lambda x: _at(x, at), tree)

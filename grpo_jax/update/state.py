@@ -1,4 +1,4 @@
-"""The training state, which contains all arrays needed to continue a run, and pure functions that update it."""
+"""The training state, which contains all arrays needed to resume a run, and pure functions that update it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from grpo_jax.types import Params
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """Policy, old policy, reference and optimizer state. Immutable; no two of its trees share a buffer.
+    """Policy, old policy, reference and optimizer state of a run.
 
-    Trees that are not needed are None.
+    The state is immutable, and its trees do not share buffers. Trees that are not needed are None.
 
     Attributes:
-      params: params θ of the policy, a pytree of float arrays.
-      old_params: θ at the start of the iteration, used to sample its completions (with `rollout_ahead`, the
-        completions of the next iteration). Their log-probs are stored by the sampler, or computed by the trainer if an
-        engine samples. None if an iteration has a single update, unless an engine samples during that update.
-      ref_params: params of the reference in the KL term; None if beta is 0.
+      params: policy params θ, a pytree of float arrays.
+      old_params: θ at the start of the iteration, used to sample its completions (with `rollout_ahead`, completions for
+        the next iteration). The sampler stores their log-probs; if an engine samples, the trainer computes them. None
+        if an iteration has a single update, unless an engine samples during that update.
+      ref_params: reference params for the KL term; None if beta is 0.
       initial_params: params at the start of the run; None unless the reference is synced.
       opt_state: state of the optax transformation.
       step: [] int32 number of optimizer steps.
-      key: [] typed PRNG key of the run. Sampling keys are derived from it with the indices of prompt, completion and
+      key: [] typed PRNG key of the run. Sampling keys are derived from it and the indices of the prompt, completion and
         token.
-      entropy_coef: [] float32 coefficient of the entropy bonus; changes during training if it is adaptive.
-      entropy_bonus: [] float32 coefficient used by the next update: `entropy_coef`, or 0 while an adaptive bonus is
+      entropy_coef: [] float32 coefficient for the entropy bonus, which changes during training if it is adaptive.
+      entropy_bonus: [] float32 coefficient for the next update: `entropy_coef`, or 0 while an adaptive bonus is
         disabled because the entropy is above its target.
       skipped: [] int32 number of updates skipped because the loss or the gradient was not finite.
-      master_params: float32 copy of θ that the optimizer updates. `params` are rounded from it after each step. None if
-        params are float32.
+      master_params: float32 copy of θ that the optimizer updates; `params` are its rounded values. None if params are
+        float32.
     """
 
     params: Params
@@ -62,7 +62,7 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def _unshared(tree: TrainState, held: set[int]) -> TrainState:
-    """Copy arrays that occur twice in a tree or whose ids are in `held`, since donated buffers must not be shared."""
+    """Copy arrays that occur twice in a tree or have an id in `held`, since donated buffers must not be shared."""
 
     def one(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and id(x) in held):
@@ -92,13 +92,13 @@ def create_state(
       params: pytree of float arrays.
       optimizer: optax transformation.
       key: [] typed PRNG key of the run.
-      keep_old: whether to keep the policy that sampled the completions (several updates per iteration).
-      keep_reference: whether to keep a reference (beta > 0).
-      keep_initial: whether to keep the initial policy (synced reference).
-      mix_adapters: α of a synced reference if params are LoRA adapters, else None.
-      entropy_coef: initial coefficient of the entropy bonus, ≥ 0.
-      entropy_bonus: coefficient used by the first update. If None, `entropy_coef`.
-      donate: whether to use the arrays of `params` without a copy. The first update then deletes the caller's arrays.
+      keep_old: whether to keep the policy that sampled the completions, for several updates per iteration.
+      keep_reference: whether to keep a reference, for beta > 0.
+      keep_initial: whether to keep the initial policy, for a synced reference.
+      mix_adapters: mixing weight α for a synced reference if params are LoRA adapters, else None.
+      entropy_coef: initial coefficient for the entropy bonus, ≥ 0.
+      entropy_bonus: coefficient for the first update; defaults to `entropy_coef`.
+      donate: whether to use the arrays in `params` without a copy. The first update then deletes the caller's arrays.
 
     Returns:
       A `TrainState` at step 0.
@@ -139,12 +139,12 @@ def create_state(
 
 
 def same_shapes(first: Params, second: Params) -> bool:
-    """Return whether two trees have arrays of the same shapes. A synced reference of adapters may differ from them."""
+    """Return whether two trees have equal array shapes. A synced reference for adapters may have other shapes."""
     return jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, second)
 
 
 def begin_iteration(state: TrainState) -> TrainState:
-    """Copy params to old_params, which this iteration samples from, if an old policy is kept."""
+    """Copy params to old_params, the policy that this iteration samples from. Does nothing if old_params is None."""
     return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
 
 
@@ -162,14 +162,14 @@ def finish_update(
 
     θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
 
-    θ are the master params if there are any; params are then rounded from them. For adapters, α averages the products
-    A·B instead of the factors (`lora.sync_adapters`).
+    If there are master params, θ denotes them, and params are set to their rounded values. For adapters, the reference
+    averages the products A·B instead of the factors (`lora.sync_adapters`).
 
     If `ok` ([] bool) is False because the loss or the gradient is not finite, params and optimizer state do not change
-    and `skipped` is incremented. `step` is always incremented, so that schedule, data and keys do not depend on skipped
-    updates. The config's schedule uses the extra argument `step`; an optax schedule passed to `train` counts applied
+    and `skipped` is incremented. `step` is always incremented, so that skipped updates do not affect schedule, data or
+    keys. The config's schedule uses the extra argument `step`; an optax schedule passed to `train` counts applied
     updates only. If `trained` is False (no token contributes to the loss), params and optimizer state do not change
-    either, although the optimizer's moments would. `sync_every` is None for a frozen reference. `sync_alpha` is α.
+    either, since the optimizer's moments could still move them. `sync_every` is None for a frozen reference.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update
@@ -188,7 +188,7 @@ def finish_update(
     )
     step, ref_params = state.step + 1, state.ref_params
     if ref_params is not None and sync_every is not None:
-        # Only a synced reference of adapters has shapes that differ from the params.
+        # Only a synced reference for adapters has shapes that differ from the params.
         sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
         ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
     return state.replace(
@@ -202,7 +202,7 @@ def finish_update(
 
 
 def _trained(updates: Params) -> Params:
-    """Set the updates of untrained params to zero, since weight decay would otherwise change them."""
+    """Set updates for untrained params to zero, since weight decay would otherwise change these params."""
 
     def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x

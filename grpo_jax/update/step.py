@@ -1,7 +1,7 @@
-"""Training step: the gradient of a minibatch, the optimizer step, and the metrics.
+"""Training step: a minibatch's gradient, the optimizer step and the metrics.
 
 `train_step` is a pure function that works with any model and mesh. It processes micro-batches [prompts, completions]
-of the same shape. For this package's own models, `packed` computes the same gradient without padding. A run computes
+of equal shape. For this package's own models, `packed` computes the same gradient without padding. A run computes
 log-probs and updates with an `Updater` or its subclass `packed.PackedUpdater`.
 """
 
@@ -28,22 +28,22 @@ from grpo_jax.update.teaching import Teacher, logit_statistic
 
 
 class Updater(flax.struct.PyTreeNode):
-    """Updater for any model: computes log-probs and updates in padded micro-batches.
+    """Updater for any model, which processes padded micro-batches.
 
-    It is a pytree and is passed to its compiled functions. The arrays of the model and the teacher are leaves, and the
-    settings are static.
+    An updater is a pytree, so that it can be passed to compiled functions. The model's and the teacher's arrays are
+    leaves, and the settings are static.
 
     Attributes:
-      model: model, from `types.as_argument`.
+      model: result of `types.as_argument`.
       config: training settings.
       micro: shape (prompts, completions per prompt) of a micro-batch.
       optimizer: transformation that created `state.opt_state`, or None if only log-probs are computed.
       on_policy: whether the params at the start of an update sampled its completions, so that the ratio is 1.
-      mesh: mesh of the params, or None for one device.
+      mesh: device mesh that the params are sharded over, or None for one device.
       surrogate: custom surrogate to use instead of the config's `loss_type`, or None.
-      teacher: model with which the policy's distributions are compared, or None without a teacher or for a teacher that
-        provides only log-probs.
-      skip_zero_signal: whether to omit the backward pass of zero-signal groups if they have no gradient and are packed.
+      teacher: model with which the policy's distributions are compared. None if there is no teacher or if it provides
+        only log-probs.
+      skip_zero_signal: whether to omit the backward pass for packed zero-signal groups if they have no gradient.
     """
 
     model: Model
@@ -71,11 +71,11 @@ class Updater(flax.struct.PyTreeNode):
         return score_padded(self, params, *split((prompts, tokens, mask), self.mesh))
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Run one optimizer step and return the new state and the metrics; `state` is donated."""
+        """Run one optimizer step and return the new state and the metrics. Donates `state`."""
         return update_padded(self, state, split(batch, self.mesh))
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-        """Return the gradient of a minibatch and its metric sums, like `update` without the optimizer step."""
+        """Compute a minibatch's gradient and metric sums, like `update` without the optimizer step."""
         return _jit_gradients(self, state, split(batch, self.mesh))
 
 
@@ -101,24 +101,24 @@ def train_step(
     Args:
       state: the current `TrainState`.
       batch: a `Batch` [B, G, T].
-      model: a model of this package, or any model with the `apply` method of `types.Model`.
+      model: one of this package's models, or any model with the `apply` method of `types.Model`.
       optimizer: the transformation that created `state.opt_state`.
       config: a `GRPOConfig` or `SFTConfig`.
       on_policy: whether the current params sampled these completions. If True, `grpo_loss` does not use old log-probs
         and the ratio is 1. If False, it uses the batch's `old_log_probs`, or `sampling_log_probs` if they are None.
-      micro: shape (prompts, completions per prompt) of a micro-batch, divisors of B and G. If None, the whole batch.
+      micro: shape (prompts, completions per prompt) of a micro-batch, which must divide (B, G). Defaults to (B, G).
       surrogate: custom surrogate to use instead of the config's `loss_type`, as in `grpo_loss`.
-      teacher: model with which the policy's distributions are compared, or None without a teacher or for a teacher that
-        provides only log-probs.
+      teacher: model with which the policy's distributions are compared. None if there is no teacher or if it provides
+        only log-probs.
 
     Returns:
-      The next state and the metrics: the metrics of `grpo_loss`, `grad_norm` (before clipping), `update_skipped` (1 if
-      the loss or the gradient was not finite), `sampler_gap` (maximum of |l − l_sampling|, about 1e-5 in float32 at the
+      The next state and the metrics: those from `grpo_loss`, `grad_norm` (before clipping), `update_skipped` (1 if
+      the loss or the gradient was not finite), `sampler_gap` (maximum of |l − l_sampling|, about 1e-5 in float32 in the
       first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token
       contributes to the loss, all metrics except counts are NaN, and only `step` (and a due reference) changes.
 
     Example:
-      A bigram model with nine params, and one step that makes token 2 more likely after token 1:
+      One step makes token 2 more likely after token 1 in a bigram model with nine params:
 
       >>> from grpo_jax.update.state import create_state
       >>> from grpo_jax.types import as_argument
@@ -133,7 +133,7 @@ def train_step(
       >>> batch = Batch(prompts, tokens, mask, jnp.array([[1.0, -1.0]]), log_probs)
       >>> step = jax.jit(train_step, static_argnames=("optimizer", "config"))
       >>> state, metrics = step(state, batch, model=as_argument(Pairs()), optimizer=optimizer, config=config)
-      >>> state.params["logits"][1].tolist()  # token 1 is the prompt's last; logit of 2 grows, logit of 0 shrinks
+      >>> state.params["logits"][1].tolist()  # after token 1, the last token of the prompt
       [-0.25, 0.0, 0.25]
     """
     b, g, _ = batch.mask.shape
@@ -143,7 +143,7 @@ def train_step(
 
 
 def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-    """Return the gradient of a minibatch and its metric sums, like `train_step` without the optimizer step."""
+    """Compute a minibatch's gradient and metric sums, like `train_step` without the optimizer step."""
     model, config = updater.model, updater.config
     sampling, dropout, router_coef = sampling_of(config), dropout_key(model, state), router_coef_of(model, config)
     micro_batches, selected = split_batch(batch, updater.micro), None
@@ -200,7 +200,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
 
 
 def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
-    """Return the `LogitStatistic` of the policy's distributions on a micro-batch."""
+    """Return the statistic of the logits that the loss or metrics need for a micro-batch, or None."""
     teacher, states = updater.teacher, None
     if teacher is not None:
         states, _ = predicting_states(teacher.model, teacher.params, part.prompts, part.tokens)
@@ -215,12 +215,12 @@ def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
 
 
 def zeros_like(params: Params) -> Params:
-    """Return zeros for accumulating gradients, in float32 even if params and their gradients are bfloat16."""
+    """Return zeros for accumulating gradients, in float32 even if the params are bfloat16."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
 
 
 def dropout_key(model: Model, state: TrainState, *indices: jax.typing.ArrayLike) -> jax.Array | None:
-    """Return the dropout key of an update, or of its part with the given indices. None for a model without dropout."""
+    """Return the dropout key for an update, or for the part at `indices`. Returns None for a model without dropout."""
     folded = (1, state.step, *indices)
     return functools.reduce(jax.random.fold_in, folded, state.key) if getattr(model, "dropout", 0) else None
 
@@ -231,7 +231,7 @@ _COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
 def apply_gradients(
     state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: Config
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Run the optimizer step with a minibatch's gradient and metric sums. Returns the new state and the metrics.
+    """Run the optimizer step for a minibatch's gradient, and return the new state and the metrics.
 
     If no token contributes to the loss, averaged metrics are NaN and the params do not change.
     """
@@ -242,7 +242,7 @@ def apply_gradients(
     metrics = {name: x if name in _COUNTS else jnp.where(trained, x, jnp.nan) for name, x in metrics.items()}
     metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
     if isinstance(config, GRPOConfig) and config.use_adaptive_entropy:
-        # The entropy of a skipped update is not reliable.
+        # The entropy from a skipped update is not reliable.
         state = adapt_entropy_coef(state, metrics["selected_entropy"], ok & trained, config)
         metrics["entropy_coef"] = state.entropy_coef
     state = finish_update(
@@ -276,7 +276,7 @@ score_padded, _jit_gradients = jax.jit(compute_log_probs), jax.jit(gradients)
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Run `train_step` as a compiled function; `state` is donated."""
+    """Run one optimizer step, compiled like `train_step` under `jax.jit`. Donates `state`."""
     assert updater.optimizer is not None, "update requires an updater with an optimizer"
     grads, sums = gradients(updater, state, batch)
     state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
@@ -286,7 +286,7 @@ def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[Tr
 def split_batch(batch: Batch, micro: tuple[int, int]) -> Batch:
     """Split a batch [B, G, ...] into micro-batches [N, prompts, completions, ...], repeating prompts as needed.
 
-    A micro-batch consists of every (B / prompts)-th prompt. If prompts are sharded, every device therefore has an equal
+    A micro-batch contains every (B / prompts)-th prompt. If prompts are sharded, each device therefore has an equal
     share of each micro-batch, and no data moves between devices.
     """
     chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
@@ -297,7 +297,7 @@ def split_batch(batch: Batch, micro: tuple[int, int]) -> Batch:
 
 
 def split_array(x: jax.Array, micro: tuple[int, int]) -> jax.Array:
-    """Split one array as `split_batch` does: [B, G, ...] → [N, prompts, completions, ...]."""
+    """Split one array like `split_batch`: [B, G, ...] → [N, prompts, completions, ...]."""
     b, g = x.shape[:2]
     prompts, completions = micro
     x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])

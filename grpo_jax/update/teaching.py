@@ -1,7 +1,7 @@
-"""LogitStatistic of the policy's distributions with a teacher's, computed on chunks of logits.
+"""Comparison of the policy's next-token distributions with a teacher's, computed on chunks of logits.
 
 A teacher model runs on the same tokens in the same program as the policy. Its hidden states [tokens, D] are stored, and
-logits are computed one chunk at a time, like the policy's. Log-probs of an external teacher are part of the batch.
+its logits are computed one chunk at a time, like the policy's. For an external teacher, the batch contains log-probs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Teacher(flax.struct.PyTreeNode):
     """A teacher model and its params, which are not differentiated.
 
     Attributes:
-      model: teacher model, from `types.as_argument`.
-      params: params of the model.
+      model: teacher model, converted with `types.as_argument`.
+      params: the teacher's params.
     """
 
     model: Model
@@ -41,8 +41,8 @@ def logit_statistic(
 ) -> LogitStatistic | None:
     """Return the `LogitStatistic` for tokens [..., T], or None if the loss and metrics do not need one.
 
-    SFT compares them with the tokens. GRPO computes the divergence from the teacher's distributions, given either its
-    hidden `states` [..., T, D] or the k most probable tokens [..., T, k] of an external teacher.
+    SFT checks whether each token has the largest logit. GRPO computes the divergence from the teacher's distributions,
+    given either its hidden `states` [..., T, D] or an external teacher's k most probable tokens [..., T, k].
     """
     if isinstance(config, SFTConfig):
         return LogitStatistic(_is_most_probable, (tokens[..., None],))
@@ -69,6 +69,6 @@ def logit_statistic(
 
 
 def _is_most_probable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return 1 where the token [..., 1] has the largest logit, else 0."""
+    """Return 1.0 where the token [..., 1] has the largest logit, else 0.0."""
     chosen = jnp.take_along_axis(logits, tokens, axis=-1)[..., 0]
     return (chosen >= logits.max(axis=-1)).astype(jnp.float32)

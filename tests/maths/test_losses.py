@@ -498,7 +498,7 @@ def test_a_custom_surrogate_replaces_that_of_the_loss_type(loss_type):
     assert_same(plain, of(LOSS_TYPES[loss_type][0], "ref", "H"), tolerance=0)
     half, whole = of(lambda tokens, _: 0.5 * tokens.ratio), of(lambda tokens, _: tokens.ratio)
     np.testing.assert_allclose(2 * half[0], whole[0], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"the result of surrogate has shape \(\); pass"):
+    with pytest.raises(ValueError, match=r"the result of surrogate has shape \(\); expected"):
         of(lambda tokens, _: tokens.ratio.sum())
 
 
@@ -743,7 +743,7 @@ def test_a_selection_that_is_given_is_that_of_this_call():
     gradient, metrics = jax.grad(loss, has_aux=True)(l)
     np.testing.assert_array_equal(np.asarray(gradient) != 0, selected & MASK)
     assert float(metrics["selected_tokens"]) == (selected & MASK).sum()
-    with pytest.raises(ValueError, match=r"selected has shape \(6, 4\); pass \(6, 5\)"):
+    with pytest.raises(ValueError, match=r"selected has shape \(6, 4\); expected \(6, 5\)"):
         loss(l, selected[:, 1:])
 
 

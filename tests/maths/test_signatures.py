@@ -124,18 +124,18 @@ REFUSED = [
     (loss, {"top_entropy_quantile": 0.5}, "entropy_coef and top_entropy_quantile need entropies"),
     (loss, {"l": IDS}, "log_probs has dtype int32"),
     (loss, {"l": zeros(())}, r"log_probs has shape \(\)"),
-    (loss, {"mask": zeros(2)}, r"mask has shape \(2,\); pass \(2, 3\)"),
-    (loss, {"old": zeros(3)}, r"old_log_probs has shape \(3,\); pass \(2, 3\)"),
-    (loss, {"ref": zeros((2, 1))}, r"ref_log_probs has shape \(2, 1\); pass \(2, 3\)"),
-    (loss, {"A": zeros(3)}, r"advantages has shape \(3,\); pass \(2,\) \(per row\) or \(2, 3\) \(per token\)"),
+    (loss, {"mask": zeros(2)}, r"mask has shape \(2,\); expected \(2, 3\)"),
+    (loss, {"old": zeros(3)}, r"old_log_probs has shape \(3,\); expected \(2, 3\)"),
+    (loss, {"ref": zeros((2, 1))}, r"ref_log_probs has shape \(2, 1\); expected \(2, 3\)"),
+    (loss, {"A": zeros(3)}, r"advantages has shape \(3,\); expected \(2,\) \(per row\) or \(2, 3\) \(per token\)"),
     (loss, {"A": zeros(2, int)}, "advantages has dtype int32"),
     (loss, {"entropies": zeros(2)}, r"entropies has shape \(2,\)"),
     (loss, {"importance_weights": zeros((2, 2))}, r"importance_weights has shape \(2, 2\)"),
     (loss, {"sampling_log_probs": zeros(2), "off_policy_mask_threshold": 0.1}, r"sampling_log_probs has shape \(2,\)"),
-    *[(f, {"rewards": zeros(3)}, r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]") for f in BOTH],
-    *[(f, {"rewards": zeros((1, 2, 3, 4))}, r"rewards has shape .*; pass \[B, G\] or \[B, G, K\]") for f in BOTH],
+    *[(f, {"rewards": zeros(3)}, r"rewards has shape .*; expected \[B, G\] or \[B, G, K\]") for f in BOTH],
+    *[(f, {"rewards": zeros((1, 2, 3, 4))}, r"rewards has shape .*; expected \[B, G\] or \[B, G, K\]") for f in BOTH],
     *[
-        (f, {"rewards": REWARDS, "weights": weights}, r"weights has shape .*; pass \(2,\), one weight per reward")
+        (f, {"rewards": REWARDS, "weights": weights}, r"weights has shape .*; expected \(2,\), one per reward")
         for f in BOTH
         for weights in ([1.0], [1.0, 2.0, 3.0], 1.0)
     ],
@@ -146,10 +146,10 @@ REFUSED = [
         for name in ("rloo", "maxrl", "opo", "reinforce_pp")
         for scale in SCALES
     ],
-    (estimated, {"estimator": "opo"}, r'for estimator="opo" pass \(2, 3\), the completion lengths'),
-    (estimated, {"estimator": "opo", "lengths": zeros(3)}, r'for estimator="opo" pass \(2, 3\)'),
+    (estimated, {"estimator": "opo"}, r'estimator="opo" needs completion lengths of shape \(2, 3\)'),
+    (estimated, {"estimator": "opo", "lengths": zeros(3)}, r'estimator="opo" needs .* of shape \(2, 3\)'),
     (credited, {"estimator": "opo"}, 'estimator="opo" does not support turns'),
-    (credited, {"rewards": TURNS}, r"token_rewards has shape \(1, 3, 4\) and turns \(1, 3, 4\)"),
+    (credited, {"rewards": TURNS}, r"token_rewards must be \[B, G, T, K\] .*; got \(1, 3, 4\) and \(1, 3, 4\)"),
     (kl, {"estimator": "mean"}, r"estimator='mean' is not supported; use one of 'k1', 'k2', 'k3'\.$"),
     (kl, {"ref": L[None]}, r"log_probs has shape \(2, 3\) and ref_log_probs \(1, 2, 3\)"),
     (kl, {"l": IDS}, "log_probs has dtype int32"),
@@ -161,7 +161,7 @@ REFUSED = [
     (mixed, {"ref": INTEGERS}, r"Leaf \['w'\] of ref_params has dtype int32"),
     *[(synced, {"every": every}, f"every must be at least 1; got {every}") for every in (0, -1)],
     (synced, {"params": ONE}, SHAPES),
-    (weighed, {"sampling": zeros((2, 2))}, r"sampling_log_probs has shape \(2, 2\); pass \(2, 3\)"),
+    (weighed, {"sampling": zeros((2, 2))}, r"sampling_log_probs has shape \(2, 2\); expected \(2, 3\)"),
     (weighed, {"mask": MASK[0]}, r"mask has shape \(3,\)"),
     (weighed, {"old": IDS}, "old_log_probs has dtype int32"),
     (weighed, {"mode": "tokenmask"}, "mode='tokenmask' is not supported.*'token_mask'"),

@@ -20,7 +20,7 @@ from grpo_jax.watch.writer import read_lines
 
 B, G, T, V = 2, 2, 3, 7
 NAN, INF = np.nan, np.inf
-FINE = "although all advantages and log-probs of the batch are finite"
+FINE = "although all advantages and log-probs in the batch are finite"
 
 
 class Bigram:
