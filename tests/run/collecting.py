@@ -1,4 +1,4 @@
-"""One iteration's batch under names, for tests of `collect`."""
+"""A wrapper around `collect` that names its results, for tests."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ from grpo_jax.run.collect import LocalRollouts, collect
 
 
 def collected(run, state, cursor=0, source=None):
-    """`batch`, `metrics`, `rows` and `cursor` of an iteration, from a source or from the prompts at `cursor` on."""
+    """Collect one iteration from `source`, or locally from the prompt at `cursor`; return a namespace of results."""
     source = LocalRollouts(run, cursor=cursor) if source is None else source
     batch, metrics, rows = collect(run, state, source)
     return SimpleNamespace(batch=batch, metrics=metrics, rows=rows, cursor=source.cursor)

@@ -1,6 +1,6 @@
-"""What people hand to `train` by mistake, and the words that tell them what to do: name, what came, the way out.
+"""Invalid inputs to `train`: each message names the argument, the value it got and the fix.
 
-Nothing is compiled or sampled: all errors are found before, and reported together.
+All errors are found and reported together before anything is compiled or sampled.
 """
 
 import copy
@@ -35,7 +35,7 @@ def prepared(policy=None, dataset=ROWS, reward_fns=short, config=None, eval_data
 
 
 class Frame:
-    """As a pandas DataFrame: columns by name."""
+    """Like a pandas DataFrame, which is indexed by column name."""
 
     def __len__(self):
         return 2
@@ -67,7 +67,7 @@ WANTED = "must be a list of dicts, a datasets.Dataset, an iterator of dicts, a f
 TEXT = 'use a string, or a list of messages [{"role": "user", "content": ...}]'
 GIVEN = "(columns: answer; also available: prompts, completions, completion_ids, trainer_state, log_metric, log_extra)"
 
-# What is handed in; what the message says.
+# Arguments, and a part of the expected message.
 BAD = [
     (dict(dataset=None), f"dataset {WANTED}"),
     (dict(dataset=[]), "dataset is empty; pass at least one row with a 'prompt'"),
@@ -150,30 +150,30 @@ def refusal(**given):
 
 
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words[:50] for _, words in BAD])
-def test_a_bad_input_is_refused_in_words_that_help(given, words, monkeypatch):
-    """Sizes that do not divide are refused with those that do."""
+def test_invalid_input_is_rejected_with_the_fix(given, words, monkeypatch):
+    """An invalid input is rejected with a message that states the fix, such as the sizes that divide."""
     monkeypatch.setattr("grpo_jax.run.collect.generate", lambda *_, **__: pytest.fail("sampled"))
     text = refusal(**given)
     assert words in text
-    assert len(text.split("\n")) == 1 or text.split("\n")[0].endswith("has 1 error:"), "one fault is one line"
-    assert len(text) < 500, "and is read to its end"
+    assert len(text.split("\n")) == 1 or text.split("\n")[0].endswith("has 1 error:"), "a single error takes one line"
+    assert len(text) < 500, "the message is too long"
 
 
 @pytest.mark.parametrize(("content", "words"), FILES, ids=[words[:50] for _, words in FILES])
-def test_a_bad_file_is_refused_with_its_line(content, words, tmp_path):
+def test_invalid_file_is_rejected_with_the_line_number(content, words, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert words.replace("{}", str(path)) in refusal(dataset=path)
 
 
-def test_a_file_from_windows_is_read(tmp_path):
+def test_file_with_bom_and_crlf_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
     assert prepared(dataset=path).data.rows == ROWS
 
 
-def test_all_faults_of_a_run_are_listed_at_once():
-    """Of five arguments, and two of some."""
+def test_all_errors_are_reported_together():
+    """All errors of a run, here seven in five arguments, are reported in one message."""
     fns = [lambda completions, gold: 0, lambda completions, hint: 0]
     given = {"dataset": [{"prompt": "abc"}], "reward_fns": fns, "eval_dataset": "held_out.jsonl", "optimizer": "adam"}
     given |= {"policy": lambda: tiny_policy().replace(tokenizer=None), "reward_weights": [1.0] * 3}
@@ -193,7 +193,7 @@ def test_all_faults_of_a_run_are_listed_at_once():
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
 
-def test_a_tokenizer_that_ends_otherwise_than_the_policy_is_told():
+def test_tokenizer_eos_missing_from_the_policy_warns():
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.eos_token = "!"
     policy = tiny_policy().replace(tokenizer=tokenizer)
@@ -203,7 +203,7 @@ def test_a_tokenizer_that_ends_otherwise_than_the_policy_is_told():
     prepared(policy=policy.replace(generation_config={"eos_token_id": [tokenizer.eos_token_id, 1]}))
 
 
-def test_the_users_own_exception_comes_through():
+def test_exception_raised_by_the_dataset_propagates():
     def rows():
         yield ROWS[0]
         raise ConnectionResetError("the mirror hung up")

@@ -1,4 +1,4 @@
-"""Checkpoints: every array comes back, from the newest whole one, and the best do not depend on interruptions."""
+"""Checkpoints restore every array from the newest complete step; interruptions do not change which is the best."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def as_data(tree):
 
 
 def filled(kind, place=0, shape=(2, 2, 3)):
-    """An object of a class of arrays with a value in every field, no two of them alike."""
+    """Return a `kind` (a dataclass of arrays) with a different value in every field."""
     fields = {}
     for n, field in enumerate(dataclasses.fields(kind), place):
         special = {"key": jax.random.key(n), "step": jnp.int32(3), "opt_state": OPTIMIZER.init(PARAMS)}
@@ -54,7 +54,7 @@ COUNTERS = {"int": 7, "bool": True, "float | None": 0.5, "dict[str, float]": {"3
 COUNTERS |= {"dict[str, list[float]]": {"kl": [0.1, 3]}}
 
 
-def test_a_checkpoint_holds_every_declared_field_of_state_and_progress(tmp_path):
+def test_checkpoint_holds_every_field_of_state_and_progress(tmp_path):
     """A new field of `TrainState`, `Progress`, `Batch`, `Completions` or `Restored` that is not stored fails here."""
     state = filled(TrainState)
     progress = Progress(**{field.name: COUNTERS[field.type] for field in dataclasses.fields(Progress)} | {"step": 3})
@@ -80,7 +80,7 @@ def test_a_checkpoint_holds_every_declared_field_of_state_and_progress(tmp_path)
 
 
 def write(run_dir, *steps, about=None, metrics=None, evaluated=None, **settings):
-    """Checkpoints of these steps, one a metric, by a run that goes on if there is one."""
+    """Save a checkpoint and a metric for each step, resuming an existing run; return the best (step, metric)."""
     with Checkpoints(run_dir, GRPOConfig(**{"save_steps": 1, **settings}), about) as checkpoints:
         progress = checkpoints.restore(state_at(0))[1] or Progress()
         for step, metric in zip(steps, metrics or [None] * len(steps), strict=True):
@@ -100,22 +100,22 @@ BEST = {"metric_for_best_model": "reward", "save_steps": 2, "save_total_limit": 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("metrics", "step"), [([0.1, 0.9, 0.3], 4), ([0.1, 0.3, 0.9], 6)], ids=["earlier", "last"])
-def test_at_the_end_the_best_state_is_loaded_instead_of_the_last(tmp_path, metrics, step):
-    # In two parts: what was measured is known again after a restart, and old checkpoints go.
+def test_best_state_is_loaded_at_end(tmp_path, metrics, step):
+    # In two parts: metrics are restored after a restart, and old checkpoints are deleted.
     write(tmp_path, 2, 4, metrics=metrics[:2], **BEST)
     write(tmp_path, 6, metrics=metrics[2:], **BEST)
     assert names_in(tmp_path) == sorted({"6", str(step)})
     last = state_at(6)
     with Checkpoints(tmp_path, GRPOConfig(**BEST)) as checkpoints:
         best = checkpoints.restore_best(last, checkpoints.restore(state_at(0))[1])
-        assert checkpoints.steps()[-1] == 6  # from which a longer run resumes
+        assert checkpoints.steps()[-1] == 6  # a longer run resumes from here
     chex.assert_trees_all_equal(as_data(best), as_data(state_at(step)))
-    # Only one of them is in memory.
+    # Only one of the two states is in memory.
     assert all(leaf.is_deleted() == (step != 6) for leaf in jax.tree.leaves(last))
 
 
 @pytest.mark.quick
-def test_without_a_best_the_last_state_stays(tmp_path):
+def test_last_state_is_kept_without_a_best_one(tmp_path):
     last = state_at(4)
     with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "load_best_model_at_end": False})) as checkpoints:
         assert checkpoints.restore_best(last, Progress()) is last
@@ -126,17 +126,17 @@ def test_without_a_best_the_last_state_stays(tmp_path):
 
 
 @pytest.mark.quick
-def test_an_evaluation_counts_for_the_step_that_it_was_made_at(tmp_path):
+def test_evaluation_counts_for_the_step_it_evaluated(tmp_path):
     settings = {"metric_for_best_model": "eval/right", "eval_steps": 1, "save_steps": 1}
     assert write(tmp_path, 2, metrics=[0.5], **settings) == (2, 0.5)
     assert write(tmp_path, 3, metrics=[0.9], evaluated=2, **settings) == (2, 0.5)
-    # Saved by a stop, and measured by the run that resumed; the checkpoint stays, and counts now.
+    # Saved by a stop and evaluated by the resumed run: the checkpoint is kept and counts now.
     assert write(tmp_path, 3, metrics=[0.9], **settings) == (3, 0.9)
 
 
 @pytest.mark.quick
 def test_when_a_save_is_due(tmp_path, monkeypatch):
-    """By steps, by minutes, and by default every five minutes."""
+    """A save is due every `save_steps` steps or `save_minutes` minutes, by default every five minutes."""
     due = lambda step, **settings: Checkpoints(None, GRPOConfig(**settings), {"total_steps": 7}).due(step)
     assert [step for step in range(1, 8) if due(step, save_steps=3)] == [3, 6, 7]
     assert [step for step in range(1, 8) if due(step, save_steps=None)] == [7]
@@ -149,8 +149,8 @@ def test_when_a_save_is_due(tmp_path, monkeypatch):
                 assert checkpoints.due(1) is is_due
 
 
-def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
-    """On a CPU the arrays to be written are views of the device's: the runtime may not give their memory away."""
+def test_donating_a_state_while_it_is_saved(tmp_path):
+    """On CPUs the arrays being written are views of device buffers, which the runtime must not reuse."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state):
@@ -159,7 +159,7 @@ def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
     params = {f"w{i}": jax.random.normal(jax.random.key(i), (1_000_000,)) for i in range(4)}
     state = create_state(params, OPTIMIZER, jax.random.key(0)).replace(key=None)
     first, state = state, update(state)
-    assert first.params["w0"].is_deleted(), "or this tests nothing"
+    assert first.params["w0"].is_deleted(), "the update did not donate its input, so this test checks nothing"
     wanted = jax.tree.map(np.array, state)
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         checkpoints.save(state, Progress(step=1), None)
@@ -169,8 +169,8 @@ def test_the_next_update_may_consume_what_is_being_saved(tmp_path):
         chex.assert_trees_all_equal(checkpoints.restore(state)[0], wanted)
 
 
-def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
-    """A full disk loses no complete checkpoint."""
+def test_full_disk_raises_and_keeps_the_last_checkpoint(tmp_path):
+    """A full disk raises an error and leaves the last complete checkpoint readable."""
     wanted = np.asarray(jax.random.normal(jax.random.key(0), (500_000,)))
     state = create_state({"w": jnp.array(wanted)}, OPTIMIZER, jax.random.key(0))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -193,10 +193,10 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_loads(tmp_path):
         assert progress.step == 2
         chex.assert_trees_all_equal(found.params["w"], wanted)
         checkpoints.save(found, Progress(step=4), None)
-    assert names_in(tmp_path) == ["4"], "what the failure left behind is gone"
+    assert names_in(tmp_path) == ["4"], "files of the failed save remain"
 
 
-def test_an_error_in_the_background_does_not_hide_the_one_that_ends_the_run(tmp_path, monkeypatch):
+def test_background_error_does_not_hide_the_error_that_ends_the_run(tmp_path, monkeypatch):
     def broken():
         raise OSError(28, "No space left on device")
 
@@ -208,13 +208,13 @@ def test_an_error_in_the_background_does_not_hide_the_one_that_ends_the_run(tmp_
 
 
 def damage(path, how):
-    """Every file of a checkpoint that holds arrays or what they mean."""
+    """Call `how` on every file of a checkpoint that holds arrays or their metadata."""
     for file in [*path.rglob("manifest.ocdbt"), *path.glob("*/d/*"), *path.rglob("_METADATA")]:
         how(file)
 
 
-def test_the_run_resumes_from_the_last_checkpoint_that_can_be_read(tmp_path):
-    """A torn checkpoint is set aside and the one before it taken; the newest and the best are kept."""
+def test_run_resumes_from_the_last_readable_checkpoint(tmp_path):
+    """A run renames unreadable checkpoints and resumes from the newest readable one."""
     write(tmp_path, 2, 4, 6)
     damage(tmp_path / "checkpoints" / "6", lambda file: os.truncate(file, file.stat().st_size // 2))
     (tmp_path / "checkpoints" / "4" / "_CHECKPOINT_METADATA").write_text("{}")
@@ -231,7 +231,7 @@ def test_the_run_resumes_from_the_last_checkpoint_that_can_be_read(tmp_path):
     message = r"run_dir = '.*': none of its checkpoints can be read \(step 4: .*step 2: .* move .*checkpoints away"
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints, pytest.raises(ValueError, match=message):
         checkpoints.restore(state_at(0))
-    assert names_in(tmp_path) == ["2", "4", aside, later], "nothing is moved"
+    assert names_in(tmp_path) == ["2", "4", aside, later], "files were moved"
 
 
 def test_resume_modes(tmp_path):
@@ -239,7 +239,7 @@ def test_resume_modes(tmp_path):
         assert checkpoints.restore(state_at(0), "never")[1] is None
         with pytest.raises(ValueError, match=r'does not contain a checkpoint to resume from \(resume="must"\)'):
             checkpoints.restore(state_at(0), "must")
-    (tmp_path / "metrics.jsonl").touch()  # of a run that was killed before its first checkpoint
+    (tmp_path / "metrics.jsonl").touch()  # as in a run that was killed before its first checkpoint
     with Checkpoints(tmp_path, GRPOConfig()) as checkpoints:
         assert checkpoints.restore(state_at(0), "auto")[1] is None
         with pytest.raises(ValueError, match=r'contains a run \(resume="never"\)\. Use a different directory'):
@@ -254,7 +254,7 @@ def test_resume_modes(tmp_path):
 
 @pytest.mark.quick
 def test_several_processes_decide_together(tmp_path, monkeypatch):
-    """The clock of process 0 counts, and a checkpoint that one process cannot read is read by none."""
+    """Process 0's clock decides when to save; a checkpoint that one process cannot read is skipped by all."""
     write(tmp_path, 2, 4)
     load = Checkpoints._load
     with Checkpoints(tmp_path, GRPOConfig(save_steps=None, save_minutes=1)) as checkpoints:
@@ -265,9 +265,9 @@ def test_several_processes_decide_together(tmp_path, monkeypatch):
         assert checkpoints.due(5)
         reading = []
         monkeypatch.setattr(checkpoints, "_load", lambda step, *x: reading.append(step) or load(checkpoints, step, *x))
-        broken = lambda own: [own, "OSError: a disk of one machine alone" if reading and reading.pop() == 4 else ""]
+        broken = lambda own: [own, "OSError: disk failed on one host" if reading and reading.pop() == 4 else ""]
         monkeypatch.setattr("grpo_jax.run.stored.gather_objects", broken)
-        with pytest.warns(RuntimeWarning, match=r"step 4 cannot be read \(OSError: a disk of one machine alone\)"):
+        with pytest.warns(RuntimeWarning, match=r"step 4 cannot be read \(OSError: disk failed on one host\)"):
             assert checkpoints.restore(state_at(0))[1].step == 2
 
 
@@ -291,7 +291,7 @@ SCHEDULES = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("settings", "steps", "metrics", "best", "kept"), SCHEDULES)
-def test_which_is_best_and_which_are_kept(settings, steps, metrics, best, kept):
+def test_best_and_kept_checkpoints(settings, steps, metrics, best, kept):
     checkpoints = Checkpoints(None, GRPOConfig(**{**LIMITED, **settings}), {"total_steps": 14})
     assert checkpoints.best_among(steps, metrics) == best
     assert checkpoints.steps_to_keep(steps, metrics) == kept

@@ -1,4 +1,4 @@
-"""Collection: rewards, advantages and masks belong to the right rows; zero-signal groups are replaced."""
+"""`collect` assigns rewards, advantages and masks to the right rows and replaces zero-signal groups."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.monitor import Progress
 
-# A quarter of the bytes end a completion, so that rows of a group differ in length and some reach the limit.
+# A quarter of the bytes end a completion, so that completions of a group differ in length and some are truncated.
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
 ROWS = [{"prompt": text, "number": i} for i, text in enumerate(["ab", "c", "def", "gh", "i", "jkl"])]
 SMALL = {"max_completion_length": 8, "per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 4}
@@ -37,12 +37,12 @@ def collected(run, cursor=0, **keep):
     return collect(run, create_state(tiny_policy().params, run.optimizer, jax.random.key(0), **keep), cursor)
 
 
-def test_rows_rewards_and_advantages_belong_together():
+def test_rows_match_their_rewards_and_advantages():
     run = run_of()
     experience = collected(run)
     batch = experience.batch
     lengths = np.asarray(batch.mask.sum(-1))
-    assert len(set(lengths.ravel())) > 3, "the rewards of this test differ"
+    assert len(set(lengths.ravel())) > 3, "this test needs rewards that differ"
     expected = compute_advantages(lengths.astype(np.float32))
     np.testing.assert_allclose(batch.advantages, expected, atol=1e-6)
     assert [row["prompt"] for row in experience.rows] == [row["prompt"] for row in ROWS[:4] for _ in range(4)]
@@ -52,7 +52,7 @@ def test_rows_rewards_and_advantages_belong_together():
 
 
 @pytest.mark.quick
-def test_truncated_completions_leave_the_loss_by_choice():
+def test_mask_truncated_completions():
     plain, masked = collected(run_of()).batch, collected(run_of(mask_truncated_completions=True)).batch
     ended = np.array([row["ended"] for row in collected(run_of()).rows]).reshape(4, 4)
     assert 0 < ended.mean() < 1
@@ -67,19 +67,19 @@ def silent_for(*numbers):
 
 
 @pytest.mark.quick
-def test_zero_signal_groups_are_replaced_and_metrics_are_of_the_first_rollout():
-    """Prompts 0 to 3, then 4, 5, 0, 1: 1 and 3 have equal rewards, and the batch is 0, 2, 4, 5."""
+def test_zero_signal_groups_are_replaced_and_metrics_describe_the_first_rollout():
+    """Of prompts 0 to 3, then 4, 5, 0, 1, groups 1 and 3 have equal rewards; the batch is groups 0, 2, 4, 5."""
     sampled = [collected(run_of(), cursor=cursor).batch.mask.sum(-1) for cursor in (0, 4)]
     m = collected(run_of([silent_for(1, 3), length_reward], dynamic_sampling=True, reward_weights=[1.0, 0.5])).metrics
-    assert m["dynamic_sampling/refills"] == 0, "with lengths as a second reward, all groups have a signal"
+    assert m["dynamic_sampling/refills"] == 0, "with lengths as a second reward, no group has zero signal"
     assert m["reward"] == pytest.approx(m["rewards/fn/mean"] + 0.5 * m["rewards/length_reward/mean"])
 
     experience = collected(run_of(silent_for(1, 3), dynamic_sampling=True))
-    assert [row["prompt"] for row in experience.rows[::4]] == ["ab", "def", "i", "jkl"], "0 and 2, and then 4 and 5"
+    assert [row["prompt"] for row in experience.rows[::4]] == ["ab", "def", "i", "jkl"], "groups 0 and 2, then 4 and 5"
     assert experience.cursor == 8
     assert np.asarray(experience.batch.counted).all()
     m = experience.metrics
-    # Of the first round two groups have 0.5 four times, and two have 0, 1, 2, 3, of which the variance is 5/3.
+    # In the first rollout, two groups have the reward 0.5 four times and two have 0, 1, 2, 3, with variance 5/3.
     assert m["reward"] == m["rewards/fn/mean"] == pytest.approx((2 * 0.5 + 2 * 1.5) / 4)
     assert m["reward_std"] == pytest.approx(2 * (5 / 3) ** 0.5 / 4)
     assert m["frac_reward_zero_std"] == 0.5
@@ -89,12 +89,12 @@ def test_zero_signal_groups_are_replaced_and_metrics_are_of_the_first_rollout():
     assert m["completions/clipped_ratio"] == np.mean([not row["ended"] for row in collected(run_of()).rows])
     assert m["num_tokens"] == sum(float(some.sum()) for some in sampled), "dropped groups were sampled too"
     assert m["dynamic_sampling/refills"] == 1
-    assert m["dynamic_sampling/groups_without_signal"] == 3, "1, 3, and 1 again"
+    assert m["dynamic_sampling/groups_without_signal"] == 3, "groups 1, 3 and 1 again"
 
 
 @pytest.mark.quick
-def test_after_the_last_refill_zero_signal_groups_fill_the_batch_and_do_not_count(monkeypatch):
-    """Dynamic sampling replaces zero-signal groups, and those that only fill the batch count nowhere."""
+def test_zero_signal_groups_after_the_last_refill_do_not_count(monkeypatch):
+    """After the last refill, zero-signal groups fill the batch without counting in the loss or metrics."""
     monkeypatch.setattr(settings, "MAX_REFILLS", 1)
     run = run_of(silent_for(0, 1, 2, 3, 4), dynamic_sampling=True)
     experience = collected(run)
@@ -108,8 +108,8 @@ def test_after_the_last_refill_zero_signal_groups_fill_the_batch_and_do_not_coun
     assert experience.cursor == 8
 
 
-def test_the_reference_is_scored_before_the_rewards_and_the_batch_is_on_the_host(monkeypatch):
-    """No array comes back from the device to be packed, neither for the reference's log-probs nor for an update."""
+def test_reference_is_scored_before_rewards_and_batch_is_on_the_host(monkeypatch):
+    """Arrays to be packed, for the reference's log-probs or for an update, are never copied back from the device."""
     events, scored, score = [], [], PackedUpdater.score
     spy = lambda self, params, *x: events.append("scores") or scored.append(x) or score(self, params, *x)
     monkeypatch.setattr(PackedUpdater, "score", spy)
@@ -117,17 +117,17 @@ def test_the_reference_is_scored_before_the_rewards_and_the_batch_is_on_the_host
     batch = collected(run_of(reward, beta=0.1), keep_reference=True, keep_initial=True).batch
     assert events == ["scores", "scores", "rewards"]
     np.testing.assert_array_equal(batch.ref_log_probs, batch.initial_log_probs)
-    # The reference is still equal to the policy.
+    # The reference is still equal to the policy at this point.
     np.testing.assert_allclose(batch.ref_log_probs, batch.sampling_log_probs, atol=1e-5)
     assert {type(x) for x in jax.tree.leaves((scored, batch))} == {np.ndarray}
     events.clear()
     collected(run_of(reward, beta=0.1, dynamic_sampling=True), keep_reference=True)
-    assert events == ["rewards", "scores"], "rewards choose the groups to score"
+    assert events == ["rewards", "scores"], "dynamic sampling scores only the groups it keeps"
 
 
 @pytest.mark.quick
-def test_prefetched_completions_are_the_same_as_without_prefetching():
-    """They are used unchanged, a checkpoint stores them, and refills use them too."""
+def test_prefetching_does_not_change_the_completions():
+    """Prefetched completions equal those sampled without prefetching, also from a checkpoint and in refills."""
     run = run_of()
     state = create_state(tiny_policy().params, run.optimizer, jax.random.key(0))
     source, alone = PrefetchedRollouts(run), collect(run, state, 4)
@@ -157,10 +157,10 @@ def test_prefetched_completions_are_the_same_as_without_prefetching():
 @pytest.mark.parametrize(
     ("settings", "count"), [({}, 4 * 4), ({"num_iterations": 2}, 2 * 4), ({"dynamic_sampling": True}, 4 * 4 * 5)]
 )
-def test_a_stream_is_read_as_far_as_the_run_needs(settings, count):
-    """In the order of the stream, which `datasets` shuffles by a buffer. A resumed run reads the same rows.
+def test_stream_is_read_only_as_far_as_needed(settings, count):
+    """A run reads as many rows of a stream as it needs, in its order; a resumed run reads the same rows.
 
-    16 completions are 4 prompts, in each of 4 steps.
+    Each of the 4 steps samples 16 completions for 4 prompts. `datasets` shuffles a stream with a buffer.
     """
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     made = []

@@ -1,4 +1,4 @@
-"""The caller's advantage_fn and surrogate: equal to the shipped ones for the same formula, and checked by shape."""
+"""A custom advantage_fn or surrogate equals the built-in one for the same formula; its result is shape-checked."""
 
 import dataclasses
 
@@ -28,8 +28,8 @@ def learn(**keywords):
     return train(POLICY, ROWS, length, CONFIG, **keywords).params
 
 
-def test_the_tables_written_as_functions_of_ones_own_learn_the_same():
-    """The same bytes; an advantage of each token makes another program, and the same numbers to rounding."""
+def test_custom_functions_with_builtin_formulas_give_the_same_params():
+    """Custom functions with the built-in formulas give identical params, or equal to rounding for token advantages."""
     of_groups = lambda rewards, mask, weights, config: compute_advantages(
         rewards, weights=weights, scale_rewards=config.scale_rewards
     )
@@ -37,13 +37,13 @@ def test_the_tables_written_as_functions_of_ones_own_learn_the_same():
     reinforce = lambda tokens, settings: -tokens.advantages * tokens.log_probs
     plain = learn()
     chex.assert_trees_all_equal(plain, learn(advantage_fn=of_groups, surrogate=ppo))
-    # On-policy, where nothing is clipped, the ratio's gradient is that of the log-prob.
+    # On-policy, nothing is clipped and the ratio's gradient equals the log-prob's.
     chex.assert_trees_all_close(plain, learn(advantage_fn=of_tokens, surrogate=reinforce), atol=2e-5)
 
 
 @pytest.mark.parametrize(("bare", "devices"), [(False, 2), (True, 0)])
-def test_the_gradient_weighs_each_token_by_its_own_advantage(bare, devices):
-    """−Σ m A ∇l / Σ m, packed and padded, in micro-batches and on a mesh."""
+def test_gradient_weights_each_token_by_its_advantage(bare, devices):
+    """The gradient is −Σ m A ∇l / Σ m, whether packed or padded, in micro-batches and on a mesh."""
     model, params = tiny_model(layers=1)
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(4, G, T)).astype(np.float32))
     b = batch().replace(advantages=weights, ref_log_probs=None)
@@ -60,7 +60,7 @@ def test_the_gradient_weighs_each_token_by_its_own_advantage(bare, devices):
 
 
 class Says:
-    """Says nothing after the first turn, a word after the second, and ends."""
+    """An environment that returns "" after the first turn, a word after the second, and then ends."""
 
     def __init__(self):
         self.turns = 0
@@ -73,8 +73,8 @@ class Says:
         return float(self.turns)
 
 
-def test_an_advantage_fn_receives_the_arrays_of_the_batch():
-    """Turns are counted by their ends: an observation between two turns may be empty."""
+def test_advantage_fn_receives_the_batch_arrays():
+    """An advantage_fn receives the batch's arrays; turns are told apart even with an empty observation between."""
     got = {}
 
     def note(rewards, mask, turns, lengths, step, log_probs):
@@ -121,6 +121,6 @@ UNFIT = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("keywords", "message"), UNFIT)
-def test_what_does_not_fit_is_refused_before_anything_is_sampled(keywords, message):
+def test_invalid_custom_functions_are_rejected_before_sampling(keywords, message):
     with pytest.raises(ValueError, match=message):
         prepare(POLICY, ROWS, length, CONFIG, **keywords)

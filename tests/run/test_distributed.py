@@ -1,4 +1,4 @@
-"""The flags of a run of several processes, and what is wrong with them; real processes are in test_two_processes."""
+"""Flags for multi-process runs and their validation; test_two_processes.py starts real processes."""
 
 import argparse
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def begun(monkeypatch):
-    """What JAX is told, and nothing is begun."""
+    """The arguments of calls to `jax.distributed.initialize`, which is replaced by a stub."""
     told = []
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **how: told.append((args, how)))
@@ -36,10 +36,10 @@ def start(line):
         ("--coordinator host0:8476 --num-processes 4 --process-id 3", [("host0:8476", 4, 3)]),
     ],
 )
-def test_flags_are_handed_on_and_none_begins_nothing(line, told, begun):
+def test_flags_are_passed_to_jax_and_nothing_starts_without_them(line, told, begun):
     start(line)
     assert [args for args, _ in begun] == told
-    assert all(how["heartbeat_timeout_seconds"] <= 30 for _, how in begun), "a loss shows within a minute"
+    assert all(how["heartbeat_timeout_seconds"] <= 30 for _, how in begun), "a lost process is detected within a minute"
 
 
 ALL = "set all of coordinator, num_processes and process_id, or none of them"
@@ -60,13 +60,13 @@ ALL = "set all of coordinator, num_processes and process_id, or none of them"
         ("--distributed auto --process-id 2", "--distributed auto excludes --coordinator, --num-processes and"),
     ],
 )
-def test_flags_that_cannot_be(line, message, begun):
+def test_invalid_flags_are_rejected(line, message, begun):
     with pytest.raises(SystemExit, match=message):
         start(line)
     assert begun == []
 
 
-def test_no_cluster_is_told_with_the_way_out(monkeypatch, begun):
+def test_missing_cluster_raises_with_the_fix(monkeypatch, begun):
     def nothing_found(*_, **__):
         raise ValueError("coordinator_address should be defined.")
 
@@ -79,7 +79,7 @@ def test_no_cluster_is_told_with_the_way_out(monkeypatch, begun):
 
 @pytest.fixture
 def exits(monkeypatch):
-    """With which status the process would have ended at once."""
+    """The statuses passed to `os._exit`, which is replaced by a stub."""
     statuses = []
     monkeypatch.setattr("os._exit", statuses.append)
     monkeypatch.setattr("logging.shutdown", lambda: None)
@@ -89,15 +89,15 @@ def exits(monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("a reward"), 1), (KeyboardInterrupt(), 130)])
-def test_a_process_that_an_error_ends_does_not_wait_for_those_who_wait_for_it(error, status, exits):
+def test_process_that_fails_exits_without_waiting_for_the_others(error, status, exits):
     distributed._leave()
-    assert exits == [], "an orderly end is JAX's"
+    assert exits == [], "without an error, JAX shuts down"
     distributed._explain(type(error), error, None)
     distributed._leave()
     assert exits == [status]
 
 
-def test_an_error_of_the_command_line_does_not_wait_either(exits, tmp_path):
+def test_command_line_error_exits_without_waiting(exits, tmp_path):
     with pytest.raises(SystemExit, match=r"grpo-jax resume: .* is not a run directory"):
         main(["resume", str(tmp_path)])
     distributed._leave()

@@ -1,4 +1,4 @@
-"""A donated policy: the run takes its buffers, holds no copy of them, and using the empty policy is an error."""
+"""A run takes over a donated policy's buffers without copying them; using the emptied policy raises."""
 
 import gc
 
@@ -18,7 +18,7 @@ EMPTY = r"policy has no params because they were donated to train\(..., donate=T
 
 
 def fresh():
-    """A policy that a test may take."""
+    """Return a policy with its own buffers, which a test may donate."""
     return tiny_policy().replace(params=jax.tree.map(jnp.copy, tiny_policy().params))
 
 
@@ -31,7 +31,7 @@ def lengths(completions):
 
 
 def live_bytes():
-    """Bytes of all buffers that arrays of this process hold, each counted once."""
+    """Return the bytes in all buffers of this process's live arrays, counting shared buffers once."""
     gc.collect()
     arrays = [x for x in jax.live_arrays() if not x.is_deleted() and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     shards = [shard.data for x in arrays for shard in x.addressable_shards]
@@ -39,7 +39,7 @@ def live_bytes():
 
 
 def run(policy, **how):
-    """The final state, and how often what is held while rewards are computed is the policy, beyond what was before."""
+    """Return the final state, and the peak memory during rewards in multiples of the policy's size, policy included."""
     one, before, held = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes(), []
 
     def reward(completions):
@@ -54,14 +54,14 @@ def kept():
     return run(fresh())
 
 
-def test_a_donated_run_holds_one_policy_less_and_is_the_same_run(kept):
-    assert 3.9 < kept[1] < 4.2, "the caller's, the run's and two moments"
+def test_donation_saves_one_policy_and_does_not_change_the_run(kept):
+    assert 3.9 < kept[1] < 4.2, "the caller's params, the run's params and two moments"
     state, held = run(fresh(), donate=True)
     assert 2.9 < held < 3.2
     chex.assert_trees_all_equal(state, kept[0])
 
 
-def test_an_empty_policy_says_so_to_whoever_uses_it(tmp_path):
+def test_using_a_donated_policy_raises(tmp_path):
     policy = fresh()
     state = train(policy, ROWS, lengths, config_of(max_steps=1), donate=True)
     tokens = jnp.ones((1, 2), jnp.int32)
@@ -80,7 +80,7 @@ def test_an_empty_policy_says_so_to_whoever_uses_it(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_run_that_is_refused_takes_nothing(tmp_path):
+def test_rejected_run_does_not_consume_the_policy(tmp_path):
     policy = fresh()
     (tmp_path / "metrics.jsonl").touch()
     for refused, message in (
@@ -92,8 +92,8 @@ def test_a_run_that_is_refused_takes_nothing(tmp_path):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
 
 
-def test_a_resumed_run_holds_one_state(kept, tmp_path, monkeypatch):
-    """A run that kept its policy is resumed by one that donates it."""
+def test_resumed_run_holds_one_state(kept, tmp_path, monkeypatch):
+    """A run without donation can be resumed with donation, and never holds two states."""
     train(fresh(), ROWS, lengths, config_of(max_steps=1), run_dir=tmp_path)
     load, held, policy = Checkpoints._load, [], fresh()
     one, before = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes()
@@ -105,10 +105,10 @@ def test_a_resumed_run_holds_one_state(kept, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoints, "_load", measured)
     state = train(policy, ROWS, lengths, config_of(), run_dir=tmp_path, donate=True)
     chex.assert_trees_all_equal(state.params, kept[0].params)
-    assert held[0] < 0.1, "nothing of the state at step 0 is held while another is read"
+    assert held[0] < 0.1, "the state at step 0 is still held while the checkpoint is read"
 
 
-def test_a_checkpoint_that_cannot_be_read_takes_nothing(tmp_path, monkeypatch):
+def test_unreadable_checkpoint_does_not_consume_the_policy(tmp_path, monkeypatch):
     train(fresh(), ROWS, lengths, config_of(max_steps=1), run_dir=tmp_path)
 
     def torn(*arguments):
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_cannot_be_read_takes_nothing(tmp_path, monkeypatch):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
 
 
-def test_adapters_are_donated_and_their_base_stays():
+def test_adapters_are_donated_but_not_their_base():
     policy = add_lora(fresh(), jax.random.key(0), rank=2)
     with pytest.raises(RewardError):
         train(policy, ROWS, lambda completions: 1 / 0, config_of(), donate=True)

@@ -1,4 +1,4 @@
-"""Evaluation: the mean of the rewards over every completion, whatever the batch size."""
+"""Evaluation averages rewards over all completions, whatever the batch size."""
 
 import importlib
 import itertools
@@ -22,8 +22,8 @@ def length(completion_ids):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def test_the_reward_of_an_evaluation_is_that_of_training():
-    """Functions that abstain on part of the rows: the mean of the rows' sums, and not a sum of the functions' means."""
+def test_evaluation_reward_equals_training_reward():
+    """With functions that return None for some rows, the reward is the mean weighted sum per row, as in training."""
 
     def early(answer):
         return [1.0 if text == "ab" else None for text in answer]
@@ -37,7 +37,7 @@ def test_the_reward_of_an_evaluation_is_that_of_training():
     assert metrics["clipped_ratio"] == pytest.approx(np.mean([not row["ended"] for row in rows]))
     assert rows != evaluate(tiny_policy(), ROWS[:4], [early, reward], seed=1, **settings)[1]
     assert metrics["reward"] == pytest.approx((2.0 * 1.0 + 0.4 * 0.5) / 2), "c and def have no score"
-    assert (metrics["early"], metrics["rewards/reward/mean"]) == (1.0, 0.5), "the sum keeps its name"
+    assert (metrics["early"], metrics["rewards/reward/mean"]) == (1.0, 0.5), "the total keeps the name 'reward'"
     sizes = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 1}
     config = GRPOConfig(shuffle_dataset=False, reward_weights=weights, **sizes, **settings)
     lines = []
@@ -51,8 +51,8 @@ def test_the_reward_of_an_evaluation_is_that_of_training():
         evaluate(tiny_policy(), ROWS, [early, reward], reward_weights=[1.0], **settings)
 
 
-def test_no_key_of_an_evaluation_is_a_key_of_the_training_with_the_same_seed(monkeypatch):
-    """At no level of the tree that the keys of prompts, completions and tokens are, for either is taken up again."""
+def test_evaluation_and_training_share_no_random_key(monkeypatch):
+    """Evaluation and training with the same seed share no key: prompt, completion or token keys at any depth."""
     keys = []
 
     def noted(*args, **how):
@@ -70,13 +70,13 @@ def test_no_key_of_an_evaluation_is_a_key_of_the_training_with_the_same_seed(mon
         below = () if depth == 0 else (tree(jax.random.fold_in(key, n), depth - 1) for n in range(3))
         return {tuple(np.asarray(jax.random.key_data(key)).tolist())}.union(*below)
 
-    assert tree(evaluation, 0) == tree(again, 0), "evaluations of a run are compared"
+    assert tree(evaluation, 0) == tree(again, 0), "all evaluations of a run use the same key"
     assert len(tree(training, 3)) == len(tree(evaluation, 3)) == 1 + 3 + 9 + 27
     assert not tree(evaluation, 3) & tree(training, 3)
 
 
-def test_the_devices_of_a_mesh_change_nothing(monkeypatch):
-    """Four devices share each of two batches, the last of which is filled up: the numbers of one device's batch."""
+def test_evaluation_on_a_mesh_equals_one_device(monkeypatch):
+    """Two batches on four devices, the last one padded, give the same results as one batch on one device."""
     dataset = [{"prompt": "abcdefgh"[: 1 + i % 8]} for i in range(15)]
     sizes, prefill, policy = [], decode_module.prefill, tiny_policy()
     settings = {"temperature": 1.0, "num_generations": 2, "max_completion_length": 4}
@@ -89,15 +89,15 @@ def test_the_devices_of_a_mesh_change_nothing(monkeypatch):
 
 
 @pytest.mark.quick
-def test_a_reward_that_lacks_its_column_is_named_before_anything_is_sampled():
+def test_missing_reward_column_is_reported_before_sampling():
     with pytest.raises(ValueError, match="'truth', which is not a column"):
         evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0])
     with pytest.raises(ValueError, match="5 of 5 rows of the dataset have no single number in the column 'answer'"):
         evaluate(tiny_policy(), ROWS, number_reward())
 
 
-def test_batches_have_few_shapes_so_that_little_is_compiled(monkeypatch):
-    """Prompts are padded to a multiple, and five of them are batches of 3 and 2, not of 4 and 1."""
+def test_batches_have_few_shapes(monkeypatch):
+    """Prompts are padded to a multiple, and five of them are split into batches of 3 and 2, not 4 and 1."""
     shapes = []
     monkeypatch.setattr(collect_module, "generate", lambda *args, **_: shapes.append(args[2].tokens.shape) or 1 / 0)
     for multiple in (32, 5):
@@ -110,17 +110,17 @@ def test_batches_have_few_shapes_so_that_little_is_compiled(monkeypatch):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(k):
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion(k):
     right = np.array(list(itertools.product([0, 1], repeat=5)))
     subsets = list(itertools.combinations(range(5), k))
     for row in right:
         assert pass_at_k([row], k) == pytest.approx(np.mean([row[list(subset)].any() for subset in subsets]))
     assert pass_at_k(right, k) == pytest.approx(np.mean([pass_at_k([row], k) for row in right]))
     assert pass_at_k(right.astype(bool), 1) == pytest.approx(0.5)
-    assert pass_at_k(np.arange(2000)[None] < 1, 500) == pytest.approx(0.25), "many samples stay exact"
+    assert pass_at_k(np.arange(2000)[None] < 1, 500) == pytest.approx(0.25), "exact for many samples too"
 
 
-def test_pass_at_k_says_what_is_wrong():
+def test_invalid_pass_at_k_arguments_are_rejected():
     with pytest.raises(ValueError, match=r"correct must be a nonempty array .*; got shape \(2,\)"):
         pass_at_k([1, 0], 1)
     with pytest.raises(ValueError, match=r"k must be between 1 and n = 2, .*; got 3"):

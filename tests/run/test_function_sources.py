@@ -1,4 +1,4 @@
-"""Functions of the user are known by their source, by what they call and by what they are bound to."""
+"""User functions are identified by their source, the functions they call and their bound arguments."""
 
 import dataclasses
 import functools
@@ -29,14 +29,14 @@ def right(completions):{}
 
 
 def made(path, text):
-    """The function `right` of a module with that text."""
+    """Write `text` to `path`, execute it as a module, and return its function `right`."""
     path.write_text(text)
     names = {"__name__": "made"}
     exec(compile(text, path, "exec"), names)
     return names["right"]
 
 
-def test_a_function_is_known_by_its_name_and_its_source_without_comments(tmp_path):
+def test_function_is_identified_by_name_and_source_without_comments(tmp_path):
     texts = ["return x + 1", "return x+1  # by one", "return x + 2"]
     one, same, other = (
         source_of(made(tmp_path / f"{i}.py", f"def right(x):\n    {text}\n")) for i, text in enumerate(texts)
@@ -45,14 +45,14 @@ def test_a_function_is_known_by_its_name_and_its_source_without_comments(tmp_pat
     assert one["name"] == "made.right"
     assert source_of(Scaled(1.0)) == source_of(Scaled(1.0)) != source_of(Scaled(2.0))
     assert source_of(Scaled(1.0))["name"] == "test_function_sources.Scaled"
-    # One object, at another address in each process.
+    # The default repr of an object contains its address, which differs between processes.
     bound = [source_of(functools.partial(made, other=object())) for _ in range(2)]
     assert bound[0] == bound[1]
     assert source_of(len) == {"name": "builtins.len", "source": None}
     assert source_of([lambda x: x][0])["source"] is not None
 
 
-def test_a_reward_function_is_known_by_the_functions_that_it_calls(tmp_path):
+def test_reward_function_is_identified_by_the_functions_it_calls(tmp_path):
     bodies = [("1.0", ""), ("1.0", "  # the same"), ("0.0", "")]
     one, same, other = (made(tmp_path / f"{i}.py", HELPED.format(*body)) for i, body in enumerate(bodies))
     assert sources_of(one) == sources_of(same) != sources_of(other)

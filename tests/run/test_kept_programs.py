@@ -1,4 +1,4 @@
-"""The cache of compiled programs: one process compiles, the next one finds; its size is bounded."""
+"""The compilation cache: a process loads the programs compiled by earlier ones, and its size is bounded."""
 
 import json
 import os
@@ -24,9 +24,9 @@ def listen(event, **about):
         counts[name] += 1
 
 jax.monitoring.register_event_listener(listen)
-jax.numpy.ones(3).block_until_ready()  # what compiles before is not kept, and does no harm
+jax.numpy.ones(3).block_until_ready()  # programs compiled before the call are not cached; that must do no harm
 directory = keep_programs()
-assert directory == keep_programs(), "called again, it is the same"
+assert directory == keep_programs(), "a second call returns the same directory"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.jit(lambda x: jax.numpy.sin(x) @ x)(jax.numpy.ones((7, 7))).block_until_ready()
 print(json.dumps([str(directory), jax.config.jax_compilation_cache_max_size, counts["cache_hits"]]))
@@ -34,20 +34,20 @@ print(json.dumps([str(directory), jax.config.jax_compilation_cache_max_size, cou
 
 
 def compile_in(cache):
-    """(directory, bound, programs found) of a process that compiles, with that cache of the user."""
+    """Compile in a new process with the user cache `cache`; return (directory, size limit, cache hits) and stderr."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION")}
     env |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(kept_programs.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=True)
     return json.loads(done.stdout), done.stderr
 
 
-def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
+def test_second_process_loads_the_programs_of_the_first(tmp_path):
     (directory, bound, found), _ = compile_in(tmp_path)
     kept = sorted(path.name for path in Path(directory).glob("*-cache"))
     assert Path(directory).parent == tmp_path / "grpo_jax" / "programs"
     assert (bound, found) == (kept_programs.MOST_BYTES, 0)
     assert kept
-    # A process was killed while it wrote: what it has left is neither read, nor does it stop others from writing.
+    # A process killed while writing leaves a file that must not be read and must not prevent later writes.
     torn = Path(directory) / kept[0].replace("-cache", "0-cache")
     torn.write_bytes(b"half a progr")
     first = Path(directory) / kept[0]
@@ -59,7 +59,7 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["several processes", "environment", "disabled", "own directory", "unwritable"])
-def test_settings_of_jax_an_unwritable_directory_and_several_processes_keep_nothing(case, monkeypatch, tmp_path):
+def test_no_cache_if_jax_has_one_the_directory_is_unwritable_or_processes_are_several(case, monkeypatch, tmp_path):
     settings = {
         "jax_compilation_cache_dir": "own" if case == "own directory" else None,
         "jax_enable_compilation_cache": case != "disabled",
@@ -74,7 +74,7 @@ def test_settings_of_jax_an_unwritable_directory_and_several_processes_keep_noth
 
 
 @pytest.mark.quick
-def test_the_users_cache_is_where_the_platform_has_it(monkeypatch):
+def test_user_cache_follows_the_platform(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     home = Path.home()
     for name, where in (("linux", home / ".cache"), ("darwin", home / "Library" / "Caches")):

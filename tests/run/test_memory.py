@@ -1,4 +1,4 @@
-"""Whether activations are kept or recomputed: decided by the memory, and the same when a run is resumed."""
+"""Device memory decides whether activations are kept or recomputed; a resumed run does not change the choice."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def lengths(completions):
 
 
 def run_of(memory=None, platform="gpu", **settings):
-    """A run as `prepare` derives it for a device with that `memory`, None if unknown."""
+    """Return the run that `prepare` builds for a device with `memory` bytes (None: unknown)."""
     config = GRPOConfig(**{"num_generations": 4, "max_completion_length": 16, "compute_dtype": "float32"} | settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo_jax.run.prepare.memory_of", lambda device: memory)
@@ -33,14 +33,14 @@ def run_of(memory=None, platform="gpu", **settings):
 
 
 def products(run):
-    """Matrix products of the program of an update."""
+    """Return the number of matrix products in the update program."""
     state = new_state(run)
     lowered = lower_call(update_calls(run.updater, state, jax.eval_shape(lambda: run.zero_batch(state))).update)
     return lowered.as_text().count("stablehlo.dot_general")
 
 
 def recomputes(run):
-    """Whether layers are recomputed, as all of the run says."""
+    """Return whether layers are recomputed; all parts of the run must agree."""
     said = {run.config.gradient_checkpointing, run.updater.config.gradient_checkpointing}
     said |= {run.policy.model.config.remat, run.updater.model.config.remat}
     assert len(said) == 1
@@ -48,7 +48,7 @@ def recomputes(run):
 
 
 def test_activations_are_kept_if_they_fit():
-    """The compiled update decides on accelerators. On CPUs activations are kept."""
+    """Activations are kept if the compiled update fits in the accelerator's memory, and always on CPUs."""
     run = run_of(gradient_checkpointing=False)
     compiled = compiled_peak_bytes(run)
     state = new_state(run)
@@ -65,12 +65,12 @@ def test_activations_are_kept_if_they_fit():
 
 
 @pytest.mark.quick
-def test_activations_are_recomputed_if_the_memory_is_unknown():
+def test_activations_are_recomputed_if_memory_is_unknown():
     assert recomputes(run_of())
 
 
 @pytest.mark.quick
-def test_one_process_without_room_decides_for_all(monkeypatch):
+def test_all_processes_recompute_if_one_lacks_memory(monkeypatch):
     run = run_of(gradient_checkpointing=True)
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, gradient_checkpointing=None))
     monkeypatch.setattr("grpo_jax.run.memory.devices_of", lambda params: [SimpleNamespace(platform="gpu")])
@@ -78,8 +78,8 @@ def test_one_process_without_room_decides_for_all(monkeypatch):
     assert decide_checkpointing(run, 1e15).config.gradient_checkpointing
 
 
-def test_a_resumed_run_recomputes_activations_as_before(tmp_path):
-    """A run that recomputes activations does so to its end, whatever memory the resumed run has."""
+def test_resumed_run_recomputes_activations_as_before(tmp_path):
+    """A resumed run keeps recomputing activations, however much memory it has."""
     (tmp_path / "run.json").write_text(json.dumps({"config": {"gradient_checkpointing": True}}))
     config = GRPOConfig(max_steps=1, num_generations=2, per_device_train_batch_size=4, max_completion_length=8)
     for asked, found in ((None, True), (False, False)):

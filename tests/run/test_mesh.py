@@ -1,4 +1,4 @@
-"""Training on a mesh of eight devices is training on one: the same completions, losses and params."""
+"""Training on a mesh of eight devices gives the same completions, losses and params as on one device."""
 
 from contextlib import nullcontext
 
@@ -29,7 +29,7 @@ SMALL = {
 
 
 def run(policy, mesh, run_dir=None, **settings):
-    """Iterations of eight prompts × 4 completions: the final state, and what was logged."""
+    """Train on eight prompts × 4 completions per iteration; return the final state and the logged lines."""
     per_device = 32 // int(np.prod([size for axis, size in (mesh or {}).items() if axis != "tensor"] or [1]))
     config = GRPOConfig(**SMALL | {"per_device_train_batch_size": per_device, "mesh": mesh} | settings)
     lines = []
@@ -42,15 +42,15 @@ def assert_same_run(one, other, grad_norm=0.0):
     others, other_lines = other
     for line, like in zip(lines, other_lines, strict=True):
         assert line["num_tokens"] == like["num_tokens"]
-        assert line.get("reward") == like.get("reward"), "other completions"
+        assert line.get("reward") == like.get("reward"), "the completions differ"
         for name in {"loss", "kl", "grad_norm", "entropy"} & line.keys():
             rel = grad_norm if name == "grad_norm" else 0.0
             assert line[name] == pytest.approx(like[name], abs=1e-6, rel=rel), name
     chex.assert_trees_all_close(state.params, jax.tree.map(np.asarray, others.params), atol=1e-6)
 
 
-def test_one_run_over_a_mesh_and_one_device_is_the_run_on_one_device(tmp_path):
-    """A run that is resumed on other devices at every step has the losses, params and moments of one on one device."""
+def test_run_resumed_on_other_devices_equals_a_one_device_run(tmp_path):
+    """A run resumed on different devices at every step has the losses, params and moments of a one-device run."""
     lines = []
     for step, mesh in enumerate(MESHES, 1):
         changed = pytest.warns(UserWarning, match="mesh") if step > 1 else nullcontext()
@@ -67,24 +67,24 @@ def test_one_run_over_a_mesh_and_one_device_is_the_run_on_one_device(tmp_path):
     chex.assert_trees_all_close(state.opt_state, jax.tree.map(np.asarray, expected[0].opt_state), atol=1e-6)
 
 
-def test_layers_that_keep_a_state_on_a_mesh():
-    """Rollout and packed update of gated delta nets are those of one device."""
+def test_recurrent_layers_on_a_mesh():
+    """Gated delta nets have the same rollout and packed update on a mesh as on one device."""
     tiny, mesh = tiny_policy(), {"fsdp": 2, "tensor": 2}
-    # The norm behind a memory blows up what is next to nothing, and its rounding: so less.
+    # The norm after the recurrence amplifies tiny values and their rounding errors; a larger epsilon limits this.
     config = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention"], "rms_norm_eps": 1e-2}
     config |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     config |= {"linear_value_head_dim": 8}
     policy = init_policy(tiny.config | config, jax.random.key(0), tokenizer=tiny.tokenizer)
-    # Adam divides by the gradient's size: without this epsilon, rounding of a tiny gradient would become a whole step.
+    # Adam divides by the gradient's magnitude: without this epsilon, a rounding error could become a full step.
     settings = {"max_completion_length": 8, "adam_epsilon": 1e-2, "beta": 0.0}
     on_mesh = run(policy, mesh, **settings)
     assert_same_run(run(policy, None, **settings), on_mesh, grad_norm=1e-5)
-    kernel = on_mesh[0].params["layers_0"]["linear_attn"]["out_proj"]["kernel"]  # a state's channels are not divided
+    kernel = on_mesh[0].params["layers_0"]["linear_attn"]["out_proj"]["kernel"]  # state channels are not sharded
     assert kernel.addressable_shards[0].data.shape == (kernel.shape[0], 16 // mesh["fsdp"])
 
 
 @pytest.mark.quick
-def test_meshes_and_batches_that_cannot_be(monkeypatch):
+def test_invalid_meshes_and_batches_are_rejected(monkeypatch):
     model, params = tiny_model()
     placed, prompts = place(params, make_mesh({"data": 4})), make_prompts([[3]])
     few = {"num_generations": 4, "max_completion_length": 2, "batch_size": 15}
@@ -108,8 +108,8 @@ def test_meshes_and_batches_that_cannot_be(monkeypatch):
         make_mesh({"data": 2})
 
 
-def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(monkeypatch):
-    """And of whole micro-batches; groups without advantages, which are only measured, come last on each device."""
+def test_packed_update_on_a_mesh_equals_one_device(monkeypatch):
+    """A packed update on a mesh equals one on one device; zero-advantage groups come last on each device."""
     monkeypatch.setattr(packed, "CPU_TOKENS", 64)
     b, g, t = 16, 4, 32
     model, params = tiny_model(layers=1)
@@ -127,10 +127,10 @@ def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(monkeyp
     for axes in (mesh, None):
         state = place(create_state(jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0)), axes)
         updater = PackedUpdater(as_argument(model), config, (b, g), optimizer=optimizer, mesh=axes)
-        if axes is not None:  # with a reference, groups without advantages learn from the KL
+        if axes is not None:  # with a reference, zero-advantage groups would be trained by the KL
             (part,), numbers = updater.pack(state.params, batch)
             learns = np.asarray(batch.advantages).any(axis=1)[numbers].reshape(shard_count(axes), -1)
-            assert learns.any(axis=1).all(), "some on each device"
+            assert learns.any(axis=1).all(), "each device has groups to train on"
             assert 0 < part.num_trained < part.num_used
         scores = updater.score(state.params, batch.prompts, batch.tokens, batch.mask)
         state, metrics = updater.update(state, batch)
@@ -140,5 +140,5 @@ def test_an_update_on_a_mesh_is_packed_and_has_the_numbers_of_one_device(monkeyp
     moved = jax.tree.map(lambda x, y: np.abs(np.asarray(x) - y).max(), params, of_one)
     assert max(jax.tree.leaves(moved)) > 1e-3
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), ours, of_one)
-    assert alone.pop("padding_share") < metrics.pop("padding_share"), "as many sequences as the fullest device"
+    assert alone.pop("padding_share") < metrics.pop("padding_share"), "each device is padded to the fullest one"
     chex.assert_trees_all_close(metrics, alone, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Checks and warnings before anything is sampled or trained: of policies, tokens, arguments of calls and thoughts."""
+"""Checks of policies, tokens and tool-call arguments before anything is sampled or trained."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generatio
 
 
 def tokenizer_with(template=None, bos=None, eos=False):
-    """The tiny tokenizer, which may add `bos` and its EOS to each text."""
+    """Return the tiny tokenizer, optionally adding `bos` and its EOS to each text."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = copy.deepcopy(tiny_tokenizer())
@@ -41,7 +41,7 @@ def talk(text="hi"):
 
 
 def said(rows, tokenizer, *, eos=(), **how):
-    """The warnings of some rows, of SFT where they have a completion or text."""
+    """Return the warnings for `rows`, encoded as SFT examples if they have a completion, text or messages."""
     policy = tiny_policy().replace(tokenizer=tokenizer)
     if eos:
         policy = policy.replace(generation_config={"eos_token_id": list(eos)})
@@ -55,15 +55,15 @@ def said(rows, tokenizer, *, eos=(), **how):
     return [str(one.message) for one in caught]
 
 
-def test_special_tokens_that_the_tokenizer_adds_to_those_of_the_text():
-    """A BOS twice or an EOS at the end of a prompt, a BOS or an EOS twice in an example of SFT: a warning."""
+def test_special_tokens_repeated_by_the_tokenizer_warn():
+    """Two BOS tokens, an EOS at a prompt's end, or two EOS tokens in an SFT example give a warning."""
     tokenizer = tokenizer_with(bos="!")
     assert said([{"prompt": "ab"}, {"prompt": "c!"}], tokenizer) == []
     (line,) = said([{"prompt": "ab"}, {"prompt": "!ab"}, {"prompt": "!c"}], tokenizer)
     assert line.startswith("dataset: 2 of 3 rows start with two BOS tokens, because the tokenizer adds special")
-    assert said([{"prompt": "!!ab"}], tokenizer_with()) == []  # no BOS at all
+    assert said([{"prompt": "!!ab"}], tokenizer_with()) == []  # the tokenizer has no BOS
     template = "!" + OPENING.replace("<think>", "")
-    assert said([{"prompt": talk("!ab")}], tokenizer_with(template, bos="!")) == []  # a message, whose text it is
+    assert said([{"prompt": talk("!ab")}], tokenizer_with(template, bos="!")) == []  # "!" is message text here
     (line,) = said([{"prompt": "ab"}], tokenizer_with(eos=True))
     assert line.startswith("dataset: 1 of 1 rows end with an EOS token before the completion, because the tokenizer")
     for row in ({"text": "!ab"}, {"prompt": "!a", "completion": "b"}):
@@ -77,8 +77,8 @@ def test_special_tokens_that_the_tokenizer_adds_to_those_of_the_text():
 CHATML = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-def test_a_template_whose_end_of_turn_ends_no_completion():
-    """A template that ends turns with a token which ends no completion (ChatML on a base model) is a warning."""
+def test_end_of_turn_that_does_not_end_completions_warns():
+    """A template whose end-of-turn token does not end completions (ChatML on a base model) gives a warning."""
     tokenizer = tokenizer_with(CHATML)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", EOS])
@@ -113,7 +113,7 @@ CALLS = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}<eos>{% endfor 
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages"])
-def test_arguments_that_datasets_has_filled_in(column):
+def test_tool_arguments_filled_in_by_datasets_warn(column):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     tokenizer = tokenizer_with(CALLS)
     rows = [{column: called(x=1)}, {column: called(y="a")}]
@@ -145,9 +145,9 @@ def by_evaluation(policy, text):
 
 
 @pytest.mark.parametrize("used", [by_chat, by_grpo, by_sft, by_evaluation])
-def test_a_policy_and_its_tokens_are_checked_by_all_that_use_them(used, monkeypatch):
-    """`train`, `sft`, `evaluate` and `chat` refuse tokens and positions that a model does not have and a policy without
-    an EOS, and warn of an EOS that ends no completion and of special tokens that come twice.
+def test_every_entry_point_checks_the_policy_and_its_tokens(used, monkeypatch):
+    """`train`, `sft`, `evaluate` and `chat` reject tokens and positions that the model lacks and policies without an
+    EOS, and warn about an EOS that does not end completions and about repeated special tokens.
     """
     policy, tokenizer = tiny_policy(), tokenizer_with()
     tokenizer.add_tokens(["@@"])

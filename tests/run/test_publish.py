@@ -1,4 +1,4 @@
-"""A policy on the hub: whole checkpoints in the right repository with a card, and faults that lose nothing."""
+"""Pushing to the hub: complete checkpoints with a card in the right repository; failures lose nothing."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ def moved(params: Params) -> Params:
 
 
 def loaded(commit, directory):
-    """The policy that a commit holds."""
+    """Write a commit's files to `directory` and load the policy from it."""
     directory.mkdir()
     for name, content in commit[3].items():
         (directory / name).write_bytes(content)
@@ -39,7 +39,7 @@ def opened(config, run_dir):
     return publisher
 
 
-def test_a_run_is_pushed_at_its_checkpoints_and_at_its_end(tmp_path, monkeypatch):
+def test_run_is_pushed_at_checkpoints_and_at_its_end(tmp_path, monkeypatch):
     longer = lambda completions: [float(len(text)) for text in completions]
     longer.__name__ = "longer"
     sizes = {"max_steps": 2, "save_steps": 1, "max_completion_length": 4, "learning_rate": 0.01}
@@ -53,7 +53,7 @@ def test_a_run_is_pushed_at_its_checkpoints_and_at_its_end(tmp_path, monkeypatch
     assert same(last.params, state.params)
     assert not same(first.params, state.params)
     assert last.tokenizer("ab")["input_ids"] == tiny_policy().tokenizer("ab")["input_ids"]
-    # The card comes with the end, and describes the run.
+    # The card is pushed at the end and describes the run.
     assert "README.md" not in hub.commits[0][3]
     card = hub.commits[1][3]["README.md"].decode()
     assert "\nReward " in card
@@ -63,7 +63,7 @@ def test_a_run_is_pushed_at_its_checkpoints_and_at_its_end(tmp_path, monkeypatch
 
 
 @pytest.mark.quick
-def test_only_the_end_is_pushed(tmp_path, monkeypatch):
+def test_hub_strategy_end_pushes_once(tmp_path, monkeypatch):
     params = tiny_policy().params
     with serving(monkeypatch) as hub:
         publisher = opened(
@@ -75,7 +75,7 @@ def test_only_the_end_is_pushed(tmp_path, monkeypatch):
         assert [commit[:3] for commit in hub.commits] == [(f"me/{tmp_path.name}", "dev", "End of training")]
 
 
-def test_a_push_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error_that_loses_nothing(tmp_path, monkeypatch):
+def test_failed_push_warns_during_the_run_and_raises_at_its_end(tmp_path, monkeypatch):
     params = tiny_policy().params
     with serving(monkeypatch) as hub:
         publisher = opened(CONFIG, tmp_path)
@@ -89,7 +89,7 @@ def test_a_push_that_fails_on_the_way_is_a_warning_and_at_the_end_an_error_that_
     assert same(from_pretrained(tmp_path / "hub").params, moved(params))
 
 
-def test_what_cannot_be_pushed_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+def test_invalid_push_is_rejected_before_training(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="push_to_hub = True needs a run_dir"):
         check_push(tiny_policy(), None)
     with pytest.raises(ValueError, match="push_to_hub = True: the policy has a custom model"):
@@ -102,7 +102,7 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_trained(tmp_path, m
 
 
 @pytest.mark.quick
-def test_a_card_describes_the_run(tmp_path, monkeypatch):
+def test_card_describes_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--token", "hf_secret"])
     writer = RunWriter(tmp_path / "secret_client")
     hub = {"run_name": "secret", "push_to_hub": True, "hub_model_id": "me/sums"}
@@ -124,12 +124,12 @@ def test_a_card_describes_the_run(tmp_path, monkeypatch):
     assert text.rstrip().endswith(MARK)
 
 
-# By hand --------------------------------------------------------------------------------------------------------------
+# Manual push ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """What a run leaves, as far as the card reads it."""
+    """Write the files of a run that the model card reads; return their directory."""
     writer = RunWriter(tmp_path / "run")
     writer.config(GRPOConfig(max_steps=9), prompts=4000)
     writer.metrics(0, {"eval/right": 0.125})
@@ -138,8 +138,8 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub's way to send a file
-def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # raised by huggingface_hub's upload
+def test_manual_push_is_one_commit_that_loads_by_revision(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     policy = tiny_policy()
     with serving(monkeypatch) as hub:
@@ -152,7 +152,7 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
         by_branch, main = (from_pretrained("me/sums", revision=name) for name in ("later", None))
         with pytest.raises(FileNotFoundError, match=r"'me/sums' is not a local directory and could not be downloaded"):
             from_pretrained("me/sums", revision="never")
-    # One commit, the large files by LFS, and nothing else was made or changed.
+    # Each push makes one commit, uploads the large files with LFS, and changes nothing else.
     assert hub.private == {"me/sums": True}
     assert [commit[:3] for commit in hub.commits] == [("me/sums", x, "Upload policy") for x in ("main", "later")]
     assert [first, second] == [f"{hub.url}/me/sums/commit/{n:040x}" for n in (1, 2)]
@@ -161,7 +161,7 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
     wanted = {"README.md", "report.png", "config.json", "generation_config.json", "model.safetensors"}
     assert set(files) == {*wanted, *policy.files}
     assert files["report.png"] == b"a picture"
-    # What comes back is what went in.
+    # Each revision loads the policy that was pushed.
     assert same(by_commit.params, policy.params)
     assert same(main.params, policy.params)
     assert same(by_branch.params, moved(policy.params))
@@ -171,18 +171,18 @@ def test_a_push_by_hand_is_one_commit_that_comes_back_by_its_revision(run_dir, t
 
 
 @pytest.mark.quick
-def test_the_card_of_adapters_names_their_base():
+def test_adapter_card_names_the_base_model():
     text = model_card("me/sums", adapters=True, base_model="some/base")
     assert 'load_lora("me/sums", from_pretrained("some/base"))' in text
     assert "\nlibrary_name: peft\n" in text
 
 
 @pytest.mark.quick
-def test_a_card_that_a_person_wrote_stays(tmp_path, monkeypatch):
+def test_handwritten_card_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with serving(monkeypatch) as hub:
         push_to_hub(tiny_policy(), "me/sums")
-        push_to_hub(tiny_policy(), "me/sums", license="mit")  # ours is made anew
+        push_to_hub(tiny_policy(), "me/sums", license="mit")  # a generated card is replaced
         assert b"license: mit" in hub.commits[1][3]["README.md"]
         hub.trees[hub.heads["me/sums", "main"]]["README.md"] = b"# Mine"
         push_to_hub(tiny_policy(), "me/sums")
@@ -191,7 +191,7 @@ def test_a_card_that_a_person_wrote_stays(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_a_push_by_hand_that_cannot_be_is_refused_before_anything_is_sent(run_dir, monkeypatch):
+def test_invalid_manual_push_is_rejected_before_sending(run_dir, monkeypatch):
     policy = tiny_policy()
     with serving(monkeypatch) as hub:
         for name in ("a/b/c", "sums!", "", "-sums", "a--b"):

@@ -1,4 +1,4 @@
-"""A dry run touches everything once, says what it found, and leaves no trace."""
+"""A dry run executes every phase once, reports problems and leaves no trace."""
 
 import dataclasses
 import importlib
@@ -16,12 +16,12 @@ from grpo_jax.run.rehearse import DryRun, _group_problems
 from grpo_jax.update import packed
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
-module = importlib.import_module("grpo_jax.run.rehearse")  # the package has the function under that name
+module = importlib.import_module("grpo_jax.run.rehearse")  # the package exports the function under this name
 
 
-def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
-    """A dry run touches everything and leaves no trace."""
-    # Half of all tokens end a completion: one that never does would be suspicious.
+def test_dry_run_without_problems(tmp_path, capsys, monkeypatch):
+    """A dry run executes every phase, writes no files and leaves the policy unchanged."""
+    # Half of all tokens end a completion, because completions that never end would be reported.
     policy = tiny_policy().replace(generation_config={"eos_token_id": list(range(1, 130))})
     before = jax.tree.map(np.array, policy.params)
     config = GRPOConfig(**SMALL, max_steps=50, beta=0.1, num_iterations=2)
@@ -35,7 +35,7 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
     report = rehearse(policy, ROWS, reward, config)
     assert isinstance(report, DryRun)
     assert os.listdir() == []
-    assert seen == [4], "one group, scored once"
+    assert seen == [4], "a dry run scores one group, once"
     assert report.suspicious == ()
     chex.assert_trees_all_equal(policy.params, before)
 
@@ -45,7 +45,7 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
     assert text.endswith("nothing suspicious\n")
     phases = {"load and tokenize", "state", "rollout", "rewards", "reference", "update", "memory analysis", "total"}
     assert {name.removeprefix("seconds/") for name in report.seconds} == phases
-    # Policy, old policy, reference and two moments; the decode holds one policy, the update one and its gradient.
+    # State: policy, old policy, reference and two moments. Decode: one policy. Update: one policy and its gradient.
     one = sum(x.nbytes for x in jax.tree.leaves(before))
     assert report.memory["policy"] == one
     assert report.memory["training state"] == pytest.approx(5 * one, rel=0.01)
@@ -55,8 +55,8 @@ def test_a_run_without_a_fault(tmp_path, capsys, monkeypatch):
     assert np.isfinite(report.metrics["grad_norm"])
 
 
-def test_what_looks_wrong_is_said(monkeypatch):
-    """Also of a group with equal rewards, through which a run makes no backward pass and the dry run does."""
+def test_dry_run_reports_problems(monkeypatch):
+    """Problems are reported; a group with equal rewards, which a run would skip, still gets a backward pass."""
     trained, program = [], packed.add_gradients
     watched = lambda *given: trained.append(int(given[3].num_trained)) or program(*given)
     monkeypatch.setattr(packed, "add_gradients", watched)
@@ -81,7 +81,7 @@ def test_what_looks_wrong_is_said(monkeypatch):
     rows = [*ROWS, {"prompt": "ab"}]
     with pytest.warns(RuntimeWarning, match="'fails' raised KeyError"):
         report = rehearse(tiny_policy(), rows, [same, same, nothing, fails], config)
-    # Whether a tiny policy draws an EOS as its first and only token is chance; here it does not.
+    # A tiny policy may sample an EOS as its only token; with this seed it does not.
     assert report.suspicious == (
         "1 of 5 prompts are dropped because they are longer than max_prompt_length = 2",
         "1 of 4 rows repeat the prompt of another row",
@@ -98,11 +98,11 @@ def test_what_looks_wrong_is_said(monkeypatch):
     assert sum(trained)
     assert "suspicious:\n  - 1 of 5 prompts are dropped" in str(report)
     donated = dataclasses.replace(report, memory={"training state": 10**9, "policy": 0})
-    assert "memory: training state 1 GB\n" in str(donated), "a part of no bytes is not shown"
+    assert "memory: training state 1 GB\n" in str(donated), "parts with zero bytes are not shown"
 
 
-def test_numbers_that_look_wrong(monkeypatch):
-    """On what `rehearse` sees, put together by hand."""
+def test_dry_run_reports_suspicious_numbers(monkeypatch):
+    """Suspicious numbers in a dry run's rows and metrics, here set by hand, are reported."""
     seen = {}
     monkeypatch.setattr(module, "_programs", lambda run, state: {})
     monkeypatch.setattr(module, "_group_problems", lambda run, *what: seen.update(run=run, what=what) or ["looked"])

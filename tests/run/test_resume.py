@@ -1,4 +1,4 @@
-"""A run that is killed and resumed ends in the bytes of an undisturbed one; a run that differs is refused."""
+"""A killed and resumed run is bitwise identical to an uninterrupted one; resuming with other settings is rejected."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ from grpo_jax.watch.writer import read_lines
 
 evaluation = importlib.import_module("grpo_jax.run.evaluate")
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl"]]
-# μ = 3 over 2 minibatches of 2 prompts; 18 steps are 3 iterations, of 4 prompts at least: into the third epoch.
+# μ = 3 over 2 minibatches of 2 prompts: 18 steps are 3 iterations of at least 4 prompts, into the third epoch.
 SETTINGS = {
     "num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 3,
     "max_completion_length": 4, "max_steps": 18, "learning_rate": 1e-2, "gradient_checkpointing": False, "beta": 0.1,
@@ -72,7 +72,7 @@ import os, signal, sys
 sys.path[:0] = {paths!r}
 rename = os.rename
 
-def killed(source, target, **how):  # all arrays are written, and the checkpoint has its temporary name
+def killed(source, target, **how):  # all arrays are written, but the checkpoint still has its temporary name
     if str(target).endswith("checkpoints/{step}"):
         os.kill(os.getpid(), signal.SIGKILL)
     return rename(source, target, **how)
@@ -84,7 +84,7 @@ run(run_dir={run_dir!r})
 
 
 def assert_same_run(one, two, directory_of_one, directory_of_two):
-    """The state to the last bit; the files but for their timings."""
+    """Assert that the states are bitwise equal and that the files differ only in timings."""
     data = lambda state: dataclasses.replace(state, key=jax.random.key_data(state.key))
     chex.assert_trees_all_equal(data(one), data(two))
     timeless = lambda line: {name: value for name, value in line.items() if "second" not in name}
@@ -99,8 +99,8 @@ def whole(tmp_path_factory):
     return run(directory), directory
 
 
-def test_a_run_killed_in_the_middle_of_a_save_and_of_an_iteration_ends_in_the_same_bytes(whole, tmp_path):
-    """The last whole checkpoint is of step 2, and steps 1 to 6 are updates on one batch."""
+def test_run_killed_while_saving_resumes_bitwise(whole, tmp_path):
+    """A run killed while saving, amid the updates on one batch, resumes to a bitwise equal state."""
     paths = [*(path for path in sys.path if "tests" in path), str(Path(__file__).parent)]
     code = KILLED_IN_A_SAVE.format(paths=paths, step=4, run_dir=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -109,12 +109,12 @@ def test_a_run_killed_in_the_middle_of_a_save_and_of_an_iteration_ends_in_the_sa
     assert names == {"2", "4"}
     assert not (tmp_path / "checkpoints" / "4").exists()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 16, "rew')  # a line that the kill has torn
+        file.write('{"step": 16, "rew')  # a line cut short by the kill
     assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])
 
 
-def test_a_run_with_a_rollout_ahead_of_several_turns_resumes_to_the_same_bytes(tmp_path):
-    """The prefetched completions and their transcript are in the checkpoint."""
+def test_multi_turn_run_with_prefetched_rollout_resumes_bitwise(tmp_path):
+    """A multi-turn run with a prefetched rollout resumes from its checkpoint to a bitwise equal state."""
     settings = {"rollout_ahead": True, "max_steps": 3, "save_steps": 1}
     expected, _ = play(run_dir=tmp_path / "whole", **settings)
     with pytest.raises(Cut):
@@ -123,9 +123,9 @@ def test_a_run_with_a_rollout_ahead_of_several_turns_resumes_to_the_same_bytes(t
     assert_same_run(expected, state, tmp_path / "whole", tmp_path / "cut")
 
 
-def test_a_run_that_a_reward_function_ends_is_saved_at_its_last_step(whole, tmp_path, capfd):
-    """A run that a reward function ends, in a rollout or an evaluation, is saved at its last step and goes on to the
-    same bytes.
+def test_run_ended_by_a_reward_error_is_saved_at_its_last_step(whole, tmp_path, capfd):
+    """A run ended by a reward function's error, in a rollout or an evaluation, is saved at its last step and resumes
+    to a bitwise equal state.
     """
 
     def failing(completions, trainer_state, **columns):
@@ -146,8 +146,8 @@ def test_a_run_that_a_reward_function_ends_is_saved_at_its_last_step(whole, tmp_
     assert_same_run(whole[0], state, whole[1], tmp_path)
 
 
-def test_a_signal_ends_the_update_saves_and_exits_with_status_143(whole, tmp_path, monkeypatch, capfd):
-    """An update is finished; a rollout's rewards and an evaluation are repeated by the run that resumes."""
+def test_signal_finishes_the_update_saves_and_exits_with_143(whole, tmp_path, monkeypatch, capfd):
+    """After a signal, a run finishes its update, saves and exits with 143; rewards and evaluations are repeated."""
     calls = []
 
     def signalling(function, at):
@@ -162,7 +162,7 @@ def test_a_signal_ends_the_update_saves_and_exits_with_status_143(whole, tmp_pat
     moments = [(PackedUpdater, "update", 1), (collect, "compute_rewards", 12), (evaluation, "evaluate_encoded", 15)]
     for owner, name, step in moments:
         with monkeypatch.context() as patch:
-            if name == "compute_rewards":  # go up to the next rollout; the newest checkpoint is of step 10
+            if name == "compute_rewards":  # continue to the next rollout; the newest checkpoint is from step 10
                 with pytest.raises(Cut):
                     run(tmp_path, callbacks=[cut_at(12)])
             patch.setattr(owner, name, signalling(getattr(owner, name), name))
@@ -196,7 +196,7 @@ def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,)
 
 
 def answered(tools, environments):
-    """An `Interaction` of tools and environments; there are no rows or templates that they would have to fit."""
+    """Return an `Interaction` with these tools and environments, without checking them against rows or templates."""
     if not tools and environments is None:
         return None
     kinds = environments if isinstance(environments, dict) else {None: environments} if environments else {}
@@ -209,7 +209,7 @@ def answered(tools, environments):
 
 
 def look(kind=str):
-    """A tool of this name, and what the policy is told of it."""
+    """Return a tool named `look` whose argument has the type `kind`."""
 
     def look(place):
         """Look somewhere.\n\nArgs:\n    place: where\n"""
@@ -224,7 +224,7 @@ class Game:
 
 
 def maze(kind=str):
-    """An environment of this name, with a method that is a tool."""
+    """Return an environment class `Maze` with a tool method whose argument has the type `kind`."""
 
     class Maze(Game):
         def go(self, way):
@@ -235,7 +235,7 @@ def maze(kind=str):
 
 
 def shaped(**changes):
-    """A model of the same arrays, with other settings."""
+    """Return a model with other settings but the same arrays."""
     shape = TransformerConfig(24, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8)
     return Transformer(dataclasses.replace(shape, **changes))
 
@@ -253,14 +253,14 @@ CUTS = """gradient_checkpointing mesh per_device_train_batch_size gradient_accum
 
 
 @pytest.mark.quick
-def test_each_field_is_harmless_or_refused_by_its_name():
-    """On resume, every changed setting is harmless or refused by its name."""
+def test_every_changed_field_is_harmless_or_rejected_by_name():
+    """On resume, every changed config field is either harmless or rejected by name."""
     saved = about()
     for name in (field.name for field in dataclasses.fields(GRPOConfig)):
         present, old = copy.deepcopy(saved), saved["config"][name]
         present["config"][name] = "other" if not isinstance(old, int | float) or isinstance(old, bool) else old + 1
         lines = differences(saved, present, step=4)
-        # Of the last two, the number of steps decides; it is not changed here.
+        # max_steps and num_train_epochs matter only through the total number of steps, which is the same here.
         if name in [*HARMLESS.split(), *CUTS.split(), "max_steps", "num_train_epochs"]:
             assert lines == [], name
         else:
@@ -333,8 +333,8 @@ ANSWERS_AND_BEST = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("saved", "present", "lines"), ANSWERS_AND_BEST)
-def test_what_answers_the_policy_and_what_the_best_is_chosen_by(saved, present, lines):
-    """A run is not resumed with other tools, environments or evaluations of the best."""
+def test_changed_tools_environments_and_best_metric_are_rejected(saved, present, lines):
+    """Resuming with other tools, environments or evaluations for the best checkpoint is rejected."""
     assert differences(about(**saved), about(**present), step=4) == lines
 
 
@@ -350,8 +350,8 @@ other_right.__name__ = other_right.__qualname__ = "right"
 
 
 @pytest.mark.quick
-def test_a_changed_source_of_rewards_and_environments_is_named():
-    """A reward function, tool or environment whose source has changed is refused by name, unless that is accepted."""
+def test_changed_source_of_rewards_and_environments_is_rejected():
+    """A reward function, tool or environment whose source changed is rejected by name, unless accepted."""
 
     class Other(Game):
         def respond(self, text):
@@ -369,8 +369,8 @@ def test_a_changed_source_of_rewards_and_environments_is_named():
 
 
 @pytest.mark.quick
-def test_other_columns_of_the_same_prompts_are_a_warning():
-    """Reward functions read them; an object without a value of its own counts by its type."""
+def test_changed_columns_warn():
+    """Changed column values, which reward functions may read, give a warning; opaque objects compare by type."""
     rows = lambda *answers: [{"prompt": "p", "answer": x, "image": object()} for x in answers]
     saved = about(rows=rows("4", np.float32(5)))
     warn_of_changes(saved, about(rows=rows("4", np.float32(5))))
@@ -383,7 +383,7 @@ def test_other_columns_of_the_same_prompts_are_a_warning():
 
 
 @pytest.mark.quick
-def test_other_versions_devices_and_weight_decay_are_a_warning():
+def test_changed_versions_and_devices_warn():
     warn_of_changes(about(), about())
     for part, name, before in (("versions", "jax", "0.1"), ("machine", "cores", 99), ("machine", "device", "TPU v4")):
         saved = about()

@@ -1,4 +1,4 @@
-"""Several processes score what one does: each its own rows, and statistics are those of all rows."""
+"""Rewards across processes: each process scores its own rows, and statistics cover all rows."""
 
 import json
 
@@ -34,7 +34,7 @@ def completions(rows):
 
 
 def run(monkeypatch, processes, rows, *fns, on_error="raise"):
-    """What `gather_rewards` gives on each of so many processes, and how many completions each function was given."""
+    """Return `gather_rewards`' result on each process, and per process the completions passed to each function."""
     calls = []
 
     def counted(fn):
@@ -69,12 +69,12 @@ def of_few(completion_ids, number, log_metric, log_extra):
 
 
 @pytest.mark.parametrize(("processes", "rows"), [(2, 4), (2, 5), (3, 5), (3, 2), (2, 1)])
-def test_several_processes_give_what_one_gives(monkeypatch, processes, rows):
+def test_several_processes_give_the_same_rewards_as_one(monkeypatch, processes, rows):
     (one,), _ = run(monkeypatch, 1, rows, length, of_few)
     several, calls = run(monkeypatch, processes, rows, length, of_few)
     sizes = [sum(some) for some in calls]
-    assert sum(sizes) == 2 * rows * G, "each completion goes to each function once"
-    assert max(sizes) - min(sizes) <= 2 * G, "in parts that differ by a row"
+    assert sum(sizes) == 2 * rows * G, "each function scores each completion once"
+    assert max(sizes) - min(sizes) <= 2 * G, "parts differ by at most one row"
     timeless = lambda stats: {name: value for name, value in stats.items() if not name.endswith("/seconds")}
     for found in several:
         np.testing.assert_array_equal(found.values, one.values)
@@ -85,7 +85,7 @@ def test_several_processes_give_what_one_gives(monkeypatch, processes, rows):
         assert found.stats.keys() == one.stats.keys()
 
 
-def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
+def test_errors_are_summed_and_the_slowest_seconds_are_reported(monkeypatch):
     def fails_on_odd_rows(completion_ids, number, log_metric, log_extra):
         return [float("nan") if n % 2 else 1.0 for n in number]
 
@@ -101,7 +101,7 @@ def test_faults_are_added_and_the_slowest_seconds_count(monkeypatch):
         run(monkeypatch, 2, 5, fails_on_odd_rows)
 
 
-def test_parts_of_rewards_belong_to_the_completions_of_all_processes(monkeypatch):
+def test_reward_parts_cover_the_completions_of_all_processes(monkeypatch):
     def by_token(completion_ids, number, log_metric, log_extra):
         return [np.full(len(ids), n, np.float32) if n else None for n, ids in zip(number, completion_ids, strict=True)]
 
@@ -113,7 +113,7 @@ def test_parts_of_rewards_belong_to_the_completions_of_all_processes(monkeypatch
     np.testing.assert_array_equal(found[0].values.ravel()[G:], [sum(part.values) for part in expected])
 
 
-def test_no_column_of_the_completions_can_be_replaced():
+def test_completion_columns_are_reserved():
     played = [Played([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
     sampled = RolloutResult(ROWS[:2], PROMPTS, completions(2), played)
     parts, columns = [RewardParts(i, 0, False, [0.0]) for i in range(2 * G)], [{"number": i} for i in range(2 * G)]

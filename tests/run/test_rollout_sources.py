@@ -1,4 +1,4 @@
-"""An engine that samples during the update: from which weights, what is learned, what waits for what, the resume."""
+"""An engine that samples during the update: weight versions, learned params, synchronization and resuming."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def run(sampler, policy=POLICY, run_dir=None, callbacks=(), environment_factory=
 
 
 def waited_for(engine):
-    """The same engine without `follow`: what it samples ahead is waited for before the update."""
+    """Return the engine without `follow`, so that prefetched completions are awaited before the update."""
 
     def sampler(policy, answer_turn, **how):
         how.pop("model"), how.pop("batch_size")
@@ -45,7 +45,7 @@ def waited_for(engine):
 
 @functools.cache
 def undisturbed():
-    """(state, what the server was asked for) of a run that nothing happens to."""
+    """Return the state and the server's requests of an uninterrupted run."""
     with StandIn(POLICY) as one:
         return run(vllm(one.url))[0], one.drawn
 
@@ -55,8 +55,8 @@ def same(found, expected):
 
 
 @pytest.mark.quick
-def test_an_engine_samples_ahead_by_itself_in_one_process_alone(monkeypatch):
-    """Several processes would have to agree on the order in which their threads communicate."""
+def test_background_sampling_needs_a_single_process(monkeypatch):
+    """Only a single process samples in the background: several would have to order their threads' collectives."""
     config = GRPOConfig(**SMALL | {"rollout_ahead": True})
     found = prepare(POLICY, ROWS, rewards, config, sampler=vllm("http://127.0.0.1:1"))
     assert found.samples_in_background
@@ -65,8 +65,8 @@ def test_an_engine_samples_ahead_by_itself_in_one_process_alone(monkeypatch):
     assert not found.samples_in_background
 
 
-def test_completions_are_stale_by_exactly_one_version():
-    """Those of the iterations 1, 2, 3, 4 are drawn by the weights of 1, 1, 2, 3."""
+def test_prefetched_completions_are_exactly_one_version_old():
+    """The completions of iterations 1, 2, 3 and 4 are sampled with the weights of iterations 1, 1, 2 and 3."""
     asked = undisturbed()[1]
     drawn = [version for version, body in asked if body["max_tokens"] == T]
     assert len(drawn) == 4 * 2 * G
@@ -76,8 +76,8 @@ def test_completions_are_stale_by_exactly_one_version():
     assert [order.index(*versions) for versions in of_iteration] == [0, 0, 1, 2]
 
 
-def test_params_are_equal_to_those_of_a_run_that_waits_for_its_completions(server):
-    """To the bit: versions, old log-probs and weights are equal to those of `rollout_ahead` without a thread."""
+def test_background_sampling_does_not_change_the_params(server):
+    """`rollout_ahead` with and without a thread give bitwise equal versions, old log-probs and weights."""
     how = {"environment_factory": Game, "max_completion_length": 40, "max_steps": 3}
     found, lines = run(vllm(server.url), **how)
     expected, others = run(waited_for(vllm(server.url)), **how)
@@ -86,12 +86,12 @@ def test_params_are_equal_to_those_of_a_run_that_waits_for_its_completions(serve
         for name in ("loss", "reward", "sampler/log_prob_difference_max", "sampler_gap", "ratio_max"):
             assert line.get(name) == other.get(name), name
         gap = line.get("sampler/log_prob_difference_max", 0.0)
-        assert gap < 1e-4, "they are scored by the policy that sampled them"
-    assert lines[-1]["ratio_max"] > 1.001, "the policy has moved since"
+        assert gap < 1e-4, "old log-probs are not from the policy that sampled"
+    assert lines[-1]["ratio_max"] > 1.001, "the policy has not changed since sampling"
 
 
-def test_the_engine_is_at_the_next_completions_while_an_update_is_made(server, tmp_path):
-    """Their requests are held until the update is done: a run that waited for them before it would not end."""
+def test_engine_samples_during_the_update(server, tmp_path):
+    """The engine samples during an update: its requests are held until the update ends, so waiting would deadlock."""
     updated, held = threading.Event(), []
 
     def fault(path, body, n):
@@ -110,8 +110,8 @@ def test_the_engine_is_at_the_next_completions_while_an_update_is_made(server, t
     assert len(lines) == 2
 
 
-def test_a_run_goes_on_to_the_same_params(server, tmp_path):
-    """What the engine was at when a checkpoint was written is asked for again, from the policy of then."""
+def test_resumed_engine_run_has_the_same_params(server, tmp_path):
+    """A resumed run repeats the requests that were in progress at the checkpoint, with the policy of that time."""
     server.fault = lambda path, body, n: 400 if len(server.posts("/collective_rpc")) > 2 else None
     with pytest.raises(EngineError, match="told to answer 400"):
         run(vllm(server.url), run_dir=tmp_path, save_steps=1)
@@ -121,8 +121,8 @@ def test_a_run_goes_on_to_the_same_params(server, tmp_path):
     same(found, undisturbed()[0])
 
 
-def test_a_run_that_is_stopped_does_not_wait_for_completions_on_their_way(server, tmp_path):
-    """A hanging server holds neither the end of a run up, nor its checkpoint; the run that goes on asks again."""
+def test_stopped_run_does_not_wait_for_pending_completions(server, tmp_path):
+    """A stopped run saves and ends despite a hanging server; the resumed run repeats the requests."""
     released = threading.Event()
 
     def fault(path, body, n):

@@ -1,4 +1,4 @@
-"""One run at a time in a directory: in one process, between processes, and whatever ends the first one."""
+"""A run directory is used by one run at a time, within a process and across processes, even after a kill."""
 
 import os
 import pathlib
@@ -25,13 +25,13 @@ time.sleep(600)
 """
 
 
-def test_another_process_holds_it_until_it_is_killed(tmp_path):
-    """One process at a time in a directory."""
+def test_lock_is_held_until_the_process_is_killed(tmp_path):
+    """A run directory is locked by one process at a time, until that process ends."""
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".lock"], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(RuntimeError, match="in use by process 1 on mars"), locked(tmp_path):
-            pytest.fail("two at a time")
+            pytest.fail("locked twice")
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
@@ -40,7 +40,7 @@ def test_another_process_holds_it_until_it_is_killed(tmp_path):
         assert (tmp_path / ".lock").read_text() == f"by process {os.getpid()} on {socket.gethostname()}"
 
 
-def test_without_support_for_locks_nothing_is_held(tmp_path, monkeypatch):
+def test_file_systems_without_locks_are_not_locked(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 
@@ -49,21 +49,21 @@ def test_without_support_for_locks_nothing_is_held(tmp_path, monkeypatch):
         pass
 
 
-def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
+def test_unwritable_directory_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(ValueError, match=r"run_dir = '.*file/run' cannot be written to \(Not a directory\)"),
         locked(str(tmp_path / "file" / "run")),
     ):
-        pytest.fail("made")
+        pytest.fail("the directory was created")
 
 
 def refuse(path, *_, **__):
     raise OSError(13, "Permission denied")
 
 
-def test_a_directory_that_one_process_cannot_write_to_is_refused(tmp_path, monkeypatch):
-    """Real processes with two directories are in test_two_processes."""
+def test_directory_that_one_process_cannot_write_to_is_rejected(tmp_path, monkeypatch):
+    """A run directory that one process cannot write to is rejected (test_two_processes.py uses real processes)."""
     (tmp_path / ".token-7").touch()
     answers = iter([[7], [[True, ""]]])
     monkeypatch.setattr("grpo_jax.run.run_dir.gather_objects", lambda own: next(answers, [own]))

@@ -1,4 +1,4 @@
-"""Another engine in the place of `generate`: what it is given, what it may return, and what is learned from it."""
+"""A custom sampler instead of `generate`: its arguments, the checks of its result, and training on it."""
 
 import chex
 import jax
@@ -32,13 +32,13 @@ def rewards(completion_ids):
 
 
 def run(sampler=None, optimizer=None, **settings):
-    """(state, lines of metrics)."""
+    """Train; return the final state and the logged metrics."""
     lines, config = [], GRPOConfig(**SMALL | settings)
     how = {"callbacks": [lambda step, metrics: lines.append(metrics)], "sampler": sampler, "optimizer": optimizer}
     return train(POLICY, ROWS, rewards, config, **how), lines
 
 
-def test_a_sampler_is_given_what_its_signature_takes():
+def test_sampler_receives_the_arguments_in_its_signature():
     seen = []
 
     def few(prompts, *, num_generations, max_completion_length, eos_token_ids):
@@ -57,7 +57,7 @@ def test_a_sampler_is_given_what_its_signature_takes():
 
 
 @pytest.mark.quick
-def test_a_sampler_that_cannot_be_called_is_refused_before_the_run():
+def test_uncallable_sampler_is_rejected_before_the_run():
     for sampler, message in (
         (3, "sampler must be a function; got 3. Pass a function whose arguments are among model, params, prompts, key"),
         (lambda prompts, engine: None, "not passed by keyword: engine"),
@@ -67,8 +67,8 @@ def test_a_sampler_that_cannot_be_called_is_refused_before_the_run():
             prepare(POLICY, ROWS, rewards, GRPOConfig(**SMALL), sampler=sampler)
 
 
-def test_an_evaluation_by_an_engine():
-    """An exact one gives what `generate` does; it has the params and the settings, and is checked like any other."""
+def test_evaluation_with_a_sampler():
+    """Evaluation with a sampler passes it params and settings, checks it, and equals `generate` if it is exact."""
     seen = []
 
     def engine(params, batch_size, temperature, **others):
@@ -90,7 +90,7 @@ def test_an_evaluation_by_an_engine():
 
 
 def canned(g=G, b=2, t=3):
-    """Completions without any engine: g of each of b prompts, each of t tokens."""
+    """Return made-up completions: g for each of b prompts, with t tokens each."""
     mask = np.ones((b, g, t), bool)
     mask[0, 0, 2:] = False
     tokens = np.arange(b * g * t).reshape(b, g, t) + 66
@@ -126,13 +126,13 @@ UNFIT = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("changes", "message"), UNFIT, ids=lambda x: x if isinstance(x, str) else "")
-def test_what_an_engine_may_not_return_is_refused_by_name(changes, message):
+def test_invalid_sampler_result_is_rejected_by_name(changes, message):
     with pytest.raises(ValueError, match=f"^sampler (must return|returned) .*{message}"):
         read_completions(canned().replace(**changes), (2, G, T), vocab_size=258, pad_token_id=0)
 
 
 @pytest.mark.quick
-def test_completions_are_padded_and_clean_where_the_mask_is_false():
+def test_completions_are_padded_and_cleared_outside_the_mask():
     found = read_completions(canned(), (2, G, T), vocab_size=258, pad_token_id=7)
     assert [x.dtype for x in (found.tokens, found.mask, found.log_probs)] == [np.int32, bool, np.float32]
     assert found.tokens.shape == found.mask.shape == found.log_probs.shape == (2, G, T)
@@ -144,7 +144,7 @@ def test_completions_are_padded_and_clean_where_the_mask_is_false():
     assert read_completions(half, (2, G, T), vocab_size=258, pad_token_id=0).log_probs[1, 1, 1] == -1.5
 
 
-def test_an_exact_engine_teaches_what_the_built_in_sampler_does():
+def test_exact_sampler_trains_like_the_built_in_one():
     settings = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "sampler_correction": "sequence_mask"}
     optimizer = optax.sgd(0.1)  # Adam amplifies rounding
     (ours, lines), (theirs, others) = (
@@ -163,7 +163,7 @@ def test_an_exact_engine_teaches_what_the_built_in_sampler_does():
         assert weights == pytest.approx([1, 1, 1], abs=1e-4)
 
 
-def test_old_log_probs_are_the_trainers_of_the_params_that_sampled():
+def test_old_log_probs_use_the_params_that_sampled():
     hot = lambda temperature, **asked: generate(temperature=1.6 * temperature, **asked)
     other, settings = tiny_policy(seed=3).params, SMALL | {"num_iterations": 2, "temperature": 0.8}
     made = prepare(POLICY, ROWS, rewards, GRPOConfig(**settings), sampler=hot)
@@ -182,8 +182,8 @@ def test_old_log_probs_are_the_trainers_of_the_params_that_sampled():
     assert metrics.items() <= experience.metrics.items()
 
 
-def test_old_log_probs_are_padded_where_the_scorer_cuts_them():
-    """The padded updater's columns are as many as the longest completion asks for."""
+def test_old_log_probs_are_padded_to_full_length():
+    """Old log-probs are padded to full length; the padded updater scores only up to the longest completion."""
     params = {"logits": jax.random.normal(jax.random.key(0), (4, 4))}
     config = GRPOConfig(**SMALL | {"max_completion_length": 32})
     updater = choose_updater(Pairs(), config, micro=(1, G))

@@ -1,4 +1,4 @@
-"""SFT by the loop of `train`: TRL's numbers, packing, resume, adapters, meshes, evaluation."""
+"""SFT: agreement with TRL, packing, resuming, adapters, meshes and evaluation."""
 
 import copy
 import dataclasses
@@ -35,7 +35,7 @@ ROWS = [
     {"prompt": "q", "completion": "rstuvw"}, {"prompt": "7+5=", "completion": "12"},
 ]  # fmt: skip
 ALIKE = [{**row, "prompt": f"Say: {row['prompt']}"} for row in ROWS]
-"""The same behind a beginning that is then read once for all of them."""
+"""The same examples with a common prefix, which is processed once for all of them."""
 
 
 def settings(**more):
@@ -45,14 +45,14 @@ def settings(**more):
 
 @functools.partial(jax.jit, static_argnames="model")
 def loss_by_logits(params, tokens, masks, *, model):
-    """The mean −log p of the learned tokens, by whole rows and the model's logits."""
+    """Compute the mean −log p of the learned tokens from the model's logits for whole rows."""
     log_probs = jax.nn.log_softmax(model.apply({"params": params}, tokens)[:, :-1])
     l = jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
     return -jnp.where(masks[:, 1:], l, 0).sum() / masks.sum()
 
 
 def rows_of(data, numbers=None, size=(6, 48)):
-    """Tokens and masks of examples, padded to one shape for all tests."""
+    """Return the tokens and masks of `data`'s examples, padded to a shape that all tests share."""
     tokens, masks = np.zeros(size, np.int32), np.zeros(size, bool)
     for row, i in enumerate(range(len(data.token_ids)) if numbers is None else numbers):
         tokens[row, : len(data.token_ids[i])] = data.token_ids[i]
@@ -61,7 +61,7 @@ def rows_of(data, numbers=None, size=(6, 48)):
 
 
 def gradient(policy, config, rows=ROWS, **changes):
-    """Loss and gradient of the first batch, and the examples in it."""
+    """Return the loss and gradient for the first batch, and the prepared run."""
     run = prepare_sft(policy, rows, config)
     batch, *_ = next_examples(run, 0)
     updater = run.updater if not changes else Updater(run.updater.model, run.updater.config, **changes)
@@ -70,7 +70,7 @@ def gradient(policy, config, rows=ROWS, **changes):
 
 
 @pytest.mark.parametrize(("packing", "rows"), [(False, ROWS), (True, ALIKE)], ids=["unlike", "packed alike"])
-def test_an_update_is_the_gradient_of_the_logits_of_whole_rows(packing, rows):
+def test_update_equals_the_gradient_from_whole_row_logits(packing, rows):
     policy = tiny_policy()
     size = 2 if packing else 3
     config = settings(per_device_train_batch_size=size, train_sampling_strategy="sequential", packing=packing)
@@ -83,8 +83,8 @@ def test_an_update_is_the_gradient_of_the_logits_of_whole_rows(packing, rows):
     chex.assert_trees_all_close(grads, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_what_examples_begin_with_is_read_once_and_they_are_laid_end_to_end():
-    """What SFT's examples begin with is read once, and they are laid end to end; held-out ones may begin otherwise."""
+def test_shared_prefix_is_processed_once_and_examples_are_packed():
+    """SFT processes a prefix shared by all examples once and packs the examples end to end."""
     config = settings(per_device_train_batch_size=6, max_length=64, pad_to_multiple_of=1)
     shapes, laid = [], []
     for rows in (ROWS, ALIKE, [{"text": row["prompt"]} for row in ALIKE]):
@@ -94,13 +94,13 @@ def test_what_examples_begin_with_is_read_once_and_they_are_laid_end_to_end():
         assert shapes[-1][1] == run.zero_batch(new_state(run)).tokens.shape
         share = float(run.updater.update(new_state(run), batch)[1]["padding_share"])
         laid.append(round(lengths_of(batch.mask).sum() / (1 - share)))
-    # Of text all is learned, but for the first token, which nothing predicts.
+    # In text examples all tokens are learned except the first, which has no context.
     assert shapes == [((6, 1), (6, 1, 13)), ((1, 5), (1, 6, 14)), ((1, 1), (1, 6, 13))]
-    assert laid == [8 * 64, 128, 128], "a prompt of its own costs a block of 64, and a sequence has four blocks here"
+    assert laid == [8 * 64, 128, 128], "a separate prompt takes a block of 64; a packed sequence has four blocks"
 
 
-def test_held_out_examples_may_begin_otherwise():
-    """With one dataset the metric is the loss; with several, each has its own."""
+def test_held_out_examples_may_have_another_prefix():
+    """Held-out examples need not share the training prefix; each of several eval datasets has its own loss."""
     policy, config = tiny_policy(), settings(per_device_eval_batch_size=4)
     held_out = [{**row, "prompt": f"Sum: {row['prompt']}"} for row in ROWS]
     run = prepare_sft(policy, ALIKE, config, eval_dataset={"first": ROWS[:3], "other": held_out})
@@ -110,8 +110,8 @@ def test_held_out_examples_may_begin_otherwise():
     np.testing.assert_allclose(losses["other/loss"], want, rtol=1e-5)
 
 
-def test_the_accuracy_is_the_share_of_learned_tokens_that_are_the_likeliest(learned):
-    """As TRL's `mean_token_accuracy`; by the model's logits of whole rows, of a policy that has learned some."""
+def test_accuracy_is_the_share_of_learned_tokens_with_the_largest_logit(learned):
+    """`mean_token_accuracy`, as in TRL, is the share of learned tokens with the largest logit."""
     policy = tiny_policy()
     policy = policy.replace(params=load_params(learned[0], policy.params, step=10)[1])
     run = prepare_sft(policy, ROWS, settings(per_device_train_batch_size=6, train_sampling_strategy="sequential"))
@@ -125,7 +125,7 @@ def test_the_accuracy_is_the_share_of_learned_tokens_that_are_the_likeliest(lear
 
 
 def trl_gradient(policy, case, directory):
-    """Our loss and gradient {name in the checkpoint: array} of a case of TRL's."""
+    """Return our loss and gradient, {checkpoint name: array}, for one of the TRL cases."""
     rows, more = make_sft.CASES[case]
     tokenizer = copy.copy(policy.tokenizer)
     tokenizer.chat_template = make_sft.TEMPLATE
@@ -137,8 +137,8 @@ def trl_gradient(policy, case, directory):
 
 @pytest.mark.filterwarnings("ignore:dataset. . of . examples are longer than max_length")
 @pytest.mark.parametrize("case", sorted(make_sft.CASES))
-def test_loss_and_gradient_are_those_of_trl(case, tmp_path):
-    """SFT's loss and gradient of every parameter are those of TRL 1.16's SFTTrainer."""
+def test_loss_and_gradient_equal_trl(case, tmp_path):
+    """SFT's loss and the gradient of every parameter equal those of TRL 1.16's SFTTrainer."""
     with np.load(Path(make_sft.__file__).with_name("sft.npz")) as golden:
         want = {name.removeprefix(f"{case}/"): golden[name] for name in golden if name.startswith(f"{case}/")}
     loss, grads = trl_gradient(tiny_policy(), case, tmp_path)
@@ -149,7 +149,7 @@ def test_loss_and_gradient_are_those_of_trl(case, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trl_computes_the_same_today(tmp_path):
+def test_installed_trl_matches_the_stored_results(tmp_path):
     for package in ("torch", "trl", "datasets"):
         pytest.importorskip(package)
     for case, (loss, grads) in make_sft.all_updates().items():
@@ -160,8 +160,8 @@ def test_trl_computes_the_same_today(tmp_path):
             np.testing.assert_allclose(our_grads[name], grads[name], rtol=1e-3, atol=1e-5, err_msg=f"{case}/{name}")
 
 
-def test_a_completion_learned_is_one_that_grpo_rewards():
-    """One step of plain SGD: SFT, and GRPO's update with advantage 1, ratio 1 and beta 0, on the same batch."""
+def test_sft_step_equals_grpo_step_with_advantage_one():
+    """A step of SFT equals a GRPO step with advantage 1, ratio 1 and beta 0 on the same batch, under plain SGD."""
     policy, optimizer = tiny_policy(), optax.sgd(0.1)
     config = settings(per_device_train_batch_size=6, max_steps=1, max_grad_norm=0)
     state = sft(policy, ROWS, config, optimizer=optimizer)
@@ -176,14 +176,14 @@ def test_a_completion_learned_is_one_that_grpo_rewards():
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
-    """The directory of a run of 30 steps, its config and its state."""
+    """Train for 30 steps; return the run directory, the config and the final state."""
     best = {"metric_for_best_model": "eval/loss", "load_best_model_at_end": True}
     config = settings(max_steps=30, eval_steps=10, save_steps=10, **best)
     run_dir = tmp_path_factory.mktemp("learned")
     return run_dir, config, sft(tiny_policy(), ROWS, config, eval_dataset=ROWS[:3], run_dir=run_dir)
 
 
-def test_it_learns_evaluates_and_keeps_its_best(learned):
+def test_sft_learns_evaluates_and_keeps_the_best(learned):
     run_dir, config, state = learned
     policy = tiny_policy()
     lines = list(read_lines(run_dir / "metrics.jsonl"))
@@ -209,22 +209,22 @@ def test_it_learns_evaluates_and_keeps_its_best(learned):
         train(policy, ROWS, lambda completions: [0.0], GRPOConfig(max_completion_length=8), run_dir=run_dir)
 
 
-def test_a_mesh_of_two_devices_is_one_device():
+def test_mesh_of_two_devices_equals_one_device():
     config = settings(per_device_train_batch_size=4, packing=True, max_steps=2)
     spread = settings(per_device_train_batch_size=2, packing=True, max_steps=2, mesh={"data": 2})
     one, two = (sft(tiny_policy(), ALIKE, some, optimizer=optax.sgd(0.1)) for some in (config, spread))
     chex.assert_trees_all_close(jax.device_get(two.params), jax.device_get(one.params), rtol=1e-4, atol=1e-5)
 
 
-def test_examples_that_begin_alike_are_dealt_out_evenly():
+def test_examples_with_a_shared_prefix_are_spread_evenly():
     rows = [{"prompt": "Say: ", "completion": "x" * n} for n in (9, 9, 2, 2)]
     config = settings(per_device_train_batch_size=2, train_sampling_strategy="sequential", mesh={"data": 2})
     batch, *_ = next_examples(prepare_sft(tiny_policy(), rows, config), 0)
-    assert batch.prompts.tokens.shape == (2, 5), "the beginning, on each device"
-    assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "and of the completions, with their ends, as many tokens"
+    assert batch.prompts.tokens.shape == (2, 5), "each device has the shared prefix"
+    assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "each device has as many completion tokens, with EOS"
 
 
-def test_an_object_that_only_has_apply_learns():
+def test_custom_model_with_only_apply_learns():
     policy, losses = Policy(Pairs(), {"logits": jnp.zeros((258, 258))}, tiny_tokenizer()), []
     config = settings(max_steps=10, learning_rate=0.5, packing=True)
     sft(policy, ROWS, config, callbacks=[lambda step, m: losses.append(m["loss"])])
@@ -244,13 +244,13 @@ BAD = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("arguments", "said"), BAD)
-def test_bad_arguments_are_refused_before_anything_runs(arguments, said):
+def test_invalid_sft_arguments_are_rejected_before_anything_runs(arguments, said):
     given = {"policy": tiny_policy(), "dataset": ROWS, "config": settings(), **arguments}
     with pytest.raises(ValueError, match=said):
         sft(given["policy"], given["dataset"], given["config"])
 
 
-def test_fields_of_trl_have_its_defaults():
+def test_fields_shared_with_trl_have_its_defaults():
     trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
     theirs = {field.name: field.default for field in dataclasses.fields(trl.SFTConfig)}
     grpo = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}

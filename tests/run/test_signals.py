@@ -1,4 +1,4 @@
-"""The first SIGTERM or SIGINT is noted, a second one acts as usual, and the handlers are restored."""
+"""The first SIGTERM or SIGINT is recorded, the second has its usual effect, and the handlers are restored."""
 
 import contextlib
 import signal
@@ -16,7 +16,7 @@ BOTH = (signal.SIGTERM, signal.SIGINT)
 
 @pytest.fixture(autouse=True)
 def _same_handlers_afterwards():
-    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background jobs ignore it
     before = [signal.getsignal(number) for number in BOTH]
     yield
     assert [signal.getsignal(number) for number in BOTH] == before
@@ -24,7 +24,7 @@ def _same_handlers_afterwards():
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_the_first_signal_is_noted_and_the_program_says_which_ended_it(number, capfd):
+def test_first_signal_is_recorded_and_sets_the_exit_status(number, capfd):
     with StopSignals() as signals:
         assert signals.received is None
         signal.raise_signal(number)
@@ -35,14 +35,14 @@ def test_the_first_signal_is_noted_and_the_program_says_which_ended_it(number, c
     assert f"{number.name}: saving after the current update" in capfd.readouterr().err
 
 
-def test_the_second_signal_acts_as_usual():
+def test_second_signal_has_its_usual_effect():
     with pytest.raises(KeyboardInterrupt), StopSignals() as signals:  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         assert signals.received is signal.SIGINT
         signal.raise_signal(signal.SIGINT)
 
 
-def test_work_is_interrupted_only_if_no_other_process_waits_for_it():
+def test_work_is_interrupted_only_in_a_single_process():
     for alone in (True, False):
         with StopSignals(alone=alone) as signals:
             signals.interrupt()
@@ -51,7 +51,7 @@ def test_work_is_interrupted_only_if_no_other_process_waits_for_it():
                 signals.interrupt()
 
 
-def test_an_interrupt_in_a_notebook_ends_the_cell_and_not_the_session(monkeypatch):
+def test_interrupt_in_a_notebook_ends_only_the_cell(monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGINT)
@@ -59,7 +59,7 @@ def test_an_interrupt_in_a_notebook_ends_the_cell_and_not_the_session(monkeypatc
             signals.leave()
 
 
-def test_what_cannot_or_shall_not_be_handled_is_left_alone():
+def test_handlers_are_unchanged_if_disabled_in_threads_or_under_nohup():
     def handlers(enabled=True):
         with StopSignals(enabled):
             return [signal.getsignal(number) for number in BOTH]

@@ -1,4 +1,4 @@
-"""Runs whose turns end at a stop string: what environments receive, and what is learned and counted."""
+"""Runs with stop strings: the text that environments receive, and the tokens that are learned and counted."""
 
 import pytest
 from test_turns_run import ROWS, Game
@@ -9,7 +9,7 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.policy_checks import check_policy
 
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1], "pad_token_id": 0})
-# Each letter is a token of 258, so that most turns come to one of these, few to an EOS, and some to neither.
+# Each letter is one of 258 tokens, so most turns end at a stop string, few at an EOS, and some at neither.
 STOP = [*"abcdefghijklmnop", "é", "Q", "R"]
 SMALL = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 40,
@@ -22,7 +22,7 @@ HEARD = []
 
 
 class Says(Game):
-    """Begins what it says with a stop string."""
+    """A `Game` whose responses begin with a stop string."""
 
     def respond(self, text):
         HEARD.append(text)
@@ -36,13 +36,13 @@ def run(run_dir=None, callbacks=(), **settings):
     return train(POLICY, ROWS, [], config, run_dir=run_dir, **how), lines
 
 
-def test_turns_end_behind_a_text_or_are_cut_short_and_counted():
+def test_turns_end_after_a_stop_string_or_are_cut_short_and_counted():
     HEARD.clear()
     _, lines = run()
     assert all(line["sampler_gap"] <= 2e-5 and line["turns/cut_short"] > 0 for line in lines)
     by_text = [text for text in HEARD if text.endswith(tuple(STOP))]
     assert len(by_text) > 20
-    assert not any(part in text[:-1] for text in HEARD for part in STOP), "a turn went on behind a text"
+    assert not any(part in text[:-1] for text in HEARD for part in STOP), "a turn continued after a stop string"
 
 
 @pytest.mark.quick
@@ -55,14 +55,14 @@ def test_turns_end_behind_a_text_or_are_cut_short_and_counted():
         ({"sampler": lambda params, stop: None}, "sampler must take max_turn_length, which"),
     ],
 )
-def test_what_cannot_end_a_turn_is_said_before_anything_is_sampled(change, message):
+def test_invalid_stop_settings_are_rejected_before_sampling(change, message):
     sampler = change.pop("sampler", None)
     with pytest.raises(ValueError, match=message):
         train(POLICY, ROWS, lambda completions: [0.0], GRPOConfig(**SMALL | change), sampler=sampler)
 
 
 @pytest.mark.quick
-def test_a_policy_without_an_eos_needs_stop_texts_or_ids():
+def test_policy_without_eos_needs_stop_strings_or_ids():
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=POLICY.tokenizer.backend_tokenizer)

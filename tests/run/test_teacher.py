@@ -1,4 +1,4 @@
-"""A run with a teacher: what it learns, from whom, and what it refuses before anything is sampled."""
+"""Distillation: training with a policy or a scorer as the teacher, and arguments rejected before sampling."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from grpo_jax.types import TeacherLogProbs
 
 
 class Pairs:
-    """A model of sixteen numbers, one for each pair of letters."""
+    """A bigram model with one logit for each pair of the four letters."""
 
     def apply(self, variables, tokens):
         return variables["params"]["logits"][tokens]
@@ -43,7 +43,7 @@ def ends_early(completions):
 
 
 def run(config=CONFIG, reward_fns=(), **given):
-    """The final state, and the lines of metrics."""
+    """Train with `TEACHER` by default; return the final state and the logged metrics."""
     lines = []
     given = {"teacher": TEACHER} | given
     state = train(POLICY, ROWS, list(reward_fns), config, callbacks=[lambda step, line: lines.append(line)], **given)
@@ -56,10 +56,8 @@ def distance(state):
 
 
 @pytest.mark.parametrize("mode", ["full_logits", "sampled_token"])
-def test_a_policy_comes_to_its_teacher_without_a_reward(mode):
-    """A policy comes to its teacher without a reward; a scorer is the teacher it speaks for; the policy learns from
-    itself behind another prompt.
-    """
+def test_policy_approaches_its_teacher_without_a_reward(mode):
+    """Distillation without a reward brings the policy close to its teacher."""
     config = dataclasses.replace(CONFIG, max_steps=60, distillation_mode=mode, per_device_train_batch_size=16)
     state, lines = run(config)
     before = float(divergence(jnp.full((4, 4), -np.log(4)), jax.nn.log_softmax(TEACHER.params["logits"])).mean())
@@ -68,7 +66,7 @@ def test_a_policy_comes_to_its_teacher_without_a_reward(mode):
     assert all("reward" not in line or np.isnan(line["reward"]) for line in lines)
 
 
-def test_what_it_adds_to_rewards_is_the_divergence_times_the_coefficient():
+def test_distillation_loss_is_the_divergence_times_the_coefficient():
     _, lines = run(dataclasses.replace(CONFIG, max_steps=1, distillation_coef=0.25), [ends_early])
     alone = dataclasses.replace(CONFIG, max_steps=1, distillation_coef=0.0)
     _, plain = run(alone, [ends_early], teacher=None)
@@ -80,7 +78,7 @@ def test_what_it_adds_to_rewards_is_the_divergence_times_the_coefficient():
 
 
 class Engine:
-    """A scorer: the teacher's log-probs by hand, with the k most probable tokens."""
+    """A scorer that looks up the teacher's log-probs, with the k most probable tokens if `k` is set."""
 
     def __init__(self, k=None):
         self.k, self.asked = k, []
@@ -100,19 +98,20 @@ class Engine:
         return TeacherLogProbs(log_probs, ids, np.take_along_axis(log_q, ids, -1))
 
 
-def test_a_scorer_is_the_teacher_that_it_speaks_for():
+def test_scorer_equals_the_teacher_it_scores_for():
+    """A scorer trains the policy like the teacher whose log-probs it returns."""
     sampled = dataclasses.replace(CONFIG, distillation_mode="sampled_token")
     state, lines = run(sampled, teacher=Engine())
     other, others = run(sampled)
     chex.assert_trees_all_close(state.params, other.params, atol=1e-6)
     assert lines[-1]["distillation"] == pytest.approx(others[-1]["distillation"], abs=1e-5)
-    # Three of four tokens and the rest as one are all four.
+    # With four tokens, the top three and the remaining mass are the full distribution.
     top, _ = run(dataclasses.replace(CONFIG, distillation_mode="topk_logits", distillation_topk=3), teacher=Engine(3))
     whole, _ = run()
     chex.assert_trees_all_close(top.params, whole.params, atol=1e-5)
 
 
-def test_a_run_resumes_with_its_teacher_and_with_no_other(tmp_path):
+def test_run_resumes_only_with_its_own_teacher(tmp_path):
     whole, _ = run()
     run(dataclasses.replace(CONFIG, max_steps=2, save_steps=2), run_dir=tmp_path)
     other = TEACHER.replace(params={"logits": TEACHER.params["logits"] + 1})
@@ -141,14 +140,14 @@ REFUSED = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("given", "settings", "complaint"), REFUSED, ids=[line[2][:30] for line in REFUSED])
-def test_what_does_not_go_together_is_refused(given, settings, complaint):
+def test_incompatible_arguments_are_rejected(given, settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         run(dataclasses.replace(CONFIG, **settings), **given)
 
 
 @pytest.mark.quick
-def test_another_tokenizer_is_refused_by_the_tokens_that_differ():
-    """A teacher with another tokenizer is refused by the tokens that differ."""
+def test_teacher_with_another_tokenizer_is_rejected():
+    """A teacher with another tokenizer is rejected with the tokens that differ."""
     with pytest.raises(
         ValueError, match=r"2 tokens have different ids \(policy, teacher\): 'a' \(1, 2\), 'b' \(2, 1\)"
     ):
@@ -168,7 +167,7 @@ def test_another_tokenizer_is_refused_by_the_tokens_that_differ():
     ],
     ids=["transposed", "positive", "ids"],
 )
-def test_what_a_scorer_says_is_checked(told, complaint):
+def test_scorer_result_is_checked(told, complaint):
     class Wrong:
         def score(self, prompts, completions):
             return told(completions.tokens.shape)

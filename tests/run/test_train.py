@@ -1,4 +1,4 @@
-"""The loop repeats itself to the last bit, compiles once, and uses samples of the right policy."""
+"""The training loop is bitwise reproducible, compiles once, and learns from the right policy's samples."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def run(reward_fns=lower_case, policy=None, rows=ROWS, eval_dataset=None, run_di
     return train(policy or tiny_policy(), rows, reward_fns, config, **how)
 
 
-def test_two_runs_with_one_seed_end_in_the_same_bytes_and_leave_the_policy_unchanged():
+def test_runs_with_the_same_seed_are_bitwise_equal_and_leave_the_policy_unchanged():
     policy = tiny_policy()
     before = jax.tree.map(np.array, policy.params)
     one, two, other = run(beta=0.1, max_steps=2), run(beta=0.1, max_steps=2), run(beta=0.1, max_steps=2, seed=1)
@@ -51,8 +51,8 @@ def test_two_runs_with_one_seed_end_in_the_same_bytes_and_leave_the_policy_uncha
     assert len({scale.tobytes() for scale in map(np.asarray, scales)}) == 3
 
 
-def test_after_warm_up_an_iteration_compiles_nothing(tmp_path):
-    """A warm iteration compiles nothing, and neither does a resumed run whose programs are there."""
+def test_no_compilation_after_warm_up(tmp_path):
+    """After warm-up an iteration compiles nothing, and neither does a resumed run in the same process."""
     programs = [packed.add_gradients, packed.apply_sums, packed.score_part]
     programs += [decode_module.prefill, decode_module.decode_burst, decode_module.move]
     sizes = []
@@ -67,8 +67,8 @@ def test_after_warm_up_an_iteration_compiles_nothing(tmp_path):
     assert sizes[2:] == [sizes[2]] * 4
 
 
-def test_what_is_kept_in_the_state_depends_on_what_the_objective_reads():
-    """No two trees of the state share a buffer; what is not needed is not held."""
+def test_state_holds_only_what_the_objective_reads():
+    """The state holds old, reference and initial params only if the objective reads them."""
 
     def held(**settings):
         config = GRPOConfig(**SMALL, max_steps=4, **settings)
@@ -85,7 +85,7 @@ def test_what_is_kept_in_the_state_depends_on_what_the_objective_reads():
     chex.assert_trees_all_equal(synced.initial_params, tiny_policy().params)
 
 
-def test_files_of_a_run_which_are_for_one_run_at_a_time(tmp_path):
+def test_run_files_and_run_dir_lock(tmp_path):
     def another(step, metrics):
         with pytest.raises(RuntimeError, match="is in use by process"):
             run(run_dir=tmp_path)
@@ -99,11 +99,11 @@ def test_files_of_a_run_which_are_for_one_run_at_a_time(tmp_path):
     wanted = {"kl", "entropy", "completions/mean_length", "clip_fraction", "learning_rate", "seconds/update"}
     assert wanted <= lines[1].keys()
     written = json.loads((tmp_path / "run.json").read_text())["config"]
-    assert (written["max_steps"], written["gradient_checkpointing"]) == (3, False), "as decided by the memory"
+    assert (written["max_steps"], written["gradient_checkpointing"]) == (3, False), "the resolved value is stored"
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
-def test_a_finished_run_called_again_says_so_and_leaves_its_report_alone(tmp_path, capsys):
+def test_finished_run_called_again_says_so_and_keeps_its_report(tmp_path, capsys):
     def call(**settings):
         config = GRPOConfig(max_steps=2, max_completion_length=4, **settings)
         state = train(tiny_policy(), [{"prompt": "ab"}], lambda completions: [0.0] * 8, config, run_dir=tmp_path)
@@ -122,7 +122,7 @@ def test_a_finished_run_called_again_says_so_and_leaves_its_report_alone(tmp_pat
 
 
 @pytest.mark.quick
-def test_bad_resume():
+def test_invalid_resume_is_rejected():
     for resume, message in (
         ("must", "needs a run directory; pass run_dir"),
         ("yes", "resume must be one .*; got 'yes'"),
@@ -138,8 +138,8 @@ def sums(completion_ids):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monkeypatch):
-    """Compared with a sequence of the public pure functions."""
+def test_rollout_ahead_learns_from_samples_of_the_previous_policy(monkeypatch):
+    """With `rollout_ahead`, an iteration learns from the previous policy's samples, checked against pure functions."""
     sampling = sys.modules["grpo_jax.run.collect"]
     sampled, seen, states, threads = threading.Semaphore(0), [], [], []
     real_generate, real_update = sampling.generate, packed.PackedUpdater.update
@@ -155,7 +155,7 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
         return real_update(updater, state, batch)
 
     def reward(completion_ids):
-        # Waits for its own completions and for the next ones, which must be sampled meanwhile.
+        # Wait for this iteration's completions and for the next ones, which must be sampled in the meantime.
         for _ in range([2, 1, 0][len(seen)]):
             assert sampled.acquire(timeout=240), "the next completions are not sampled during the rewards"
         assert threading.current_thread() is threading.main_thread()
@@ -166,7 +166,7 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
     monkeypatch.setattr(packed.PackedUpdater, "update", spied_update)
     settings = {"num_generations": G, "max_completion_length": T, "beta": 0.1, "logging_steps": 1}
     config = GRPOConfig(**settings, max_steps=3, shuffle_dataset=False, rollout_ahead=True)
-    lines, policy, optimizer = [], tiny_policy(), optax.sgd(0.5)  # unlike Adam, it does not blow up rounding
+    lines, policy, optimizer = [], tiny_policy(), optax.sgd(0.5)  # Adam would amplify rounding
     keep = lambda step, metrics: lines.append(metrics)
     states.append(train(policy, ROWS, reward, config, callbacks=[keep], optimizer=optimizer))
     assert threads == [True, False, False], "no rollout after the last iteration"
@@ -198,6 +198,6 @@ def test_each_iteration_learns_from_samples_of_the_policy_of_the_one_before(monk
         chex.assert_trees_all_close(after.params, states[i + 1].params, atol=2e-6)
         for name in ("loss", "kl", "ratio_max", "clip_fraction", "sampler_gap"):
             assert lines[i][name] == pytest.approx(float(metrics[name]), rel=1e-4, abs=2e-6), name
-    assert off_policy == 2, "samples of the present policy differ"
+    assert off_policy == 2, "samples from the current policy would differ"
     assert lines[0]["ratio_max"] == pytest.approx(1, abs=1e-4), "the first iteration is on-policy"
     assert min(line["ratio_max"] for line in lines[1:]) > 1.01

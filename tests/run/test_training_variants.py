@@ -1,4 +1,4 @@
-"""The same loop trains adapters and bfloat16 params."""
+"""`train` also trains LoRA adapters and bfloat16 params."""
 
 import chex
 import jax
@@ -18,17 +18,17 @@ def learn(policy, rows=ROWS, steps=30, **settings):
     return state, rewards
 
 
-def test_adapters_learn_and_the_base_stays():
+def test_adapters_learn_and_the_base_is_unchanged():
     policy = add_lora(tiny_policy(), jax.random.key(0), rank=4, dropout=0.1)
     before = jax.tree.map(np.array, policy.model.base)
-    # At twice this rate, with one version of JAX, a unit in the last place of the weights moves a logit by 3e-4.
+    # At twice this learning rate, with one JAX version, an ulp of difference in the weights moves a logit by 3e-4.
     settings = {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 10, "learning_rate": 0.01, "steps": 70}
     state, rewards = learn(policy, **settings)
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
     widths = [x["layers_0"]["self_attn"]["q_proj"]["a"].shape[1] for x in (state.params, state.ref_params)]
-    assert widths[0] < widths[1], "the reference mixes weights, not their factors (test_lora.py)"
+    assert widths[0] < widths[1], "the reference mixes weights, not factors (test_lora.py), so its rank grows"
     chex.assert_trees_all_equal(policy.model.base, before)
-    # optimizer, initial policy and policy are of the adapters' size
+    # The optimizer state, initial policy and policy have the adapters' size.
     size = sum(x.size for x in jax.tree.leaves(policy.params))
     assert size < 0.5 * sum(x.size for x in jax.tree.leaves(before))
     assert sum(x.size for x in jax.tree.leaves(state.initial_params)) == size

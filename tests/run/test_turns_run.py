@@ -1,4 +1,4 @@
-"""Runs of several turns: what is learned from, counted and kept, with environments that behave and that do not."""
+"""Multi-turn runs: the tokens that are learned, the metrics, the stored rows and invalid combinations."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collecting import collected
-from test_collect import POLICY  # a quarter of the bytes end a turn: most completions have several
+from test_collect import POLICY  # a quarter of the bytes end a turn, so most completions have several
 
 from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.models.scoring import score_completions
@@ -26,7 +26,7 @@ SMALL = {
 
 
 class Game:
-    """Says something three times; what it was told decides the reward."""
+    """An environment that responds three times and whose reward depends on the policy's turns."""
 
     def reset(self, target, **row):
         self.target, self.heard = target, []
@@ -52,7 +52,7 @@ def experience_of(factory=Game, fns=(), cursor=0, **settings):
     return found, state, collected(found, state, cursor)
 
 
-def test_a_run_learns_from_what_was_drawn_and_says_what_happened(tmp_path):
+def test_run_learns_from_sampled_tokens_and_logs_turns(tmp_path):
     def heard(environments, completions, environment_rewards):
         assert all(isinstance(environment, Game) for environment in environments)
         return [float(len(environment.heard)) for environment in environments]
@@ -64,7 +64,7 @@ def test_a_run_learns_from_what_was_drawn_and_says_what_happened(tmp_path):
         assert line["completions/observation_tokens"] > 0
         assert line["tools/calls"] == line["tools/failures"] == line["environment/errors"] == 0
         drawn = line["completions/mean_length"] - line["completions/observation_tokens"]
-        assert line["tokens"] == pytest.approx(8 * drawn), "only these are in the loss; lengths are those of the whole"
+        assert line["tokens"] == pytest.approx(8 * drawn), "the loss excludes observations, lengths include them"
         assert np.isfinite(line["rewards/Game/mean"])
         assert line["rewards/heard/mean"] == pytest.approx(line["turns/mean"], abs=1.0)
     kept = list(read_lines(tmp_path / "completions.jsonl"))
@@ -76,7 +76,7 @@ def test_a_run_learns_from_what_was_drawn_and_says_what_happened(tmp_path):
 
 
 class Graded(Game):
-    """Rewards each turn by the length of what it was told."""
+    """A `Game` that rewards each turn by the length of its text."""
 
     def respond(self, text):
         return super().respond(text), float(len(text))
@@ -86,15 +86,15 @@ class Graded(Game):
 
 
 def of_turns(turns_played):
-    """The advantages [N] of the turns of a group, from their rewards, in loops."""
+    """Compute the advantages of a group's turns from their rewards, using loops."""
     to_go = [[sum(r[n:]) for n in range(len(r))] for r in turns_played]
     at = lambda n: [row[n] for row in to_go if n < len(row)]
     return [[x - np.mean(at(n)) for n, x in enumerate(row)] for row in to_go]
 
 
-def test_turns_are_credited_with_what_is_to_go():
-    """Rewards of turns reach the tokens of their turns, against loops over the records of a run; by episode they are
-    their sum.
+def test_turn_credit_to_go():
+    """With turn_credit="to_go", a turn's tokens get its reward-to-go advantage, checked against loops over the run's
+    rows; the episode's reward is the sum over its turns.
     """
     _, _, experience = experience_of(Graded, turn_credit="to_go", scale_rewards="none")
     batch, rows = experience.batch, experience.rows
@@ -102,7 +102,7 @@ def test_turns_are_credited_with_what_is_to_go():
     for group in range(2):
         earned, owners = [], []
         for row, mask, tokens in zip(rows[4 * group :], batch.mask[group], batch.tokens[group], strict=False):
-            # A byte that ends a turn, or the EOS, is the last token of its turn; one that was cut off has no answer.
+            # A turn ends with its last token, a byte in eos_token_ids or the EOS; a truncated turn gets no response.
             ends = np.isin(tokens[mask], POLICY.eos_token_ids)
             texts = [turn["text"] for turn in row["turns"] if turn["by"] == "policy"]
             earned.append([float(len(text)) for text in texts[:-1]] + [float(len(texts[-1])) * ends[-1]])
@@ -118,7 +118,7 @@ def test_turns_are_credited_with_what_is_to_go():
 
 
 def test_observations_carry_no_gradient():
-    """Other log-probs, weights and advantages where something was observed change nothing."""
+    """Changing the log-probs at observed tokens does not change the gradient."""
     found, state, experience = experience_of(beta=0.1)
     batch = experience.batch
     observed = ~batch.mask & (batch.tokens != POLICY.pad_token_id)
@@ -130,23 +130,23 @@ def test_observations_carry_no_gradient():
         sampling_log_probs=batch.sampling_log_probs + scrambled, ref_log_probs=batch.ref_log_probs - scrambled
     )
     chex.assert_trees_all_equal((grads, sums), gradients(others))
-    # And they are seen: with other tokens there the same draws have another probability.
+    # The model still attends to observations: other tokens there change the log-probs of the sampled tokens.
     model, how = found.policy.model, {"sampling": sampling_of(found.config), "with_entropy": False}
     score = lambda tokens: score_completions(model, state.params, batch.prompts, tokens, batch.mask, **how)[0]
     np.testing.assert_allclose(score(batch.tokens), batch.sampling_log_probs, atol=2e-5)
     assert np.abs(score(jnp.where(observed, 9, batch.tokens)) - batch.sampling_log_probs).max() > 0.01
 
 
-def test_evaluation_plays_too():
+def test_evaluation_plays_environments():
     how = {"environment_factory": Game, "max_completion_length": 40, "temperature": 1.0}
     metrics, rows = evaluate(POLICY, ROWS, [lambda completions: [1.0] * len(completions)], reward_weights=[0.5], **how)
     assert set(metrics) == {"lambda", "Game", "reward", "mean_length", "clipped_ratio"}
-    assert metrics["reward"] == pytest.approx(0.5 + metrics["Game"]), "the weight of an environment is one"
+    assert metrics["reward"] == pytest.approx(0.5 + metrics["Game"]), "an environment's reward has weight 1"
     assert all(row["turns"] for row in rows)
 
 
 @pytest.mark.quick
-def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
+def test_incompatible_arguments_are_rejected_before_sampling():
     class Plain:
         def apply(self, variables, tokens):
             raise AssertionError
@@ -169,8 +169,8 @@ def test_what_does_not_go_together_is_refused_before_anything_is_sampled():
         train(POLICY, ROWS, [], advantage_fn=lambda rewards, mask: rewards[..., 0], **how)
 
 
-def test_a_rollout_ahead_waits_without_its_environments():
-    """What is played one iteration ahead is what would be played in its place."""
+def test_prefetched_episodes_do_not_keep_their_environments():
+    """Episodes played one iteration ahead equal those played in time; their environments are not kept."""
     given = []
 
     def told(completions, environment_rewards, **more):
@@ -184,7 +184,7 @@ def test_a_rollout_ahead_waits_without_its_environments():
     second = collected(
         found, state, source=rollout_source(resumed, state, Progress(cursor=2), *source.checkpoint_arrays())
     )
-    assert given == [True, False, False], "not in the first iteration of such a run either"
+    assert given == [True, False, False], "a run with rollout_ahead never passes environments"
     assert second.rows == alone.rows
     names = ["turns/mean", "environment/errors", "completions/observation_tokens", "rewards/Game/mean", "num_tokens"]
     assert {name: alone.metrics[name] for name in names} == {name: second.metrics[name] for name in names}

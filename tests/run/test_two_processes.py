@@ -1,4 +1,4 @@
-"""Two processes on loopback train what one does, write one checkpoint together, and survive the loss of one of them."""
+"""Two processes on localhost train the same params as one, share a checkpoint, and both end if one is lost."""
 
 import json
 import re
@@ -21,7 +21,7 @@ RUNNING = []
 
 @pytest.fixture(autouse=True, scope="module")
 def _ended():
-    """No process outlives its test."""
+    """Kill the processes that are still running after the tests."""
     yield
     for process in RUNNING:
         process.kill()
@@ -29,7 +29,7 @@ def _ended():
 
 
 def start(run_dir, fault):
-    """Two processes whose output goes to files: a pipe that is not read makes them wait after 64 KiB."""
+    """Start two processes that write to files, because an unread pipe would block them after 64 KiB."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         flags = f"--coordinator 127.0.0.1:{s.getsockname()[1]} --num-processes 2 --process-id".split()
@@ -41,11 +41,11 @@ def start(run_dir, fault):
 
 
 def ended_by_the_second(processes, run_dir, fault):
-    """Wait until the second process ends by its fault, and the first one by that; the standard error of the second."""
+    """Wait until the second process fails and the first one ends as a result; return the second's status and stderr."""
     status = processes[1].wait(timeout=300)
     begun = time.monotonic()
-    assert processes[0].wait(timeout=60) != 0, "it ended as if all were well"
-    assert time.monotonic() - begun < 60, "one waited for the other"
+    assert processes[0].wait(timeout=60) != 0, "the first process ended without an error"
+    assert time.monotonic() - begun < 60, "the first process kept waiting for the second"
     first, second = (Path(run_dir, f"{fault}-{i}.err").read_text() for i in range(2))
     assert "another process was lost" in first or "another task died" in first, first[-3000:]
     return status, second
@@ -53,7 +53,7 @@ def ended_by_the_second(processes, run_dir, fault):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The run of several turns in one process: its directory, its arrays and what it called."""
+    """The multi-turn run in one process: its directory, its arrays and its call counts."""
     run_dir = tmp_path_factory.mktemp("alone") / "turns"
     two_processes.CALLS.clear()
     state = two_processes.play(run_dir)
@@ -63,42 +63,42 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """The same run of two processes, and once more with an exception in the second process, which ends both."""
+    """The directory of the same run in two processes, and of a second run that an exception in one process ends."""
     run_dir = tmp_path_factory.mktemp("together")
     status, reason = ended_by_the_second(start(run_dir, "raise"), run_dir, "raise")
     assert status == 1
-    assert "of one process alone" in reason
+    assert "failed on one process" in reason
     return run_dir
 
 
-def test_the_loss_of_one_process_ends_the_other(tmp_path):
-    """An exception in one of them, too: fixture `together`."""
+def test_losing_one_process_ends_the_other(tmp_path):
+    """If one process is killed, the other ends too (for an exception, see the fixture `together`)."""
     status, _ = ended_by_the_second(start(tmp_path, "kill"), tmp_path, "kill")
     assert status == -signal.SIGKILL
 
 
-def test_two_processes_train_what_one_does(alone, together):
-    """With a rollout ahead, an evaluation at either end, and environments, of which each process has those of its own
-    rows. The complete run, called again, returns its state; two directories are refused.
+def test_two_processes_train_the_same_params_as_one(alone, together):
+    """Two processes train the same params as one with `rollout_ahead`, evaluations and environments for their own rows.
+    A complete run, called again, returns its state; different run directories are rejected.
     """
     (one, expected, calls), run_dir = alone, together
-    # Fifteen held-out prompts are played at either end, in rollouts of 8 prompts, the last of which fills a rollout up.
+    # Fifteen held-out prompts are played at the start and end, in rollouts of 8 prompts; the last prompt is repeated.
     assert calls == {"training": 3 * 32, "evaluation": 2 * 60, "played": 3 * 32 + 2 * 64}
     said = [(run_dir / f"raise-{i}.out").read_text().rpartition("CALLS ")[2] for i in range(2)]
     calls = [json.loads(some) for some in said]
-    assert all(some["refused"] for some in calls), "two directories"
-    assert [some["training"] for some in calls] == [3 * 16, 3 * 16], "each calls the reward for its own half of 32"
-    assert [some["evaluation"] for some in calls] == [2 * 32, 2 * 28], "and for its own of 60 held-out completions"
+    assert all(some["refused"] for some in calls), "different directories were accepted"
+    assert [some["training"] for some in calls] == [3 * 16, 3 * 16], "each process scores its own half of 32"
+    assert [some["evaluation"] for some in calls] == [2 * 32, 2 * 28], "each process scores its part of 60"
     assert [some["played"] for some in calls] == [3 * 16 + 2 * 32] * 2
-    assert [some["drawn"] for some in calls] == [[-0.5, 7]] * 2, "of an engine, the completions of the first process"
+    assert [some["drawn"] for some in calls] == [[-0.5, 7]] * 2, "a custom sampler's completions come from process 0"
     with np.load(run_dir / "turns.npz") as found:
         for name, like in zip(found.files, expected, strict=True):
             np.testing.assert_allclose(found[name], like, atol=1e-6)
     assert_same_files(one, run_dir / "turns")
 
 
-def test_one_process_resumes_the_run_of_two(alone, together):
-    """After its second checkpoint, with the completions that the two had sampled ahead."""
+def test_one_process_resumes_a_two_process_run(alone, together):
+    """One process resumes a two-process run from its checkpoint, including the prefetched completions."""
     run_dir = together / "failing"
     assert max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit()) == 1
     state = two_processes.play(run_dir)
@@ -108,9 +108,9 @@ def test_one_process_resumes_the_run_of_two(alone, together):
 
 
 def assert_same_files(one, other):
-    """Two run directories have the same lines and completions, up to rounding and timings."""
+    """Assert that two run directories have the same metrics and completions, up to rounding and timings."""
     lines, others = (list(read_lines(where / "metrics.jsonl")) for where in (one, other))
-    assert [line["step"] for line in others] == [0, 1, 2, 3, 3], "one process logs"
+    assert [line["step"] for line in others] == [0, 1, 2, 3, 3], "only one process logs"
     for line, like in zip(lines, others, strict=True):
         names = [name for name in line if re.fullmatch("rewards/.+/(mean|std|missing|errors)|(turns|eval)/.+", name)]
         assert line.keys() == like.keys()

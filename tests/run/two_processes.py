@@ -1,6 +1,6 @@
-"""One of two processes that train together: `two_processes.py RUN_DIR raise|kill` and the flags of a run of several.
+"""One of two processes that train together: `two_processes.py RUN_DIR raise|kill` and the multi-process flags.
 
-`play` is also called in one process, for comparison.
+A test also calls `play` in a single process, for comparison.
 """
 
 import argparse
@@ -30,11 +30,11 @@ SETTINGS = {
     "per_device_eval_batch_size": 8, "mesh": {"data": 2, "fsdp": 2}, "rollout_ahead": True, "max_steps": 3,
 }  # fmt: skip
 CALLS = collections.Counter()
-"""Completions scored and episodes played in this process."""
+"""Counts of completions scored and episodes played in this process."""
 
 
 def lower_case(fails):
-    """A reward function; if it `fails`, then in the second process at its second rewards of a run."""
+    """Return a reward function; if `fails`, it raises in the second process in the second training iteration."""
     called = []
 
     def lower_case(prompts, completions):
@@ -42,14 +42,14 @@ def lower_case(fails):
         CALLS["evaluation" if held_out else "training"] += len(completions)
         called.append(held_out)
         if fails and jax.process_index() == 1 and called.count(False) == 2:
-            raise KeyError("of one process alone")
+            raise KeyError("failed on one process")
         return [float(np.mean([char.islower() for char in text] or [0])) for text in completions]
 
     return lower_case
 
 
 class Game:
-    """Says something three times; the policy's turns decide the reward."""
+    """An environment that responds three times and whose reward depends on the policy's turns."""
 
     def reset(self, prompt, **row):
         CALLS["played"] += 1
@@ -65,14 +65,14 @@ class Game:
 
 
 def policy():
-    """A quarter of the bytes end a turn, so that most completions have several."""
+    """Return a policy for which a quarter of the bytes end a turn, so that most completions have several."""
     from tiny import tiny_policy
 
     return tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
 
 
 def play(run_dir, *, fails=False):
-    """Three iterations of several turns with a rollout ahead, whose collectives run in a thread during the rewards."""
+    """Train for three multi-turn iterations with `rollout_ahead`, whose collectives run in a thread during rewards."""
     from grpo_jax import GRPOConfig, train
 
     how = {"eval_dataset": HELD_OUT, "run_dir": run_dir, "environment_factory": Game}
@@ -80,7 +80,7 @@ def play(run_dir, *, fails=False):
 
 
 def drawn_by_an_engine():
-    """The tokens and log-probs of an engine that draws others in each process."""
+    """Return the token ids and log-probs from a sampler whose completions differ between processes."""
     from grpo_jax import Completions, make_prompts
 
     def engine(prompts, num_generations, max_completion_length):
@@ -96,19 +96,19 @@ def drawn_by_an_engine():
 
 
 def main():
-    # As in the tests of one process: no pictures.
+    # As in the single-process tests, draw no reports, which would take seconds.
     monitor.Monitor.write_report = lambda self, **_: None
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("fault", choices=["raise", "kill"])
     distributed.add_flags(parser)
     arguments = parser.parse_args()
-    # The last of a flag counts: the settings of the tests, except the number of devices.
+    # The last occurrence of a flag wins, so this overrides only the tests' number of devices.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     jax.config.update("jax_platforms", "cpu")
     distributed.start(arguments)
     if arguments.fault == "kill":
-        for n in range(1000):  # the first process waits for the second, which has ended
+        for n in range(1000):  # the first process waits for the second, which kills itself
             gather_objects(n)
             if n == 2 and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -116,7 +116,7 @@ def main():
         play(arguments.run_dir / f"own-{jax.process_index()}")
     except ValueError as error:
         CALLS["refused"] = "does not find the file that process 0 wrote" in str(error)
-    for _ in range(2):  # called again, the run is complete
+    for _ in range(2):  # the second call finds a complete run
         state = play(arguments.run_dir / "turns")
     whole = jax.tree.leaves(fetch({"params": state.params, "ref": state.ref_params}))
     if jax.process_index() == 0:
