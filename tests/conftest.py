@@ -1,4 +1,4 @@
-"""Strict by default: ranks never broadcast by accident, every warning is an error, and there are eight CPU devices."""
+"""Test configuration: no implicit rank promotion, eight CPU devices, and a persistent cache of compiled programs."""
 
 import atexit
 import contextlib
@@ -19,10 +19,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _programs() -> Path:
-    """Where compiled programs are kept, from one run of the tests to the next: about half of a run is compiling.
+    """Return the cache directory for compiled programs, since compilation takes about half of a test run.
 
-    XLA's key says what a program is and which jaxlib made it; the processor, whose instructions it uses, is in the
-    name of the directory. What is a week old is compiled again. Where nothing can be kept, nothing is.
+    XLA's cache key covers the program and jaxlib but not the CPU, so the directory's name contains a hash of the CPU's
+    features. Programs are deleted after a week. If the directory is not writable, a temporary one is used.
     """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
@@ -35,28 +35,28 @@ def _programs() -> Path:
         kept = Path(tempfile.mkdtemp(prefix="programs"))
         atexit.register(shutil.rmtree, kept, ignore_errors=True)
     for program in kept.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another run of the tests was faster
+        with contextlib.suppress(FileNotFoundError):  # another test run deleted it
             if program.stat().st_mtime < time.time() - 7 * 86400:
                 program.unlink()
     return kept
 
 
-# What one test has compiled, another finds, also in another process and in the next run. To compile everything anew:
+# Tests share compiled programs across processes and test runs. To compile everything again, run
 # rm -r .pytest_cache
 if "GRPO_JAX_TEST_PROGRAMS" not in os.environ:
     os.environ["GRPO_JAX_TEST_PROGRAMS"] = str(_programs())
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["GRPO_JAX_TEST_PROGRAMS"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
-# Tests compile far more than they compute: they do without LLVM's optimizer, and with the older and simpler code for
-# fusions, by which an update compiles in a quarter of the time. What XLA itself makes of a program (fusions,
-# operations, bytes), which tests count, comes before that and is the same.
+# Tests spend far more time compiling than computing. Without LLVM's optimizer and with the older, simpler fusion
+# emitters, an update compiles in a quarter of the time. XLA's own passes (fusions, operations, bytes), whose results
+# tests count, run earlier and are not affected.
 _FAST = ["backend_optimization_level=0", "llvm_disable_expensive_passes=true"]
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later, XLA knows the other code alone
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # later versions have only the new emitters
     _FAST += ["cpu_use_fusion_emitters=false"]
 _ONE_BY_ONE = "cpu_parallel_codegen_split_count=1"  # two workers keep two cores busy
 _FLAGS = " ".join(f"--xla_{flag}" for flag in (*_FAST, _ONE_BY_ONE))
-if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # read again, it leaves what chex has added where chex looks for it
+if _FLAGS not in os.environ.get("XLA_FLAGS", ""):  # do not move flags that chex has added
     os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
 import chex  # noqa: E402
@@ -65,11 +65,11 @@ import pytest  # noqa: E402
 
 chex.set_n_cpu_devices(8)
 
-# Tests share helpers across folders: each folder of tests can be imported from.
+# Make every test folder importable, because tests share helpers across folders.
 sys.path += sorted(str(path) for path in Path(__file__).parent.iterdir() if path.is_dir())
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The files that take longest go first: the last of them would keep one worker waiting for the other.
+# The slowest files run first; otherwise one worker would wait for the other at the end.
 SLOW = ("test_two_processes", "test_resume", "test_mesh", "test_families", "test_fused")
 
 
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
-# .ci/run installs optional packages one after the other, and runs again what was skipped without them.
+# .ci/run installs optional packages one after the other and reruns the tests that were skipped without them.
 _skipped: dict[str, None] = {}
 
 
@@ -90,7 +90,7 @@ def pytest_runtest_logreport(report):
         _skipped[report.nodeid] = None
 
 
-def pytest_collectreport(report):  # of a file that is skipped as a whole
+def pytest_collectreport(report):  # for files that are skipped entirely
     if report.skipped:
         _skipped[report.nodeid] = None
 
@@ -102,21 +102,21 @@ def pytest_sessionfinish(session):
 
 
 def pytest_collection_finish():
-    """What is imported stays: the garbage collector need not look through all of it again, nor after every program."""
+    """Exclude imported modules from garbage collection and collect less often, to save time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
 
 
-# The files whose tests look at what a run draws.
+# The files whose tests check the reports that runs draw.
 PICTURES = ("test_experiments", "test_publish", "test_readme", "test_train")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _only_what_is_looked_at(request):
-    """No pictures of a run, which take seconds, outside the tests that look at them.
+def _no_unused_reports(request):
+    """Disable reports, which take seconds to draw, in files whose tests do not check them.
 
-    For a whole module, so that they hold while its shared runs are made.
+    The scope is the module, so that this also applies to runs in module-scoped fixtures.
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem not in PICTURES and request.path.parent.name != "watch":
@@ -125,8 +125,8 @@ def _only_what_is_looked_at(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _programs_of_one_module():
-    """Drop what was compiled before it is too much: each program takes memory maps, and Linux gives a process 65530."""
+def _limit_programs():
+    """Clear JAX's caches before programs use up the memory maps, of which Linux allows a process 65530."""
     yield
     maps = Path("/proc/self/maps")
     if not maps.exists() or maps.read_bytes().count(b"\n") > 20_000:

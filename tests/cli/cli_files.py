@@ -1,4 +1,4 @@
-"""Files of a small run: a checkpoint, rows, reward functions and a RUN.yaml, in one folder."""
+"""Helpers that write a small run's files (checkpoint, rows, reward functions, RUN.yaml) and run commands."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ def early(completion, row):
     return sum(character < "n" for character in completion) / 4
 
 def broken(completions, **columns):
-    raise KeyError("of the user's")
+    raise KeyError("a bug in user code")
 """
 VALUES = """
 model: model
@@ -40,7 +40,7 @@ seed: 0
 
 
 def write_run(folder: Path, **changes) -> Path:
-    """A run of two steps; a change to None leaves the key out."""
+    """Write the files of a two-step run and return its RUN.yaml; a key changed to None is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         save_pretrained(folder / "model", tiny_policy())
@@ -54,7 +54,7 @@ def write_run(folder: Path, **changes) -> Path:
 
 
 def run(*arguments) -> str:
-    """What a command prints."""
+    """Run a command and return its standard output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         main([str(argument) for argument in arguments])
     return printed.getvalue()

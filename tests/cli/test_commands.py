@@ -1,4 +1,4 @@
-"""The commands on one small run: each does what the Python API does with the same arguments."""
+"""Each command on a small run gives the same result as the Python API with the same arguments."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    """The directory of a run of `grpo-jax train`, with adapters."""
+    """The run directory of a `grpo-jax train` run with adapters."""
     printed = run("train", write_run(folder, lora=2))
     assert f"to write the model: grpo-jax export {folder / 'run'} OUT" in printed
     return folder / "run"
@@ -57,7 +57,7 @@ def trained(folder):
 
 @pytest.fixture(scope="module")
 def params(folder, trained):
-    """The params of the last checkpoint of that run."""
+    """The params in that run's last checkpoint."""
     return load_params(trained, adapted(folder).params)[1]
 
 
@@ -66,7 +66,7 @@ def adapted(folder, **how):
 
 
 def test_training_equals_the_api(folder, trained, monkeypatch):
-    """`train` of the API gets the arguments of the file, and the run directory keeps the file."""
+    """`grpo-jax train` calls the API's `train` with the file's arguments and stores the file in the run directory."""
     calls = []
     monkeypatch.setattr(commands, "train_policy", lambda *given, **how: calls.append((given, how)))
     run("train", folder / "my_run.yaml")
@@ -83,7 +83,7 @@ def test_training_equals_the_api(folder, trained, monkeypatch):
     assert kept == {**yaml.safe_load((folder / "my_run.yaml").read_text()), "folder": str(folder)}
 
 
-def test_a_run_is_resumed_by_its_directory(folder, trained, monkeypatch):
+def test_resume_takes_a_run_directory(folder, trained, monkeypatch):
     shutil.copytree(trained, folder / "moved")
     monkeypatch.chdir(folder.parent)
     run("resume", folder / "moved", "--max_steps", 3)
@@ -92,7 +92,7 @@ def test_a_run_is_resumed_by_its_directory(folder, trained, monkeypatch):
     assert yaml.safe_load((folder / "moved" / "run.yaml").read_text())["max_steps"] == 3
 
 
-def test_a_run_that_is_refused_leaves_the_run_file_unchanged(folder, trained):
+def test_rejected_run_leaves_the_run_file_unchanged(folder, trained):
     before = (trained / "run.yaml").read_text()
     with pytest.raises(SystemExit, match="contains a run with different settings"):
         run("train", write_run(folder, lora=2), "--learning_rate", "0.5")
@@ -101,7 +101,7 @@ def test_a_run_that_is_refused_leaves_the_run_file_unchanged(folder, trained):
         run("train", write_run(folder, run_dir=str(folder / "new"), max_completion_length=400))
 
 
-def test_a_run_is_exported_as_its_adapters_or_merged(folder, trained, params):
+def test_export_writes_adapters_or_merges_them(folder, trained, params):
     assert "wrote the policy of step 2" in run("export", trained, folder / "adapters")
     exported = load_lora(folder / "adapters", from_pretrained(folder / "model"))
     assert same(exported.params, params)
@@ -113,7 +113,7 @@ def test_a_run_is_exported_as_its_adapters_or_merged(folder, trained, params):
 
 
 @pytest.mark.quick
-def test_a_run_of_the_api_is_read_with_its_policy_and_the_settings_of_its_samples(tmp_path):
+def test_api_run_is_read_with_its_policy_and_sampling_settings(tmp_path):
     save_pretrained(tmp_path / "policy", tiny_policy())
     RunWriter(tmp_path).config(GRPOConfig(temperature=0.5, learning_rate=0.5), param_dtype="bfloat16")
     found = commands._run_at(tmp_path, {"top_k": "5"}, ("model",))
@@ -125,7 +125,7 @@ def test_a_run_of_the_api_is_read_with_its_policy_and_the_settings_of_its_sample
         run("evaluate", tmp_path)
 
 
-def test_evaluation_equals_the_last_one_of_the_run(folder, trained, params):
+def test_evaluate_equals_the_last_evaluation_of_the_run(folder, trained, params):
     out = folder / "completions.jsonl"
     found = json.loads(run("evaluate", trained, "--out", out))
     evaluations = [line for line in metrics_of(trained) if "eval/early" in line]
@@ -136,7 +136,7 @@ def test_evaluation_equals_the_last_one_of_the_run(folder, trained, params):
 
 
 @pytest.mark.quick
-def test_a_directory_without_a_run_is_refused(tmp_path):
+def test_directory_without_a_run_is_rejected(tmp_path):
     neither = r"is not a run directory; it contains neither run.yaml nor run.json"
     for command in (["resume", tmp_path], ["export", tmp_path, "out"], ["evaluate", tmp_path]):
         with pytest.raises(SystemExit, match=neither):
@@ -152,7 +152,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
             run(*command)
 
 
-def test_chat_prints_the_completions_of_generate(folder, trained, params):
+def test_chat_prints_the_same_completions_as_generate(folder, trained, params):
     policy, letters = adapted(folder).replace(params=params), [*"abcdefghijklm", "."]
     how = {"max_completion_length": 40, "stop": letters, "stop_token_ids": 9, "max_turn_length": 30}
     printed = ""
@@ -181,7 +181,7 @@ def test_chat_prints_the_completions_of_generate(folder, trained, params):
         run("chat", folder / "model", "--say", "a", "--stop", "<eos>")
 
 
-def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
+def test_conversation_continues_until_an_empty_line(monkeypatch, capsys):
     shown, said = chat.Printer(tiny_policy().tokenizer), []
     ids = np.array(tiny_policy().tokenizer("aé!")["input_ids"])
     for count in range(len(ids) + 1):  # an incomplete character is not printed
@@ -197,7 +197,7 @@ def test_a_conversation_continues_until_a_line_is_empty(monkeypatch, capsys):
     assert roles == [first, [*first, ("a", "answer 0"), ("u", "two")], third]
 
 
-def test_a_policy_is_loaded_with_adapters_on_a_quantized_base(tmp_path):
+def test_policy_is_loaded_with_adapters_on_a_quantized_base(tmp_path):
     path = write_run(tmp_path, lora={"rank": 2, "alpha": 4}, quantize="int8")
     policy = commands.load_policy(read_run(path, load=("model",)))
     wanted = adapted(tmp_path, quantize="int8")
@@ -208,7 +208,7 @@ def test_a_policy_is_loaded_with_adapters_on_a_quantized_base(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_teacher_that_scores_is_not_called_and_a_class_or_function_is(tmp_path):
+def test_teacher_may_be_a_scorer_a_class_or_a_function(tmp_path):
     code = "class Told:\n    score = None\n    __call__ = None\n\nhere = Told()\n\ndef made():\n    return here\n"
     (tmp_path / "told.py").write_text(code)
     for name in ("here", "made", "Told"):
@@ -235,8 +235,8 @@ def test_plan_calls_the_api(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_a_script_of_trl_becomes_a_run_and_the_exit_status_is_1_if_a_field_is_lost(tmp_path):
-    """`compat/test_migrate.py` tests the fields."""
+def test_from_trl_exits_with_1_if_a_field_is_lost(tmp_path):
+    """`from-trl` converts a TRL script to a RUN.yaml and exits with 1 if a field is lost."""
     script, out = tmp_path / "grpo.yaml", tmp_path / "run.yaml"
     text = "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: openai/gsm8k\nreward_funcs: [my.rewards.short]\n"
     script.write_text(text + "learning_rate: 1.0e-5\n")
@@ -255,11 +255,11 @@ def test_a_script_of_trl_becomes_a_run_and_the_exit_status_is_1_if_a_field_is_lo
         run("from-trl", script)
 
 
-def test_the_folder_of_init_is_a_run_that_works_without_a_hub(tmp_path, monkeypatch):
+def test_init_writes_a_run_that_works_offline(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run("init", "first").splitlines()[-1] == f"to start the run: grpo-jax train {Path('first/my_run.yaml')}"
     found = json.loads(run("evaluate", "first/my_run.yaml", "--num_generations_eval", 2))
-    assert 0 < found["in_word"] < 1, "the first rewards are a signal"
+    assert 0 < found["in_word"] < 1, "the initial rewards must vary"
     with pytest.raises(SystemExit, match=r"my_run.yaml already exists; pass a new directory, or move"):
         run("init", "first")

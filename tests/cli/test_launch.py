@@ -1,4 +1,4 @@
-"""The examples of experiments/launch: the commands in them, and Ray's program on the CPUs of this machine."""
+"""The examples in experiments/launch: their commands parse, and the Ray program runs on this machine's CPUs."""
 
 import os
 import re
@@ -26,7 +26,7 @@ PYTHON = os.environ.get("GRPO_JAX_RAY_PYTHON")
 @pytest.mark.parametrize(
     "name", ["slurm.sh", "tpu-vm.sh", "jobset-cpu.yaml", "jobset-gpu.yaml", "jobset-tpu.yaml", "kubeflow.yaml"]
 )
-def test_the_command_of_an_example_is_one_of_the_command_line(name, monkeypatch):
+def test_launch_example_has_a_valid_command(name, monkeypatch):
     text = (FILES / name).read_text()
     if name.endswith(".yaml"):
         assert all("kind" in document for document in yaml.safe_load_all(text))
@@ -59,13 +59,13 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def on_cpus(folder, run_file, store):
-    """The example for GPUs, edited as docs/launch.md says: for two workers with a CPU each, in that folder."""
+    """Return the GPU example edited for two workers with one CPU each in `folder`, as docs/launch.md describes."""
     text = (FILES / "ray-gpu.py").read_text()
     for example, here in {
         "/workspace": str(folder),
         "gsm8k.yaml": run_file.name,
         "/mnt/runs": str(store),
-        # JaxTrainer starts `jax.distributed` for GPUs and TPUs only: JaxConfig(use_gpu=True) stays.
+        # JaxTrainer starts `jax.distributed` for GPUs and TPUs only, so JaxConfig keeps use_gpu=True.
         '{"CPU": 16, "GPU": 8}, use_gpu=True': '{"CPU": 1}',
         '"cuda"': '"cpu"',
         "max_failures=3": "max_failures=1",
@@ -75,16 +75,16 @@ def on_cpus(folder, run_file, store):
     return text
 
 
-@pytest.mark.skipif(not PYTHON, reason="GRPO_JAX_RAY_PYTHON names no Python that has ray[train]")
-def test_ray_resumes_a_run_after_a_worker_was_killed(tmp_path):
-    """Two workers of one run; one is killed after the second step, and JaxTrainer gives the command again."""
+@pytest.mark.skipif(not PYTHON, reason="GRPO_JAX_RAY_PYTHON is not set to a Python with ray[train]")
+def test_ray_resumes_a_run_after_a_worker_is_killed(tmp_path):
+    """When one of two workers is killed after the second step, JaxTrainer restarts the command and the run resumes."""
     how = {"rewards": ["slow.py:slowly"], "mesh": "data=2", "per_device_train_batch_size": 4}
     path = write_run(tmp_path, run_dir=None, eval_data=None, max_steps=5, save_steps=1, **how)
     (tmp_path / "slow.py").write_text(SLOWLY)
     (tmp_path / "go.py").write_text(on_cpus(tmp_path, path, tmp_path / "store"))
     (tmp_path / "loopback.py").write_text(ON_LOOPBACK)
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)  # the tests' four devices on one CPU
+    environment.pop("XLA_FLAGS", None)  # it sets the tests' number of devices
     log, run_dir = tmp_path / "log", tmp_path / "store" / "runs" / "gsm8k"
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -101,7 +101,7 @@ def test_ray_resumes_a_run_after_a_worker_was_killed(tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert len(set((tmp_path / "pids").read_text().split())) == 4, "two workers, and two that replaced them"
+    assert len(set((tmp_path / "pids").read_text().split())) == 4, "expected two workers and two replacements"
     lines = list(read_lines(run_dir / "metrics.jsonl"))
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert np.isfinite([line["reward"] for line in lines]).all()

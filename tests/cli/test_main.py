@@ -1,4 +1,4 @@
-"""The command line: help without JAX, keys of RUN.yaml, and errors of one line."""
+"""The command line: help without importing JAX, RUN.yaml keys as options, and one-line errors."""
 
 import argparse
 import re
@@ -30,7 +30,7 @@ def help_of(command: str) -> str:
         return (parsers[command] if command else parser).format_help()
 
 
-def test_help_and_wrong_options_import_no_jax():
+def test_help_and_wrong_options_do_not_import_jax():
     asked = [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "--halp"]]
     asked += [["--version"], ["trian"], []]
     code = (
@@ -49,7 +49,7 @@ def test_help_and_wrong_options_import_no_jax():
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_a_screen_names_every_argument_and_key_and_is_on_the_page(command):
+def test_help_fits_a_screen_lists_all_keys_and_is_in_the_docs(command):
     lines = help_of(command).splitlines()
     assert len(lines) <= HEIGHT
     assert max(map(len, lines)) <= WIDTH
@@ -59,7 +59,7 @@ def test_help_fits_a_screen_names_every_argument_and_key_and_is_on_the_page(comm
         assert COMMANDS[command] in text
         assert callable(getattr(commands, command.replace("-", "_")))
         shown = help_of(command).partition("\n\nkeys of RUN.yaml")[0].rstrip()
-        assert f"```text\n{shown}\n```" in page, f"put the output of grpo-jax {command} --help there"
+        assert f"```text\n{shown}\n```" in page, f"update it with grpo-jax {command} --help"
     else:
         assert all(about in text for about in COMMANDS.values())
         assert all(f"| `{name}` | {about} |" in page for name, about in RUN_KEYS.items())
@@ -76,7 +76,7 @@ def test_help_fits_a_screen_names_every_argument_and_key_and_is_on_the_page(comm
         (["xyz"], "grpo-jax: unknown command xyz; use one of init, train, resume, "),
     ],
 )
-def test_a_wrong_command_line_is_one_line(argv, message, capsys):
+def test_wrong_command_line_gives_a_one_line_error(argv, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
@@ -96,14 +96,14 @@ def test_keys_may_have_hyphens_and_negative_values():
     assert parse(["train", "--max_steps", "3", "a.yaml"]).run == "a.yaml"
 
 
-def test_several_processes_have_the_flags_of_the_api():
+def test_multi_process_flags_match_the_api():
     parser = argparse.ArgumentParser(add_help=False)
     distributed.add_flags(parser)
     flags = lambda parser: {(*a.option_strings, a.dest, a.type or str) for a in parser._actions}
     assert flags(parser) <= flags(make_parsers()[1]["train"])
 
 
-def test_an_interrupt_before_a_run_starts_has_no_traceback(monkeypatch, capsys):
+def test_interrupt_before_a_run_starts_has_no_traceback(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
@@ -114,7 +114,7 @@ def test_an_interrupt_before_a_run_starts_has_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "grpo-jax train: interrupted\n"
 
 
-def test_an_error_of_the_users_function_shows_the_users_lines(tmp_path, capsys, monkeypatch):
+def test_error_in_a_user_function_shows_only_user_lines(tmp_path, capsys, monkeypatch):
     write_run(tmp_path)
     broken = find("judging.py:broken", tmp_path)
     given = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1]], "num_generations": 1}
@@ -123,4 +123,4 @@ def test_an_error_of_the_users_function_shows_the_users_lines(tmp_path, capsys, 
         run("train", "a.yaml")
     told = capsys.readouterr().err
     frames = re.findall(r'File "(.*)", line', told[told.index("Traceback") :])
-    assert [Path(frame).name for frame in frames] == ["judging.py"], "no frame of the library"
+    assert [Path(frame).name for frame in frames] == ["judging.py"], "the traceback shows library frames"

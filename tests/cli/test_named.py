@@ -1,4 +1,4 @@
-"""Functions by their names: modules, files, shipped reward functions, and errors for names that do not exist."""
+"""Resolving names: functions in modules and files, built-in rewards, and errors for unknown names."""
 
 import json
 import pickle
@@ -32,18 +32,18 @@ def folder(tmp_path):
         del sys.modules[name]
 
 
-def test_a_function_of_a_module_and_of_a_file(folder):
+def test_function_in_a_module_or_a_file(folder):
     right = find("my_own_judges.py:right", folder)
     assert right(["a", "b"], ["a", "a"]) == [1.0, 0.0]
     assert find("my_own_judges:right", folder) is right
-    assert pickle.loads(pickle.dumps(right)) is right, "a worker process finds it"
+    assert pickle.loads(pickle.dumps(right)) is right, "a worker process cannot unpickle it"
     assert find("grpo_jax.rewards.shipped:format_reward", folder).__name__ == "format_reward"
-    # A file does not hide an installed module of its name.
+    # A file does not shadow an installed module with the same name.
     assert find("json.py:right", folder)(["a"], ["a"]) == [1.0]
     assert find("json:dumps", folder) is json.dumps
 
 
-def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow_them(folder):
+def test_rewards_and_samplers_receive_their_arguments(folder):
     made = reward_function({"accuracy_reward": {"column": "truth", "extract": "<a>(.*?)</a>"}}, folder)
     assert made(completions=["<a>4</a>", "4"], truth=["4", "4"]) == [1.0, 0.0]
     assert reward_function({"get_soft_overlong_punishment": [8, 4]}, folder)(completion_ids=[[1] * 6]) == [-0.5]
@@ -67,7 +67,7 @@ def test_reward_functions_and_samplers_are_called_with_the_arguments_that_follow
         (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejected its arguments .*patient"),
     ],
 )
-def test_an_entry_that_names_nothing_is_refused(folder, read, entry, said):
+def test_invalid_entry_is_rejected(folder, read, entry, said):
     with pytest.raises(ValueError, match=said):
         read(entry, vllm if read is server_of else folder)
 
@@ -79,14 +79,14 @@ def rows_of(source, folder: Path, **columns):
 @pytest.mark.parametrize(
     "source", ["rows.jsonl", "rows_of_my_own.py:ROWS", "rows_of_my_own:make", {"path": "rows_of_my_own:make"}]
 )
-def test_rows_come_from_a_file_of_the_folder_or_a_reference(folder, source):
+def test_rows_come_from_a_file_or_a_reference(folder, source):
     wanted = [{"prompt": row["question"], "solution": row["solution"]} for row in ROWS]
     assert rows_of(source, folder, columns={"prompt": "question"}) == wanted
     described = source if isinstance(source, dict) else {"path": source}
     assert rows_of({**described, "rows": 1}, folder, columns={"prompt": "question"}) == wanted[:1]
 
 
-def test_a_name_of_the_hub_is_not_a_file_of_the_folder(folder, monkeypatch):
+def test_hub_name_is_not_read_as_a_path(folder, monkeypatch):
     hub = SimpleNamespace(load_dataset=lambda *names, split: [{"prompt": f"{names} {split}"}])
     monkeypatch.setitem(sys.modules, "datasets", hub)
     monkeypatch.chdir(folder)
@@ -98,7 +98,7 @@ def test_a_name_of_the_hub_is_not_a_file_of_the_folder(folder, monkeypatch):
         rows_of({"path": "none"}, folder)
 
 
-def test_paths_of_the_command_line_may_be_relative_to_the_current_directory(tmp_path, monkeypatch):
+def test_command_line_paths_are_relative_to_the_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("judge.py", "rows.jsonl", "auto"):
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""Each file of experiments/recipes is read with its data, rewards and environments."""
+"""Each file in experiments/recipes loads with its data, rewards and environments."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,9 @@ REWARDS |= {"instruct": ["score", "right"], "gsm8k": ["accuracy", "format"]}
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", REWARDS)
-def test_a_recipe_is_read(name, tmp_path):
+def test_recipe_is_read(name, tmp_path):
     if name == "instruct":
-        pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
+        pytest.importorskip("reasoning_gym", reason="reasoning-gym, which generates the problems, is not installed")
     rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1\n#### {n + 1}"} for n in range(8)]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = dict.fromkeys(("data", "eval_data"), str(tmp_path / "gsm8k.jsonl")) if name == "gsm8k" else {}

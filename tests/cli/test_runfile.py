@@ -1,4 +1,4 @@
-"""RUN.yaml with the keys of the command line: what it becomes, and its errors, all at once."""
+"""Reading RUN.yaml with command-line keys: the resulting run, and errors reported together."""
 
 import pytest
 from cli_files import write_run
@@ -17,7 +17,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_is_the_arguments_of_train(folder):
+def test_run_file_gives_the_arguments_of_train(folder):
     path = write_run(folder / "project")
     run = read_run(path, {"max_steps": "5", "beta": "0.1", "mesh": "data=2"}, load=ALL)
     assert run.folder == folder / "project"
@@ -27,7 +27,7 @@ def test_a_run_is_the_arguments_of_train(folder):
     assert len(run.eval_rows) == 2
     assert [fn.__name__ for fn in run.rewards] == ["early", "accuracy"]
     assert run.run_dir == folder / "project" / "run"
-    # Written to a file, it is the same run from any directory.
+    # Written to a file, it describes the same run from any directory.
     (folder / "elsewhere.yaml").write_text(dump_yaml({**run.values, "folder": str(run.folder)}))
     again = read_run(folder / "elsewhere.yaml", load=ALL)
     assert (again.config, again.rows, again.folder, again.run_dir) == (run.config, run.rows, run.folder, run.run_dir)
@@ -74,7 +74,7 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
     assert len(lines) == 19
 
 
-def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_only_reward(folder):
+def test_missing_keys_are_reported_but_rewards_may_be_optional(folder):
     with pytest.raises(ValueError, match="has 3 errors") as caught:
         read_run(write_run(folder, model=None, data=None, rewards=None), load=ALL)
     assert [line.split()[0] for line in str(caught.value).split("\n")[1:]] == [*ALL]
@@ -98,6 +98,6 @@ def test_what_is_missing_is_reported_and_environments_or_a_teacher_may_be_the_on
         ({"rewards": [{"number_reward": "answer"}]}, r"have no single number in the column 'answer': row 0 has"),
     ],
 )
-def test_a_wrong_value_is_refused_before_the_model_is_loaded(folder, changes, said):
+def test_invalid_value_is_rejected_before_the_model_is_loaded(folder, changes, said):
     with pytest.raises(ValueError, match=said):
         read_run(write_run(folder, **changes), load=ALL)

@@ -1,4 +1,4 @@
-"""Stages of a run: SFT, then GRPO from its params; both resume; wrong stages are refused before anything runs."""
+"""Stages: SFT, then GRPO from its params; both resume, and invalid stages are rejected before anything runs."""
 
 import json
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def write(folder, **changes):
     return write_run(folder, **({"stages": ["sft", "grpo"], "sft": SFT, "beta": 0.1} | changes))
 
 
-def test_grpo_starts_from_the_params_of_sft_and_both_resume(tmp_path, monkeypatch):
+def test_grpo_starts_from_the_sft_params_and_both_stages_resume(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(
         commands, "train_policy", lambda policy, *_, **how: given.append((how["resume"], policy.params))
@@ -36,22 +36,22 @@ def test_grpo_starts_from_the_params_of_sft_and_both_resume(tmp_path, monkeypatc
     with pytest.raises(AssertionError):
         chex.assert_trees_all_close(params, tiny_policy().params, atol=1e-3)
 
-    # The directory of the stage is read like one of `sft` in Python, although 3 rows are not whole groups.
+    # The stage's directory is read like one from `sft` in Python, although 3 rows are not a multiple of a group.
     run("export", kept / "sft", tmp_path / "out")
 
-    # A resumed run: SFT is resumed unless GRPO has a checkpoint, and GRPO starts from its params.
+    # On resume, SFT is resumed unless GRPO has a checkpoint, and GRPO starts from SFT's params.
     monkeypatch.setattr(commands, "sft", lambda *_, **how: given.append(("sft", how["resume"])) or final)
-    final = SimpleNamespace(params="of sft")
+    final = SimpleNamespace(params="SFT params")
     run("resume", kept)
     (kept / "checkpoints" / "1").mkdir(parents=True)
     run("resume", kept)
     *before, (resumed, _) = given
-    assert (before, resumed) == ([("sft", "must"), ("auto", "of sft")], "must")
+    assert (before, resumed) == ([("sft", "must"), ("auto", "SFT params")], "must")
 
 
 @pytest.mark.quick
-def test_a_plan_has_both_stages(tmp_path, monkeypatch):
-    """A plan of SFT holds what GRPO holds, and `grpo-jax plan` has both stages."""
+def test_plan_has_both_stages(tmp_path, monkeypatch):
+    """`grpo-jax plan` prints a plan for each stage."""
     asked = []
     monkeypatch.setattr(commands, "plan_run", lambda _, config, **rest: asked.append(config) or "a plan")
     assert run("plan", write(tmp_path, seed=7)) == "stage sft:\na plan\nstage grpo:\na plan\n"
@@ -61,7 +61,7 @@ def test_a_plan_has_both_stages(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_sft_alone_needs_no_rewards_and_has_the_seed_of_its_run(tmp_path):
+def test_sft_alone_needs_no_rewards_and_uses_the_seed_of_the_run(tmp_path):
     for sft, seed in ((SFT, 7), ({**SFT, "seed": 3}, 3)):
         found = read_run(write(tmp_path, seed=7, sft=sft, **ALONE), load=("model", "data", "rewards")).sft
         assert (found.config.seed, found.config.max_steps, len(found.rows)) == (seed, 2, 2)
@@ -80,6 +80,6 @@ def test_sft_alone_needs_no_rewards_and_has_the_seed_of_its_run(tmp_path):
         ({"sft": {**SFT, "data": "none.jsonl"}}, "none.jsonl"),
     ],
 )
-def test_bad_stages_are_refused(tmp_path, changes, said):
+def test_invalid_stages_are_rejected(tmp_path, changes, said):
     with pytest.raises(ValueError, match=said):
         read_run(write(tmp_path, **changes), load=("model", "data", "rewards"))

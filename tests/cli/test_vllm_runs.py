@@ -1,4 +1,4 @@
-"""A vLLM server of the command line: it samples for `train` and `evaluate`, and teaches; its key is nowhere."""
+"""A vLLM server in RUN.yaml samples for `train` and `evaluate` and teaches; its API key is never stored."""
 
 import pytest
 from cli_files import run, write_run
@@ -18,7 +18,7 @@ def server():
         yield one
 
 
-def test_a_server_samples_and_teaches_and_its_key_is_not_stored(server, tmp_path, monkeypatch, capsys):
+def test_server_samples_and_teaches_and_its_key_is_not_stored(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     vllm = {"vllm": {"base_url": server.url}}
     teacher = {"vllm": {"base_url": server.url, "top_k": 5}}
@@ -27,7 +27,7 @@ def test_a_server_samples_and_teaches_and_its_key_is_not_stored(server, tmp_path
     printed = run("train", file)
     (line,) = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert line["sampler/log_prob_difference_max"] < 1e-4
-    assert abs(line["distillation"]) < 1e-6, "it serves the policy's own weights"
+    assert abs(line["distillation"]) < 1e-6, "the server has the policy's weights"
     assert len([body for _, body in server.drawn if body["max_tokens"] == 4]) == 2
     assert 5 in {body.get("prompt_logprobs") for _, body in server.drawn}
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -39,13 +39,13 @@ def test_a_server_samples_and_teaches_and_its_key_is_not_stored(server, tmp_path
     monkeypatch.setattr(commands, "evaluate_rows", lambda *_, sampler, **__: used.append(sampler) or ({}, []))
     run("evaluate", file)
     run("evaluate", file, "--sampler", f"{{vllm: {{base_url: {server.url}}}}}")
-    assert used[0] is None, "evaluations take an engine from the command line only"
+    assert used[0] is None, "evaluate uses an engine only if the command line sets one"
     assert isinstance(used[1], Engine)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("key", ["sampler", "teacher"])
-def test_a_key_in_a_file_is_refused_and_not_repeated(server, tmp_path, key):
+def test_api_key_in_a_file_is_rejected_and_not_printed(server, tmp_path, key):
     for engine in ({"base_url": server.url, "api_key": KEY}, {"base_url": f"http://me:{KEY}@127.0.0.1:1"}):
         with pytest.raises((SystemExit, ValueError)) as refused:
             run("train", write_run(tmp_path, **{key: {"vllm": engine}}))

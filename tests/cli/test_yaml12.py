@@ -1,4 +1,4 @@
-"""YAML 1.2: scalars, errors with the name of the file, and values of the command line."""
+"""YAML 1.2: scalars, errors that name the file, and command-line values."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def test_scalars_follow_yaml_1_2(text, value):
     ("text", "message"),
     [
         ("beta: 1\nbeta: 2", "is not valid YAML: duplicate key beta"),
-        ("a: &a [x, x]\nb: [*a, *a]", r"is not valid YAML: \*a: aliases are not supported"),  # nested, a billion values
+        ("a: &a [x, x]\nb: [*a, *a]", r"is not valid YAML: \*a: aliases are not supported"),  # nested: a billion values
         ("model: " + "[" * 1500 + "]" * 1500, "is nested too deeply"),
         ("max_steps: " + "9" * 5000, "is not valid YAML: Exceeds the limit"),
         ("a: [", "is not valid YAML"),
@@ -48,7 +48,7 @@ def test_errors_name_the_file(text, message, tmp_path):
         read_file(tmp_path / "none.yaml")
 
 
-def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant():
+def test_command_line_values_are_yaml_except_for_text_fields():
     said = [{"role": "user", "content": "hi"}]
     cases = [("run_name", "7", "7"), ("run_name", "null", None), ("metric_for_best_model", "eval/early", "eval/early")]
     cases += [("max_steps", "7", 7), ("max_steps", "x", "x"), ("reward_weights", "[1, 0.5]", [1, 0.5])]
@@ -61,8 +61,8 @@ def test_values_of_the_command_line_are_yaml_unless_only_text_is_meant():
         assert parse_value(name, text) == value, name
 
 
-def test_what_is_written_is_read_back_unchanged():
+def test_dump_yaml_round_trips():
     texts = ["1e-6", "7", "None", "null", "true", *TEXTS, "a: b", "[", "{x}", "", "é\n"]
     values = {"texts": texts, "numbers": [1e-6, 7, 0.5, 1e22], "others": [None, True, {"fsdp": 8}]}
-    values["twice"] = values["numbers"]  # one list at two places, without an alias
+    values["twice"] = values["numbers"]  # the same list twice is written without an alias
     assert parsed(dump_yaml(values)) == values

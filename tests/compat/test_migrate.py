@@ -1,4 +1,4 @@
-"""Every field of TRL 1.16 is a field here or has a note, and `from_trl` drops no value silently."""
+"""Every TRL 1.16 field has a field or a note here, and `from_trl` does not drop a value silently."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ VLLM = "vllm_importance_sampling_"
 STEPS = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
 
 
-def test_the_table_is_that_of_the_trl_that_is_installed():
+def test_field_table_matches_the_installed_trl():
     trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
     theirs = {
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
@@ -30,19 +30,19 @@ def test_the_table_is_that_of_the_trl_that_is_installed():
     assert {name: field.default for name, field in ELSEWHERE.items()} == {name: theirs[name] for name in ELSEWHERE}
 
 
-def test_each_field_of_trl_is_ours_or_has_a_note():
+def test_every_trl_field_is_ours_or_has_a_note():
     assert set(SAME) <= set(OURS)
     assert not (set(ELSEWHERE) | set(OTHER_NAMES)) & set(OURS)
-    assert len(SAME) + len(ELSEWHERE) == 191  # fields of TRL 1.16 with transformers 5.23
+    assert len(SAME) + len(ELSEWHERE) == 191  # the number of fields in TRL 1.16 with transformers 5.23
     for name, (default, kind, advice, _) in ELSEWHERE.items():
-        if kind == "not needed":  # if another setting has its meaning, it is an other name or set outside
+        if kind == "not needed":  # a field that another setting replaces has another kind
             assert not re.search(r"^(use (?!mesh)|pass |set )|says it|switch|_FLAGS|JAX_", advice), name
         moved = from_trl({name: default})
         assert (moved.values, moved.translated, moved.left_out, moved.missing) == ({}, {}, {}, {}), name
 
 
 def field_table() -> str:
-    """The section of the page on every field."""
+    """Return the expected table of all fields in docs/coming_from_trl.md."""
     plain = ", ".join(f"`{name}`" for name, note in SAME.items() if not note)
     rows = [(f"`{name}`", "same", note) for name, note in SAME.items() if note]
     for (kind, advice), group in itertools.groupby(ELSEWHERE.items(), lambda item: item[1][1:3]):
@@ -51,7 +51,7 @@ def field_table() -> str:
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
-def test_the_page_holds_the_table_and_its_functions_are_there():
+def test_docs_contain_the_field_table_and_existing_functions():
     assert field_table() in PAGE.read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| TRL's function \|.*\n\|---\|---\|---\|\n((?:\|.*\n)+)", PAGE.read_text(), flags=re.M)
     rows = [line.split("|")[1:3] for line in table.splitlines()]
@@ -89,13 +89,13 @@ def test_fields_are_translated(theirs, ours):
     assert moved.config() == GRPOConfig.from_dict(ours)
 
 
-def test_the_metric_of_the_best_model():
+def test_metric_for_best_model():
     named = {"eval_reward": "reward", "reward": "reward", "eval_rewards/right/mean": "right"}
     named |= {"eval_hard_reward": "hard/reward", "eval_hard_rewards/right/mean": "hard/right"}
     for theirs, ours in {**named, "eval_completions/mean_length": "mean_length"}.items():
         assert from_trl({"metric_for_best_model": theirs, **STEPS}).config().metric_for_best_model == f"eval/{ours}"
     assert from_trl({"metric_for_best_model": "kl", **STEPS}).values["metric_for_best_model"] == "kl"
-    unset = {"metric_for_best_model": "loss", "greater_is_better": False}  # in a dump of a config that sets neither
+    unset = {"metric_for_best_model": "loss", "greater_is_better": False}  # as in a dumped config that sets neither
     for given in ({}, unset):
         config = from_trl({"load_best_model_at_end": True, **given, **STEPS}).config()
         assert (config.metric_for_best_model, config.greater_is_better) == ("eval/reward", None)
@@ -117,7 +117,7 @@ def test_the_metric_of_the_best_model():
     ],
     ids=str,
 )
-def test_fields_that_are_not_supported_are_named_with_advice(values, advice):
+def test_unsupported_fields_are_reported_with_advice(values, advice):
     moved = from_trl(values)
     (name,) = moved.missing
     assert name in values
@@ -135,12 +135,12 @@ def test_fields_that_are_not_supported_are_named_with_advice(values, advice):
     ],
     ids=str,
 )
-def test_the_dtype_that_a_model_is_loaded_with(kwargs, dtype, values):
+def test_model_dtype(kwargs, dtype, values):
     moved = from_trl({"model_init_kwargs": kwargs, "bf16": False})
     assert (moved.dtype, moved.values, moved.missing) == (dtype, values, {})
 
 
-def test_a_vllm_server_is_a_sampler():
+def test_vllm_server_becomes_a_sampler():
     server = {"use_vllm": True, "vllm_mode": "server"}
     moved = from_trl({**server, "vllm_server_base_url": "http://a:1/v1", "vllm_server_timeout": 30})
     assert moved.sampler == {"base_url": "http://a:1/v1", "patience": 30.0}
@@ -150,8 +150,8 @@ def test_a_vllm_server_is_a_sampler():
     assert (moved.sampler, list(moved.left_out)) == (None, ["use_vllm", "vllm_server_base_url"])
 
 
-def test_a_dump_of_a_whole_config_carries_over():
-    """TRL's `to_dict` has what it derived: both ways to say the generation batch, steps without a strategy, bf16."""
+def test_dump_of_a_whole_config_is_converted():
+    """A dump by TRL's `to_dict` is converted despite derived values: both batch settings, unused steps, bf16."""
     dump = {**{name: OURS[name] for name in SAME}, **{name: field.default for name, field in ELSEWHERE.items()}}
     dump |= {"output_dir": "out", "bf16": True, "hub_token": "<HUB_TOKEN>", "report_to": [], "fsdp_config": {}}
     dump |= {"generation_batch_size": 8, "steps_per_generation": 1, "pad_to_multiple_of": None, "eval_steps": 500}
@@ -160,16 +160,16 @@ def test_a_dump_of_a_whole_config_carries_over():
     assert moved.config() == GRPOConfig(steps_per_generation=1, pad_to_multiple_of=None, compute_dtype="bfloat16")
 
 
-def test_unknown_names_are_refused_with_a_hint():
+def test_unknown_names_are_rejected_with_a_hint():
     hints = "did you mean num_generations.*use warmup_steps.*use temperature, .*use max_prompt_length.*zzz: no such"
     with pytest.raises(ValueError, match=f"(?s){hints}"):
         from_trl(dict.fromkeys(("num_generation", "warmup_ratio", "vllm_sampling_params", "max_seq_length", "zzz"), 1))
 
 
-# The YAML of TRL's script
+# YAML files for TRL's scripts
 
 
-def test_a_run_evaluates_if_trl_does():
+def test_converted_script_evaluates_if_trl_does():
     cases = [({"eval_strategy": "steps"}, "test"), ({"eval_strategy": "no"}, None), ({"eval_strategy": False}, None)]
     cases += [({"eval_strategy": "steps", "dataset_test_split": "held_out"}, "held_out")]
     cases += [({"dataset_test_split": "test"}, None)]
@@ -180,15 +180,15 @@ def test_a_run_evaluates_if_trl_does():
         assert not moved.missing
 
 
-def test_the_base_under_adapters_is_quantized():
+def test_base_model_is_quantized_with_adapters():
     adapters = {"use_peft": True, "lora_target_modules": "all-linear"}
     for bits, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         run, moved = from_trl_script({bits: True, "use_bnb_nested_quant": True, **adapters})
         assert (run["quantize"], moved.missing) == (kind, {})
-        assert set(from_trl_script({bits: True})[1].missing) == {bits}, "without adapters nothing could be trained"
+        assert set(from_trl_script({bits: True})[1].missing) == {bits}, "a quantized model needs adapters"
 
 
-def test_values_server_and_rewards_of_a_script():
+def test_values_server_and_rewards_in_a_script():
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "b", "vllm_server_port": 81}
     run, moved = from_trl_script(
         {"reward_weights": (1.0,), "reward_funcs": "get_soft_overlong_punishment", "bf16": None, **server}

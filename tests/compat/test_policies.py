@@ -1,4 +1,4 @@
-"""A trainer's policy: its dtype, the adapters of a PEFT config, its tokenizer's EOS, and how it is saved."""
+"""The trainer's policy: dtype, adapters from a PEFT config, the tokenizer's EOS, and saving."""
 
 import copy
 import json
@@ -37,13 +37,13 @@ def adapted(policy):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_an_unsupported_peft_config_is_refused(fields, message):
+def test_unsupported_peft_config_is_rejected(fields, message):
     with pytest.raises(ValueError, match=message):
         with_adapters(tiny_policy(), peft_config(**fields), seed=0)
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft
-def test_the_adapted_modules_are_those_that_peft_adapts(tmp_path):
+@pytest.mark.filterwarnings("ignore")  # peft's own warnings
+def test_adapted_modules_match_peft(tmp_path):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     peft = pytest.importorskip("peft", reason="peft is not installed")
     import transformers
@@ -60,7 +60,7 @@ def test_the_adapted_modules_are_those_that_peft_adapts(tmp_path):
         assert {layer.scaling["default"] for layer in layers.values()} == {ours.model.scale}
 
 
-def test_the_dtype_is_given_or_read_from_the_checkpoint(tmp_path):
+def test_dtype_is_given_or_read_from_the_checkpoint(tmp_path):
     save_pretrained(tmp_path / "half", tiny_policy(), dtype="bfloat16")
     save_pretrained(tmp_path / "full", tiny_policy())
 
@@ -76,11 +76,11 @@ def test_the_dtype_is_given_or_read_from_the_checkpoint(tmp_path):
         load_policy(object(), None, "auto")
 
 
-def test_the_eos_of_the_tokenizer_ends_completions_too():
+def test_tokenizer_eos_also_ends_completions():
     policy, other = tiny_policy(), copy.deepcopy(tiny_tokenizer())
     assert with_tokenizer(policy, None) is policy
     other.eos_token = "!"
-    files = {"preprocessor_config.json": b"{}", "tokenizer.json": b"of the checkpoint"}
+    files = {"preprocessor_config.json": b"{}", "tokenizer.json": b"from the checkpoint"}
     ours = with_tokenizer(policy.replace(files=files), other)
     assert ours.eos_token_ids == (other.eos_token_id, 1)
     written = files_of(ours)
@@ -89,10 +89,10 @@ def test_the_eos_of_the_tokenizer_ends_completions_too():
     assert written["preprocessor_config.json"] == b"{}"
 
 
-def test_a_model_is_written_next_to_other_files_and_replaces_an_earlier_model(tmp_path):
+def test_model_replaces_an_earlier_one_and_keeps_other_files(tmp_path):
     policy = tiny_policy()
     (tmp_path / "run.json").write_text("{}")
-    (tmp_path / "model-00001-of-00002.safetensors").write_text("of an earlier model")
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("an earlier model")
     (tmp_path / "adapter_config.json").write_text("{}")
     write_into(tmp_path, policy, None)
     names = {path.name for path in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""A script written for TRL runs with another import; what the trainer does not support it refuses by name."""
+"""TRL scripts run with a changed import; the trainer rejects unsupported arguments and attributes by name."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from grpo_jax.compat import trainer as module
 from grpo_jax.compat.trainer import GRPOConfig, GRPOTrainer
 from grpo_jax.watch.monitor import StopRun
 
-# A script for TRL except for the import. The dataset is conversational; one of the reward functions is asynchronous.
+# A TRL script with a changed import. The dataset is conversational; one reward function is asynchronous.
 SCRIPT = """
 import asyncio
 
@@ -53,7 +53,7 @@ losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 class TrainerCallback:
-    """transformers' class, by whose name events that are not overridden are recognized."""
+    """Stand-in for transformers' class, recognized by its name; its methods are events that were not overridden."""
 
     def on_save(self, args, state, control, **kwargs): ...
 
@@ -85,8 +85,8 @@ def reward(completions):
     return [0.0 for _ in completions]
 
 
-def test_a_trl_script_runs_with_another_import(tmp_path):
-    """A TRL script runs with its import changed; every field of TRL's config is in the table."""
+def test_trl_script_runs_with_a_changed_import(tmp_path):
+    """A TRL script runs after only its import is changed."""
     columns = {"prompt": [{"role": "user", "content": "1+1="}], "ground_truth": "2", "topic": "sums"}
     out, events = tmp_path / "out", []
     names = {"model": chat_checkpoint(tmp_path), "output_dir": str(out), "dataset": [columns, columns]}
@@ -118,7 +118,7 @@ def test_a_trl_script_runs_with_another_import(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of `train`, which is replaced by a function that logs one step and one evaluation."""
+    """The recorded calls to `train`, which is replaced by a stub that logs one step and one evaluation."""
     made = []
 
     def train(*arguments, callbacks, **settings):
@@ -145,7 +145,7 @@ def test_arguments_reach_train(calls, tmp_path):
     assert config == grpo_jax.GRPOConfig(beta=0.1)
     assert settings.pop("sampler")._server.url == "http://a:1"
     wanted = {"eval_dataset": rows, "run_dir": str(tmp_path), "optimizer": optimizer, "tools": [tool]}
-    # The policy belongs to the caller.
+    # The policy is not donated because it belongs to the caller.
     assert settings == {**wanted, "environment_factory": dict, "donate": False}
     assert state is trainer.train_state
     peft = types.SimpleNamespace(r=4, lora_alpha=8, lora_dropout=0.3, target_modules=["o_proj"])
@@ -158,7 +158,7 @@ def test_arguments_reach_train(calls, tmp_path):
 
 
 @pytest.mark.quick
-def test_the_policy_is_pushed_to_the_hub(monkeypatch, tmp_path):
+def test_policy_is_pushed_to_the_hub(monkeypatch, tmp_path):
     pushed = []
     monkeypatch.setattr(module, "push_to_hub", lambda *arguments, **settings: pushed.append((*arguments, settings)))
     args = GRPOConfig(str(tmp_path / "sums"), push_to_hub=True, hub_private_repo=True, hub_revision="v2")
@@ -172,7 +172,7 @@ def test_the_policy_is_pushed_to_the_hub(monkeypatch, tmp_path):
 
 
 @pytest.mark.quick
-def test_what_is_assigned_before_training_is_used(calls):
+def test_attributes_assigned_before_training_are_used(calls):
     trainer = GRPOTrainer(tiny_policy(), reward, train_dataset=[{"prompt": "a"}])
     other = copy.deepcopy(tiny_tokenizer())
     other.chat_template, other.eos_token = "{{ messages }}", "!"
@@ -184,7 +184,7 @@ def test_what_is_assigned_before_training_is_used(calls):
 
 
 @pytest.mark.quick
-def test_a_callback_object_can_stop_the_run(calls):
+def test_callback_object_can_stop_the_run(calls):
     class Early:
         def on_log(self, args, state, control, logs=None, **kwargs):
             control.should_training_stop = state.global_step >= 1
@@ -210,7 +210,7 @@ def test_a_callback_object_can_stop_the_run(calls):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_an_unsupported_argument_is_refused_by_name(arguments, message):
+def test_unsupported_argument_is_rejected_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         GRPOTrainer(**{"model": tiny_policy(), "reward_funcs": reward, **arguments})
 
@@ -230,13 +230,13 @@ def test_an_unsupported_argument_is_refused_by_name(arguments, message):
         (lambda t: t.train(), "train_dataset is None; pass rows"),
     ],
 )
-def test_unsupported_attributes_and_missing_arguments_are_named(use, message):
+def test_unsupported_attributes_and_missing_arguments_raise(use, message):
     with pytest.raises((AttributeError, ValueError), match=re.escape(message)):
         use(GRPOTrainer(tiny_policy(), reward))
 
 
 @pytest.mark.quick
-def test_fields_are_translated_and_checked_when_they_are_set():
+def test_fields_are_translated_and_checked_when_set():
     args = GRPOConfig(output_dir="out", bf16=True, beta=0.1)
     assert args.config == grpo_jax.GRPOConfig(compute_dtype="bfloat16", beta=0.1)
     args.learning_rate = 1e-4
@@ -247,5 +247,5 @@ def test_fields_are_translated_and_checked_when_they_are_set():
         assert GRPOConfig(fp16=True).config == grpo_jax.GRPOConfig()
     with pytest.raises(ValueError, match="num_generations = 1: must be at least 2"):
         args.num_generations = 1
-    assert (args.num_generations, args.eval_strategy) == (8, "no"), "nothing was taken; TRL's default"
+    assert (args.num_generations, args.eval_strategy) == (8, "no"), "the failed assignment changed a field"
     assert compat.from_trl(args.to_dict()).config() == args.config

@@ -1,4 +1,4 @@
-"""What is shown is right in a log, in a terminal, and not at all when quiet."""
+"""The progress display in a log and in a terminal; `quiet` disables it."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ def console(terminal=False):
     return Console(file=io.StringIO(), force_terminal=terminal, width=200, force_jupyter=False, color_system=None)
 
 
-def test_outside_a_terminal_each_logged_step_is_one_line_with_the_time_left():
+def test_log_has_one_line_per_step_with_the_time_left():
     now = [0.0]
     out = Console(file=io.StringIO(), width=40, force_jupyter=False)
     with Display(console=out, clock=lambda: now[0]) as display:
@@ -40,8 +40,8 @@ def test_outside_a_terminal_each_logged_step_is_one_line_with_the_time_left():
     ]
 
 
-def test_a_log_shows_life_in_a_long_iteration_and_the_time_left_after_the_second(monkeypatch):
-    """A line every 30 s, also inside an iteration that compiles or samples for minutes."""
+def test_log_shows_activity_in_long_iterations(monkeypatch):
+    """A log gets a line every 30 s, also within an iteration that compiles or samples for minutes."""
     now = [0.0]
     out = Console(file=io.StringIO(), width=40, force_jupyter=False)
     with Display(console=out, clock=lambda: now[0], activity=lambda: "rollout") as display:
@@ -50,12 +50,12 @@ def test_a_log_shows_life_in_a_long_iteration_and_the_time_left_after_the_second
             if step > 0:
                 display.advance(step)
             display.report_activity()
-    # The first iteration, which compiles, does not count: 96 steps of 9.5 s are to come.
+    # The first iteration compiles and is excluded from the estimate: 96 steps of 9.5 s are left.
     lines = ["step   0/100 · rollout (30 s since the last step)"]
     lines += ["step   4/100 · rollout (41 s since the last step) · 0:15:12 left"]
     assert out.file.getvalue().splitlines() == lines
     monkeypatch.setattr(display_module, "SILENCE", 0.02)
-    with Display(console=out) as display:  # by a thread
+    with Display(console=out) as display:  # reported by a thread
         display.start(total_steps=7)
         for _ in range(100):
             time.sleep(0.02)
@@ -64,7 +64,7 @@ def test_a_log_shows_life_in_a_long_iteration_and_the_time_left_after_the_second
     assert "step 0/7" in out.file.getvalue()
 
 
-def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
+def test_terminal_bar_is_redrawn_and_the_cursor_restored():
     out = console(terminal=True)
     with contextlib.suppress(KeyboardInterrupt), Display(console=out) as display:
         display.start(total_steps=4, step=1)
@@ -74,12 +74,12 @@ def test_in_a_terminal_the_bar_is_redrawn_and_left_in_order():
         raise KeyboardInterrupt
     text = out.file.getvalue()
     assert text.startswith("\x1b[?25l")  # the cursor is hidden,
-    assert text.endswith("\x1b[?25h")  # and shown again whatever happened
+    assert text.endswith("\x1b[?25h")  # and shown again despite the exception
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
     assert all(part in screen for part in ("[note] kept above", "3/4", "0:00:00 left", NUMBERS, SECONDS))
 
 
-def test_it_writes_to_standard_error_and_quiet_shows_nothing(capsys):
+def test_display_writes_to_stderr_and_quiet_shows_nothing(capsys):
     for quiet in (False, True):
         with Display(quiet=quiet) as display:
             display.start(total_steps=4)
@@ -100,7 +100,7 @@ def rows():
     ]
 
 
-def test_completions_are_shown_unchanged_side_by_side():
+def test_completions_are_shown_unchanged_in_a_table():
     out = console()
     Display(console=out).completions(rows())
     lines = out.file.getvalue().splitlines()
@@ -112,7 +112,7 @@ def test_completions_are_shown_unchanged_side_by_side():
     ]
 
 
-def test_untrusted_text_neither_drives_the_terminal_nor_reorders_it():
+def test_untrusted_text_cannot_control_the_terminal():
     nasty = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x08b\ud800\u202ec\u2066[red]d[/red]"
     row = rows()[0]
     for some in ({**row, "completion": nasty}, {**row, "prompt": [{"content": nasty}]}):

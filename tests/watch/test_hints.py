@@ -1,4 +1,4 @@
-"""Hints: each is reported once, at the line with its sign, names fields that exist, and is silent in good runs."""
+"""Each hint is reported once, when its condition is first met, names existing fields, and is silent in good runs."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, SAMPLER_GAP, SAMPLER_G
 pytestmark = pytest.mark.quick
 
 CONFIG = GRPOConfig(beta=0.1)
-# Two real runs of this library, ten optimizer steps a line: `experiments.sort_digits` and `experiments.countdown`.
+# Logs of two real runs, `experiments.sort_digits` and `experiments.countdown`, with ten optimizer steps per line.
 HEALTHY = [json.loads(line) for line in Path(__file__).with_name("healthy_runs.jsonl").read_text().splitlines()]
 
 
 def said(lines, config=CONFIG):
-    """(index of the line, message) of every hint."""
+    """Return (line index, message) for every hint reported for `lines`."""
     hints = Hints(config)
     return [(i, message) for i, line in enumerate(lines) for message in hints(line)]
 
@@ -29,7 +29,7 @@ def series(name, values, **others):
 
 
 def played(**changed):
-    """Lines of a run of several turns that goes well, except for values that are changed from line 20 on."""
+    """Return 40 lines of a healthy multi-turn run, with the values in `changed` from line 20 on."""
     usual = {"turns/mean": 3.0, "turns/clipped_ratio": 0.1, "tools/calls": 16.0, "tools/failures": 4.0}
     usual |= {"completions/clipped_ratio": 0.1, "completions/mean_length": 50.0}
     changed = {name.replace("__", "/"): value for name, value in changed.items()}
@@ -38,12 +38,12 @@ def played(**changed):
 
 
 def engine_lines(gap, weight):
-    """Lines of a run with an engine, whose tokens' gap is not a fault of the cache."""
+    """Return lines of a run with an engine, where a large sampler_gap does not indicate a KV-cache bug."""
     others = {"sampler/importance_weight_mean": weight, "sampler_gap": 5.0}
     return series("sampler/log_prob_difference_mean", [gap] * 20, **others)
 
 
-# The hint, the lines, the index of the line at which it is reported (computed by hand).
+# Hint name, metric lines, index of the line at which the hint is reported (computed by hand).
 SIGNS = [
     ("equal rewards", series("frac_reward_zero_std", [0.0] * 5 + [1.0] * 40), 14),
     ("equal rewards", series("frac_reward_zero_std", [0.0] * 5 + [1.0] * 40, **{"rewards/unscored": 0.9}), 14),
@@ -51,7 +51,7 @@ SIGNS = [
     # 0.1 + 0.09 k is at least 0.9 from k = 9 on.
     ("truncated", played(completions__clipped_ratio=1.0), 28),
     ("KL rising", series("kl", [0.01 * i for i in range(200)]), KL_WINDOW - 1),
-    # 19 is the first line with two windows; the mean of the last ten is below a twentieth from then on.
+    # Line 19 is the first with two full windows; from then on the mean of the last ten is below a twentieth.
     ("entropy collapse", series("entropy", [2.0] * 6 + [0.01] * 40), 19),
     ("sampler mismatch", series("sampler_gap", [1e-6] * 9 + [2.0] * 40), 9),
     ("sampler mismatch", engine_lines(gap=0.4, weight=0.3), 9),
@@ -65,21 +65,21 @@ SIGNS = [
 
 
 @pytest.mark.parametrize(("name", "lines", "at"), SIGNS)
-def test_a_hint_is_reported_at_its_sign_and_once(name, lines, at):
+def test_hint_is_reported_once(name, lines, at):
     ((index, message),) = said(lines)
     assert index == at
     assert message == HINTS[name](lines[: at + 1], CONFIG)
     named = {word for word in re.findall(r"[a-z]+(?:_[a-z]+)+", message)}
-    assert named <= {*GRPOConfig.__dataclass_fields__, CONFIG.sampler_correction}, "fields that exist, and a value"
+    assert named <= {*GRPOConfig.__dataclass_fields__, CONFIG.sampler_correction}, "names a field that does not exist"
 
 
 @pytest.mark.parametrize("run", ["sort_digits", "countdown"])
-def test_a_healthy_run_gets_none(run):
-    assert {sign[0] for sign in SIGNS} == set(HINTS), "each of which has a sign above"
+def test_healthy_run_gets_no_hints(run):
+    assert {sign[0] for sign in SIGNS} == set(HINTS), "every hint has a case in SIGNS"
     lines = [line for line in HEALTHY if line["run"] == run]
     assert len(lines) >= 25
     assert said(lines) == []
-    assert said(lines + lines[-5:] * 4) == []  # and it may stay where it ended
+    assert said(lines + lines[-5:] * 4) == []  # nor if metrics stay at their final values
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_healthy_run_gets_none(run):
         (series("frac_reward_zero_std", [None, math.nan] * 30), CONFIG),
     ],
 )
-def test_no_hint_where_none_is_due(lines, config):
+def test_borderline_metrics_get_no_hints(lines, config):
     assert said(lines, config) == []
 
 
@@ -110,7 +110,7 @@ def test_no_hint_where_none_is_due(lines, config):
         ("bfloat16", "cpu", "highest", SAMPLER_GAP),
     ],
 )
-def test_the_gap_limit_follows_the_precision_of_products(monkeypatch, dtype, platform, precision, limit):
+def test_gap_limit_follows_the_matmul_precision(monkeypatch, dtype, platform, precision, limit):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with jax.default_matmul_precision(precision):
         assert sampler_gap_limit(dtype) == limit
@@ -119,7 +119,7 @@ def test_the_gap_limit_follows_the_precision_of_products(monkeypatch, dtype, pla
         assert len(said(series("sampler_gap", [1.01 * limit] * 20), config)) == 1
 
 
-def test_a_long_run_keeps_its_beginning():
+def test_long_run_is_compared_with_its_beginning():
     hints = Hints(CONFIG)
     for line in series("entropy", [2.0] * FIRST + [0.2] * 300 + [0.0] * 7):
         assert hints(line) == []

@@ -1,4 +1,4 @@
-"""The monitor: lines in the right files under the right step, rates, warnings and hints that survive a resume."""
+"""`Monitor` writes lines to the right files and steps; rates, warnings and hints are correct after a resume."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ def lines(run_dir, name="metrics.jsonl"):
     return list(read_lines(run_dir / name))
 
 
-def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that_logs(tmp_path, monkeypatch):
+def test_trackers_in_report_to_are_opened_fed_and_closed_by_the_logging_process(tmp_path, monkeypatch):
     done = []
     tracker = Tracker(lambda step, metrics: done.append((step, metrics["reward"])), lambda: done.append("closed"))
     opening = lambda config, run_dir, *, step: done.append((config.report_to, run_dir, step)) or [tracker]
@@ -43,7 +43,7 @@ def test_the_trackers_of_report_to_are_opened_fed_and_closed_by_the_process_that
     assert done == [("wandb", tmp_path, 3), (4, 0.25), "closed"]
 
 
-def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path):
+def test_resumed_run_truncates_its_files_and_continues_token_counts(tmp_path):
     with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
         monitor.start(STATE, Progress(), total_steps=4, num_rows=4)
         for step in (1, 2, 3):
@@ -58,8 +58,8 @@ def test_a_resumed_run_cuts_its_files_back_and_counts_tokens_from_there(tmp_path
     assert third["tokens_per_second"] * third["seconds/total"] == pytest.approx(100)
 
 
-def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
-    def cut_off(monitor, steps):  # gives a hint at step 10
+def test_hint_is_shown_and_stored_once_across_a_resume(tmp_path, capsys):
+    def cut_off(monitor, steps):  # causes a hint at step 10
         for step in steps:
             monitor.log(step, {"num_tokens": 0, "completions/clipped_ratio": 1.0})
 
@@ -76,13 +76,13 @@ def test_a_hint_is_shown_and_kept_once_also_over_a_resume(tmp_path, capsys):
     assert lines(tmp_path, "warnings.jsonl") == [kept]
 
 
-def test_warnings_are_shown_as_before_and_kept_once(tmp_path):
-    texts = ["an early warning", *["a slow reward"] * 3, "a number"]  # the first is only shown
+def test_warnings_are_shown_as_usual_and_stored_once(tmp_path):
+    texts = ["an early warning", *["a slow reward"] * 3, "a number"]  # the first is shown but not stored
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", message="an? ")
         outside = warnings.showwarning
         with Monitor(tmp_path, CONFIG, quiet=True) as monitor:
-            warnings.warn(texts[0], RuntimeWarning, stacklevel=1)  # before the files are cut back
+            warnings.warn(texts[0], RuntimeWarning, stacklevel=1)  # before the files are truncated
             monitor.start(STATE, Progress(step=5), total_steps=9, num_rows=4)
             monitor.completions(6, [])
             for text in texts[1:3]:
@@ -98,13 +98,13 @@ def test_warnings_are_shown_as_before_and_kept_once(tmp_path):
     assert [tuple(line.values()) for line in lines(tmp_path, "warnings.jsonl")] == kept
 
 
-def test_counts_and_means_of_a_window():
+def test_counts_and_means_over_a_logging_window():
     progress = Progress()
     progress.count_batch(8, {"num_tokens": 100, "reward": 0.25})
     for value in (1.0, math.nan, 3.0):
         progress.count_update({"loss": value, "kl": math.nan})
     again = Progress(**json.loads(json.dumps(dataclasses.asdict(progress))))
-    assert again == progress, "also in the middle of a window"
+    assert again == progress, "the progress of a window survives JSON"
     assert (progress.step, progress.updates_done, progress.cursor) == (3, 3, 8)
     line = progress.log_line()
     assert math.isnan(line.pop("kl"))
@@ -138,7 +138,7 @@ def test_phases_count_each_second_once():
     assert phases.take() == {"seconds/update": 4, "seconds/total": 12}
 
 
-def test_callbacks_get_plain_numbers_and_copies_of_their_own():
+def test_callbacks_receive_plain_numbers_in_their_own_copies():
     seen = []
 
     def spoil(step, metrics):
@@ -150,7 +150,7 @@ def test_callbacks_get_plain_numbers_and_copies_of_their_own():
     assert [type(value) for value in seen[0][1].values()] == [float, int, float]
 
 
-def test_a_callback_that_raises_or_is_not_a_function_is_named():
+def test_callback_that_raises_or_is_not_callable_is_named():
     def tracker(step, metrics):
         raise ConnectionError("no network")
 

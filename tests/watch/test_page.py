@@ -1,4 +1,4 @@
-"""The page of a run: what it embeds is what the files hold, nothing that a model writes breaks it, and it works."""
+"""The report page embeds the data in the run's files, works in a browser and is not broken by untrusted text."""
 
 import html
 import html.parser
@@ -20,7 +20,7 @@ SHOWN = NASTY.replace("\ud800", "\\ud800").replace("\x00", "␀").replace("\u202
 
 
 class Tags(html.parser.HTMLParser):
-    """The elements of a page: (tag, attributes)."""
+    """Parser that collects a page's elements as (tag, attributes)."""
 
     def __init__(self, page):
         super().__init__()
@@ -50,7 +50,7 @@ def completion(i, **more):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run of three logged steps, two groups of two completions each, and texts that try to break out."""
+    """A run with three logged steps, two groups of two completions per step, and texts that try to inject markup."""
     writer = RunWriter(tmp_path_factory.mktemp("runs") / "run <i>&")
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4, beta=0.125), note=NASTY)
     writer.metrics(0, {"eval/right": 0.25})
@@ -68,7 +68,7 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.mark.quick
-def test_headline_and_settings_are_those_of_the_run(run_dir):
+def test_headline_and_settings(run_dir):
     assert "Right on held-out prompts 0.25 in 3 steps.</p>" in html_report(run_dir)
     about = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     (_, config, changed), (_, versions, _), _ = embedded(run_dir)["settings"]
@@ -78,7 +78,7 @@ def test_headline_and_settings_are_those_of_the_run(run_dir):
 
 
 @pytest.mark.quick
-def test_nothing_from_data_is_markup_and_nothing_is_requested(run_dir):
+def test_data_adds_no_markup_and_no_requests(run_dir):
     found = Tags(html_report(run_dir)).found
     tags = [tag for tag, _ in found]
     assert tags.count("script") == 2
@@ -95,7 +95,7 @@ def dialogue(*texts):
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """Completions of several turns, as text and as messages; what the environment says tries to break out."""
+    """Multi-turn completions, as text and as messages; the environment's text tries to inject markup."""
     writer = RunWriter(tmp_path_factory.mktemp("played"))
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
     rows = [completion(i, turns=dialogue(f"{i} is first", NASTY, "the last")) for i in range(3)]
@@ -114,20 +114,20 @@ def test_consecutive_groups_with_equal_prompts_are_separate(tmp_path):
 
 
 @pytest.mark.quick
-def test_a_long_run_stays_small_and_keeps_its_ends(tmp_path):
+def test_page_of_a_long_run_is_small_and_keeps_both_ends(tmp_path):
     assert (embedded(tmp_path)["panels"], embedded(tmp_path)["steps"]) == ([], [])
     writer = RunWriter(tmp_path)
     writer._append("metrics.jsonl", [{"step": step, "reward": step / 5000} for step in range(1, 5001)])
     for step in range(1, 31):
-        text = "数" * (TEXT + 100_000 if step == 1 else 300)  # six bytes each, once they are in the page
+        text = "数" * (TEXT + 100_000 if step == 1 else 300)  # six bytes each once escaped in the page
         writer.completions(step, [completion(i, completion=text) for i in range(200 if step > 1 else 6)])
-    with open(tmp_path / "completions.jsonl", "ab") as file:  # torn by a kill
+    with open(tmp_path / "completions.jsonl", "ab") as file:  # cut short by a kill
         file.write(b'{"step": 31, "prom')
     page, data = html_report(tmp_path), embedded(tmp_path)
     assert len(page) < COMPLETION_BYTES + 300_000
     ((reward,),) = (panel["curves"] for panel in data["panels"])
     assert 100 < len(reward["y"]) == len(reward["smooth"]) <= POINTS
-    assert sum(reward["y"]) / len(reward["y"]) == pytest.approx(0.5, abs=1e-3)  # means of neighbours, none left out
+    assert sum(reward["y"]) / len(reward["y"]) == pytest.approx(0.5, abs=1e-3)  # means of neighbors, none left out
     kept = [step["step"] for step in data["steps"]]
     assert (kept[0], kept[-1], len(kept)) == (1, 30, STEPS)
     assert len(data["steps"][0]["groups"][0]["rows"][0]["completion"]) < TEXT + 100
@@ -147,7 +147,7 @@ const click = name => document.querySelector(`#rows th[data-column="${name}"]`).
 
 @pytest.fixture
 def browse(tmp_path):
-    """`browse(page, code)`: what JavaScript returns in a page that Chromium shows, without an error in it."""
+    """Return `browse(page, code)`, which returns the result of JavaScript in a Chromium page; errors fail the test."""
     if no_browser:
         pytest.skip("no Chromium (Debian: chromium)")
 
@@ -165,8 +165,8 @@ def browse(tmp_path):
     return browse
 
 
-def test_the_page_in_a_real_browser(run_dir, played, browse):
-    """The page of a run draws its curves, sorts and filters its completions, and shows untrusted text as text."""
+def test_page_in_a_browser(run_dir, played, browse):
+    """In a browser the report page draws curves, sorts completions and shows untrusted text as plain text."""
     found = browse(
         html_report(run_dir),
         """const found = {titles: [...document.querySelectorAll(".panel h3")].map(node => node.firstChild.data)};
@@ -183,9 +183,9 @@ def test_the_page_in_a_real_browser(run_dir, played, browse):
     assert "NaN" not in "".join(found["curves"])
     heights = [float(point.split(",")[1]) for point in found["curves"][0][1:].split("L")]
     assert len(heights) == 3
-    assert heights[0] > heights[1] > heights[2], "the reward rises from step to step, and y grows downwards"
+    assert heights[0] > heights[1] > heights[2], "the reward increases at each step, and y points downwards"
     assert found["times"] == ["rollout", "12.0 s", "72.7%", "update", "3.0 s", "18.2%", "other", "1.5 s", "9.1%"]
-    # In the order of the run, then descending, ascending and as before; missing values are last.
+    # Run order, then descending, ascending and run order again; missing values are last.
     as_run = ["-0.5", "0.5"] * 6
     assert found["advantages"] == [as_run, ["0.5"] * 6 + ["-0.5"] * 6, ["-0.5"] * 6 + ["0.5"] * 6, as_run]
     assert found["short"] == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3
@@ -204,7 +204,7 @@ def test_the_page_in_a_real_browser(run_dir, played, browse):
 
 
 @pytest.mark.quick
-def test_the_picture_is_written_whole_and_its_failure_is_a_warning(tmp_path, monkeypatch):
+def test_png_is_written_atomically_and_failures_warn(tmp_path, monkeypatch):
     writer = RunWriter(tmp_path)
     writer.metrics(1, {"reward": 1.0})
     write_report(tmp_path)

@@ -1,4 +1,4 @@
-"""The picture and the panels show what was logged: gaps, long runs, hostile names, one color for one meaning."""
+"""Report figures and panels show the logged metrics, with gaps, empty runs and unusual names."""
 
 import io
 
@@ -10,7 +10,7 @@ from grpo_jax.watch.summary import held_out, held_out_scores
 
 
 def run(steps=40):
-    """Metrics of every kind that the loop logs, an evaluation every ten steps and one before the first."""
+    """Return lines with every kind of metric, an evaluation every ten steps and one at step 0."""
     usual = {"reward_std": 0.4, "rewards/accuracy/std": 0.3, "entropy": 1.0, "frac_reward_zero_std": 0.25}
     usual |= {"completions/mean_length": 20.0, "completions/min_length": 5.0, "completions/max_length": 64.0}
     usual |= {"completions/clipped_ratio": 0.05, "clip_fraction": 0.03, "clip_fraction_low": 0.01, "turns/mean": 2.0}
@@ -25,7 +25,7 @@ def run(steps=40):
 
 
 def drawn(figure, title, label):
-    """x and y of a labelled curve in the picture."""
+    """Return x and y of the curve `label` in the panel `title`."""
     axes = next(axes for axes in figure.axes if axes.get_title(loc="left") == title)
     line = next(line for line in axes.get_lines() if str(line.get_label()).startswith(f"{label}  "))
     return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
@@ -38,12 +38,12 @@ def png(figure):
 
 
 def labels(lines):
-    """Title of each panel → labels of its curves."""
+    """Return {panel title: labels of its curves}."""
     return {panel.title: [curve.label for curve in panel.curves] for panel in find_panels(lines)}
 
 
-def test_every_panel_of_a_full_run_is_drawn_with_its_curves():
-    assert len(labels(run())) == 11, "all but the loss of SFT"
+def test_every_panel_is_drawn_with_its_curves():
+    assert len(labels(run())) == 11, "all panels except the SFT loss"
     figure = draw_report(run(), title="demo")
     legends = {
         axes.get_title(loc="left"): [text.get_text().rsplit("  ", 1)[0] for text in axes.get_legend().get_texts()]
@@ -52,12 +52,12 @@ def test_every_panel_of_a_full_run_is_drawn_with_its_curves():
     assert legends == labels(run())
     assert figure.get_suptitle() == "demo: accuracy on held-out prompts 0.1 → 0.9 in 40 steps"
     assert png(figure).startswith(b"\x89PNG")
-    for axes in figure.axes:  # laid out: each legend is above its panel
+    for axes in figure.axes:  # each legend is above its panel
         assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 3
 
 
 @pytest.mark.quick
-def test_curves_hold_the_values_at_their_steps_and_gaps_are_left_out():
+def test_curves_have_the_values_at_their_steps_without_gaps():
     lines = run()
     lines[5]["reward"] = None
     del lines[6]["reward"]
@@ -69,13 +69,13 @@ def test_curves_hold_the_values_at_their_steps_and_gaps_are_left_out():
     np.testing.assert_allclose(values, [0.1, 0.3, 0.5, 0.7, 0.9])
     steps, values = drawn(figure, "KL divergence", "to the initial policy")
     np.testing.assert_array_equal(steps, np.arange(1, 41))
-    np.testing.assert_allclose(values[10:30], 0.002 * np.arange(11, 31), atol=1e-12)  # smoothing keeps a straight line
+    np.testing.assert_allclose(values[10:30], 0.002 * np.arange(11, 31), atol=1e-12)  # smoothing keeps straight lines
     steps, values = drawn(figure, "Reward", "weighted sum")
     np.testing.assert_array_equal(steps, [step for step in range(1, 41) if step not in (5, 6, 7, 8)])
     assert np.isfinite(values).all()
 
 
-def test_short_and_empty_runs_are_pictures():
+def test_short_and_empty_runs_are_drawn():
     assert draw_report([], title="x").get_suptitle() == "x: nothing was logged"
     assert draw_report([{"step": 1}]).get_suptitle() == "1 step"
     for lines in ([], [{"step": 1, "reward": None}], run(1)):
@@ -90,9 +90,9 @@ NO_KL = {"step": 1, "kl": 0.0, "kl_initial": None, "clip_fraction_low": 0.0, "cl
 @pytest.mark.parametrize(
     ("lines", "panels"),
     [
-        (REWARDS, {"Reward": ["accuracy"]}),  # the weighted sum of a single function repeats it
+        (REWARDS, {"Reward": ["accuracy"]}),  # with a single function, the weighted sum is redundant
         ([{**line, "reward": 2 * line["reward"]} for line in REWARDS], {"Reward": ["weighted sum", "accuracy"]}),
-        ([NO_KL], {}),  # there is no reference, and no second update
+        ([NO_KL], {}),  # no reference and no second update per batch
         ([NO_KL | {"clip_fraction_high": 0.01}], {"Clip fraction": ["above the range"]}),
         ([{"step": 1, "loss": 2.0, "eval/loss": 2.5}], {"Loss": ["training", "held out"]}),  # in SFT only
         ([{"step": 1, "loss": 0.0, "reward": 1.0}], {"Reward": ["weighted sum"]}),
@@ -103,7 +103,7 @@ def test_which_panels_are_shown(lines, panels):
     assert labels(lines) == panels
 
 
-def test_any_name_of_a_reward_function_is_drawn():
+def test_any_reward_function_name_is_drawn():
     names = ["_private", "__", "a$b$", "奖励函数", "<lambda>", "x" * 60, r"$\frac{$", "{x}"]
     lines = [{"step": step, "reward": 0.0, **{f"rewards/{name}/mean": 0.1 * step for name in names}} for step in (1, 2)]
     figure = draw_report(lines, title=" ".join(names), only=["Reward"])
@@ -117,5 +117,5 @@ def test_held_out_scores():
     assert {name: held_out(name) for name in scores} == scores
     assert not any(held_out(f"eval/{name}") for name in ("mean_length", "clipped_ratio", "rewards/a/std", "seconds"))
     assert held_out_scores(["kl", *scores, "eval/reward"]) == scores | {"eval/reward": "reward"}
-    assert held_out_scores(["eval/accuracy", "eval/reward"]) == {"eval/accuracy": "accuracy"}, "the same value twice"
+    assert held_out_scores(["eval/accuracy", "eval/reward"]) == {"eval/accuracy": "accuracy"}, "eval/reward repeats it"
     assert held_out_scores(["eval/reward"]) == {"eval/reward": "reward"}

@@ -1,4 +1,4 @@
-"""Each tracker gets the finite numbers of every logged step and is closed."""
+"""Each tracker receives the finite metrics of every logged step and is closed."""
 
 import importlib.machinery
 import math
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.quick
 
 
 class Fake(types.ModuleType):
-    """A package with `init`, as wandb and trackio are; it records the calls."""
+    """A stand-in for a package with `init`, like wandb or trackio, that records calls."""
 
-    run = None  # the active one, in wandb
+    run = None  # the active run, in wandb
     id, name = "id-7", "brave-sun"
 
     def __init__(self, name):
@@ -37,7 +37,7 @@ class Fake(types.ModuleType):
 
 @pytest.fixture
 def packages(monkeypatch):
-    """The three packages, faked."""
+    """Fakes of the three tracker packages."""
     fakes = {name: Fake(name) for name in ("tensorboardX", "wandb", "trackio")}
     done = fakes["tensorboardX"].done
     fakes["tensorboardX"].SummaryWriter = lambda **settings: types.SimpleNamespace(
@@ -58,7 +58,7 @@ def report(config, run_dir, step=0):
 
 
 @pytest.mark.parametrize("names", [["tensorboard", "wandb", "trackio"], "all"], ids=str)
-def test_trackers_are_opened_under_the_name_of_the_run_which_a_resumed_run_continues(names, packages, tmp_path):
+def test_trackers_use_the_run_name_and_a_resumed_run_continues_it(names, packages, tmp_path):
     config = GRPOConfig(report_to=names, run_name="sums-1", project="sums")
     assert report(config, tmp_path) == 3
     same = {"project": "sums", "name": "sums-1", "config": config.to_dict()}
@@ -75,16 +75,16 @@ def test_trackers_are_opened_under_the_name_of_the_run_which_a_resumed_run_conti
     assert packages["wandb"].done[-3][1]["id"] is None
 
 
-def test_environment_variables_and_an_active_run_of_wandb(packages, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "of the shell")
+def test_wandb_environment_variables_and_active_run(packages, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "from the shell")
     assert report(GRPOConfig(report_to="wandb", project="sums"), None) == 1
-    assert packages["wandb"].done.pop(0)[1]["project"] == "of the shell"
+    assert packages["wandb"].done.pop(0)[1]["project"] == "from the shell"
     packages["wandb"].run = packages["wandb"]
     report(GRPOConfig(report_to="wandb"), tmp_path)
     assert packages["wandb"].done[-1] == ("log", 1, {"reward": 0.5}), "the active run is left open"
 
 
-def test_trackers_that_cannot_be_opened_are_named_before_the_run(packages, tmp_path, monkeypatch):
+def test_unavailable_trackers_are_rejected_before_the_run(packages, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="report_to = 'tensorboard' requires a directory"):
         trackers.check_trackers(GRPOConfig(report_to="tensorboard"), None)
     monkeypatch.setitem(sys.modules, "wandb", None)

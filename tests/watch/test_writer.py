@@ -1,4 +1,4 @@
-"""Run files survive kills and resumes, and hold strict JSON of whatever text and arrays they are given."""
+"""Run files survive kills and resumes and contain strict JSON for any text, array or object."""
 
 import pathlib
 
@@ -18,7 +18,7 @@ def lines_of(writer, name="metrics.jsonl"):
     return list(read_lines(writer.path(name)))
 
 
-def test_lines_are_strict_json_of_any_text_array_and_object(tmp_path):
+def test_lines_are_strict_json_for_any_text_array_and_object(tmp_path):
     writer = RunWriter(tmp_path / "new" / "run")
     writer.metrics(3, {"reward": jnp.float32(0.5), "kl": float("nan"), "ratio_max": float("inf")})
     text = writer.path("metrics.jsonl").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def test_lines_are_strict_json_of_any_text_array_and_object(tmp_path):
     assert second == {"step": 7, "bf16": 0.5, "ended": True, "array": [1.0, None], "7": [1, "text"]}
 
 
-def test_truncate_drops_later_lines_of_all_files(tmp_path):
+def test_truncate_drops_later_lines_in_all_files(tmp_path):
     writer = RunWriter(tmp_path)
     for step in (0, 5, 10, 15):
         writer.metrics(step, {"reward": step / 10})
@@ -52,8 +52,8 @@ def test_truncate_drops_later_lines_of_all_files(tmp_path):
     assert lines_of(writer) == lines_of(writer, "completions.jsonl") == []
 
 
-def test_a_command_line_is_kept_without_its_secrets(tmp_path, monkeypatch):
-    """`run.json` and the report page have the command line without the values of keys, tokens and passwords."""
+def test_command_line_is_stored_without_secrets(tmp_path, monkeypatch):
+    """`run.json` and the report page show the command line without values of keys, tokens and passwords."""
     argv = ["train.py", "--hf-token=hf_SEEN", "--api_key", "SEEN", "HF_TOKEN=SEEN", "--max_steps=3", "-p", "x"]
     monkeypatch.setattr("sys.argv", [*argv, "--Password", "SEEN", "http://me:SEEN@host/a@b", "--token", "--top_k=7"])
     writer = RunWriter(tmp_path)
@@ -64,8 +64,8 @@ def test_a_command_line_is_kept_without_its_secrets(tmp_path, monkeypatch):
     assert "SEEN" not in writer.path("run.json").read_text() + html_report(tmp_path)
 
 
-def test_a_line_cut_anywhere_by_a_kill_is_not_read_and_not_doubled(tmp_path):
-    """Lines are cut back, never doubled."""
+def test_line_cut_short_by_a_kill_is_ignored_and_not_duplicated(tmp_path):
+    """A line cut short by a kill is ignored and removed; no line is duplicated."""
     whole = '{"step": 1, "reward": 0.5}\n{"step": 2, "text": "数}"}\n'.encode()
     first = whole.index(b"\n") + 1
     for end in range(len(whole) + 1):
@@ -76,13 +76,13 @@ def test_a_line_cut_anywhere_by_a_kill_is_not_read_and_not_doubled(tmp_path):
         writer.truncate(2)
         writer.metrics(3, {})
         assert [line["step"] for line in lines_of(writer)] == [*[1, 2][:kept], 3], whole[:end]
-    for text in (b"[1]\n", b'{"step": "1"}\n', b"\xff\xfe\n", b"\x00\x00\x00"):  # not a line of metrics
+    for text in (b"[1]\n", b'{"step": "1"}\n', b"\xff\xfe\n", b"\x00\x00\x00"):  # not metric lines
         (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + text + b'{"step": 2}\n')
         assert lines_of(writer) == [{"step": 1}]
     assert list(read_lines(tmp_path / "nothing.jsonl")) == []
 
 
-def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+def test_nothing_is_written_without_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     writer = RunWriter(None)
     writer.config(GRPOConfig())
@@ -93,8 +93,8 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["gs://bucket/runs", "S3://b/r", pathlib.Path("az://bucket/runs")])
-def test_an_object_store_is_refused_as_a_run_directory(address, tmp_path, monkeypatch):
-    """By `train` and `sft` before they look at anything else."""
+def test_object_store_is_rejected_as_run_directory(address, tmp_path, monkeypatch):
+    """`train` and `sft` reject an object store as run_dir before checking anything else."""
     monkeypatch.chdir(tmp_path)
     for refuse in (
         lambda: reject_object_store(address),
