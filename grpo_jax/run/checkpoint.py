@@ -1,20 +1,20 @@
-"""Checkpoints of a run: one directory per checkpoint, with all state that is needed to continue the run exactly.
+"""Run checkpoints: one directory per checkpoint, with all the state that is needed to continue the run exactly.
 
 ```
-checkpoints/40/   params   the trained params, the only part that is needed for export
+checkpoints/40/   params   the trained params, the only part needed for export
                   rest     the other fields of `TrainState`: optimizer, old policy, reference, master params, key, …
                   batch    the current batch, if not all of its updates are done
-                  ahead    completions that were sampled for the next iteration by a previous policy (`rollout_ahead`)
-                  told     the transcript of these completions if they have several turns, as UTF-8 encoded JSON
-                  JSON metadata: the counters on the host and the description of the run (`resume.describe`)
+                  ahead    completions for the next iteration, already sampled from an earlier policy (`rollout_ahead`)
+                  told     their transcript as UTF-8 encoded JSON, if they have several turns
+                  JSON metadata: the host-side counters and the run's description (`resume.describe`)
 ```
 
-The frozen base model of adapters and the teacher are not stored, but resuming checks that they are unchanged.
+The teacher and the adapters' frozen base model are not stored, but resuming checks that they are unchanged.
 Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (after a stop, an
-error or `save_minutes`) are only for resuming and do not affect which scheduled checkpoints are kept or best.
+error or `save_minutes`) are used only for resuming. They do not affect which scheduled checkpoint is best or kept.
 
-Orbax writes in the background to a temporary name and renames the directory at the end, so a killed process does not
-leave a partial checkpoint. `save` copies the arrays, so the next update may donate them immediately.
+Orbax writes to a temporary directory in the background and renames it at the end, so a killed process does not leave
+a partial checkpoint. `save` copies the arrays, so the next update may donate them immediately.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 
 class Restored(NamedTuple):
-    """State that a run starts from. `progress` is None for a new run, `batch` is an unfinished batch, and `transcript`
-    belongs to the prefetched completions `ahead`.
+    """State that a run starts from. `progress` is None for a new run, `batch` is a batch with updates left to do, and
+    `transcript` belongs to the prefetched completions `ahead`.
     """
 
     state: TrainState
@@ -61,10 +61,10 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of a run directory. If `run_dir` is None, nothing is written or found.
+    """The checkpoints in a run directory. If `run_dir` is None, nothing is written or found.
 
-    As a context manager, it waits for a save in progress on exit. `about` is the result of `resume.describe`. If a
-    save fails, `save`, `wait` or the exit raises OSError. All processes of a run must call the methods together.
+    Exiting the context waits for a save in progress. `about` is the result of `resume.describe`. A failed save raises
+    OSError in `save`, in `wait` or on exit. All processes in a run must call each method together.
     """
 
     def __init__(self, run_dir: str | Path | None, config: Config, about: Json | None = None):
@@ -74,7 +74,7 @@ class Checkpoints:
         self._run_dir, self._where = None if run_dir is None else Path(run_dir), f"run_dir = {str(run_dir)!r}"
         self._saved_at = time.monotonic()
         self._checkpointer = None
-        self._pending: tuple[int, Any] | None = None  # step and orbax's response during a save
+        self._pending: tuple[int, Any] | None = None  # while saving: the step and orbax's response
         if run_dir is not None:
             from orbax.checkpoint import v1 as ocp  # imported lazily: importing grpo_jax must stay fast
 
@@ -107,16 +107,16 @@ class Checkpoints:
         return self._checkpointer is not None
 
     def scheduled(self, step: int) -> bool:
-        """Return whether a checkpoint of this step is required by `save_steps` or because it is the last step."""
+        """Return whether `step` is a multiple of `save_steps` or the last step."""
         every = self._config.save_steps
         return step == self._last_step or (every is not None and step > 0 and step % every == 0)
 
     def due(self, step: int) -> bool:
-        """Return whether to save a checkpoint after this step."""
+        """Return whether `step` is scheduled, or `save_minutes` have passed since the last save."""
         minutes = self._config.save_minutes
         if self.scheduled(step) or minutes is None or self._checkpointer is None:
             return self.scheduled(step)
-        # All processes use the clock of process 0, because they write together.
+        # All processes use process 0's clock, because they write together.
         return bool(gather_objects(time.monotonic() - self._saved_at >= 60 * minutes)[0])
 
     def save(
@@ -151,7 +151,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
-        """Wait for the save in progress."""
+        """Wait until the save in progress, if any, is complete."""
         pending, self._pending = self._pending, None
         if pending is not None:
             step, response = pending
@@ -166,14 +166,14 @@ class Checkpoints:
     def record_metric(self, progress: Progress) -> None:
         """Record the value of `metric_for_best_model` at a scheduled step, if it is available.
 
-        A stopped run may write its checkpoint before the evaluation, which is then done after resuming.
+        A stopped run may write its checkpoint before the evaluation, which the resumed run then performs.
         """
         name, step = self._config.metric_for_best_model, progress.step
         if name is None or not self.scheduled(step):
             return
         if progress.metric is None:
             warnings.warn(
-                f"metric_for_best_model = {name!r} has no value up to step {step}, so the checkpoint of this step"
+                f"metric_for_best_model = {name!r} has no value up to step {step}, so the checkpoint at this step"
                 " cannot be selected as the best. If no checkpoint has a value, the last policy is returned. Check the"
                 " name against the metrics in metrics.jsonl",
                 stacklevel=3,
@@ -182,21 +182,21 @@ class Checkpoints:
             progress.metrics[str(step)] = progress.metric
 
     def best(self, progress: Progress) -> tuple[int, float] | None:
-        """Return the step and the metric of the best checkpoint, or None if no checkpoint has a metric."""
+        """Return the best checkpoint's step and metric value, or None if no checkpoint has a value."""
         return self.best_among(self.steps(), progress.metrics)
 
     def best_among(self, steps: Sequence[int], metrics: Mapping[str, float]) -> tuple[int, float] | None:
-        """Return the best scheduled step (the later one of a tie) and its metric, or None if no step has a metric."""
+        """Return the best scheduled step (the latest, if tied) and its metric value, or None if no step has a value."""
         sign = 1 if self._config.best_is_greatest else -1
         measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.scheduled(n)]
         value, step = max(measured, default=(0.0, None))
         return None if step is None else (step, sign * value)
 
     def steps_to_keep(self, steps: Sequence[int], metrics: Mapping[str, float]) -> set[int]:
-        """Return the steps whose checkpoints are kept: the best one and the newest ones.
+        """Return the steps whose checkpoints are kept: the best and the newest.
 
-        `save_total_limit` limits the scheduled checkpoints (None keeps all) and, separately, those after the last
-        scheduled one (None keeps one). Without `save_steps`, it limits all checkpoints together.
+        `save_total_limit` applies to the scheduled checkpoints (None keeps all) and, separately, to checkpoints after
+        the last scheduled one (None keeps one). Without `save_steps`, it applies to all checkpoints together.
         """
         limit, steps = self._config.save_total_limit, sorted(steps)
         limits_all = self._config.save_steps is None and limit is not None
@@ -206,13 +206,13 @@ class Checkpoints:
         return {*scheduled[-(limit or 0) :], *later[-(limit or 1) :], *([] if best is None else best[:1])}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
-        """Return whether to keep each checkpoint (orbax's `PreservationPolicy` protocol)."""
+        """Return, for each checkpoint, whether to keep it (orbax's `PreservationPolicy` protocol)."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = self.steps_to_keep(steps, self._metrics)
         return [step in kept for step in steps]
 
     def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
-        """Return the state of the best checkpoint if `load_best_model_at_end` is True, else `state`.
+        """Load the best checkpoint's state if `load_best_model_at_end` is True, else return `state`.
 
         The arrays of `state` are deleted before the checkpoint is read, so that only one state is in memory.
         """
@@ -226,11 +226,11 @@ class Checkpoints:
         return self._load(best[0], like, {"progress": {}}).state
 
     def restore(self, state: TrainState, resume: str = "auto", *, keep_params: bool = False) -> Restored:
-        """Restore the newest readable checkpoint with the shapes and devices of `state`.
+        """Restore the newest readable checkpoint into arrays with the shapes and shardings of `state`.
 
-        Returns `state` for a new run. Otherwise, `state` is deleted before arrays are read, so that only one is in
-        memory. `keep_params` keeps its params, which still belong to the caller's policy (`donate`). Raises ValueError
-        if settings differ from the saved run, with a list of all differences, or if no checkpoint can be read.
+        Returns `state` for a new run. Otherwise, the arrays of `state` are deleted before the checkpoint is read, so
+        that only one state is in memory. `keep_params` keeps its params, which a donating caller's policy still uses.
+        Raises ValueError, with a list of all differences, if settings changed, or if no checkpoint can be read.
         """
         steps = self.steps()
         self._check_mode(steps, resume)
@@ -254,7 +254,7 @@ class Checkpoints:
                 warn_of_changes(stored["run"], self._about)
                 if stored["run"]["config"]["metric_for_best_model"] != self._config.metric_for_best_model:
                     assert found.progress is not None
-                    found.progress.metric, found.progress.metrics = None, {}  # discard values of the previous metric
+                    found.progress.metric, found.progress.metrics = None, {}  # discard the previous metric's values
             return found
         if unreadable:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in unreadable.items())
@@ -278,9 +278,9 @@ class Checkpoints:
             )
 
     def _stored_json(self, step: int) -> Json:
-        """Read the JSON metadata of a checkpoint directly from orbax's file.
+        """Read a checkpoint's JSON metadata directly from orbax's file.
 
-        orbax's `checkpointables_metadata` also reads the arrays' files, and may hang if they are truncated (0.12.8).
+        `checkpointables_metadata` also reads the arrays' files and may hang if they are truncated (orbax 0.12.8).
         """
         stored = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
         metadata = stored.get("custom_metadata")
@@ -289,7 +289,7 @@ class Checkpoints:
         return json.loads(metadata["about"])
 
     def _load(self, step: int, like: TrainState, stored: Json) -> Restored:
-        """Read one checkpoint with the shardings of `like`. Processes do not wait for each other, as any may fail."""
+        """Read one checkpoint with the shardings of `like`. Each process reads alone, because any of them may fail."""
         from orbax.checkpoint import v1 as ocp
 
         context, index = ocp.Context(), jax.process_index()
@@ -302,12 +302,12 @@ class Checkpoints:
             found = ocp.load_checkpointables(self._directory / str(step), wanted)
         state = found["rest"].replace(params=found["params"])
         batch, ahead, transcript = (fetch(found.get(name)) for name in _PENDING)
-        # Earlier checkpoints have `in_progress` under the name `asked`.
+        # Older checkpoints store `in_progress` under the name `asked`.
         progress = {"in_progress" if name == "asked" else name: value for name, value in stored["progress"].items()}
         return Restored(state, Progress(**progress), batch, ahead, transcript)
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
-        """Rename unreadable checkpoints and warn, because the run will save their steps again."""
+        """Rename unreadable checkpoints and warn. Otherwise, the run could not save these steps again."""
         assert self._checkpointer is not None
         now = gather_objects(time.time_ns())[0]
         for step, reason in unreadable.items():
@@ -316,8 +316,8 @@ class Checkpoints:
             if jax.process_index() == 0:
                 path.rename(aside)
             warnings.warn(
-                f"the checkpoint of step {step} cannot be read ({reason}). It was renamed to {aside}; the run resumes"
-                f" from the checkpoint of step {good}",
+                f"the checkpoint at step {step} cannot be read ({reason}). It was renamed to {aside}; the run resumes"
+                f" from the checkpoint at step {good}",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -327,26 +327,26 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Convert an error during a save to OSError, with the last complete checkpoint and the fix in its message."""
+        """Convert an error during a save to an OSError that names the last complete checkpoint and the fix."""
         try:
             yield
         except Exception as error:
             whole = [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
             last = f"the last complete one is from step {max(whole)}" if whole else "no earlier one exists"
             raise OSError(
-                f"the checkpoint of step {step} could not be written to {self._directory} ({one_line(error)}); {last}."
+                f"the checkpoint at step {step} could not be written to {self._directory} ({one_line(error)}); {last}."
                 " Free disk space or fix the directory, then call train again with the same run_dir to resume"
             ) from error
 
 
 def _delete(state: TrainState) -> None:
-    """Delete the arrays of a state to free their memory."""
+    """Delete a state's arrays to free their memory."""
     for leaf in jax.tree.leaves(state):
         leaf.delete()
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Remove the temporary directories of an interrupted save, which would make orbax's first save fail.
+    """Remove temporary directories left by an interrupted save, which would make orbax's first save fail.
 
     A background thread of this process may still write there and recreate a directory, so retry for 10 seconds.
     """
@@ -360,6 +360,6 @@ def _remove_unfinished(directory: Path) -> None:
 
 
 def _trim_heap() -> None:
-    """Return freed memory to the system. glibc would keep the memory freed by compilations and by save threads."""
+    """Return freed memory to the operating system. glibc retains what compilations and save threads have freed."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,13 +1,13 @@
 """Collection of one iteration's batch: prompts → completions → rewards → advantages → `Batch`.
 
-`collect` requests completions from a source of rollouts. The default source, `LocalRollouts`, samples them on request;
-`run.sources` defines the sources that prefetch.
+`collect` requests completions from a rollout source. The default source, `LocalRollouts`, samples them on request. The
+sources in `run.sources` prefetch them.
 
 While the reward functions run on the host, the device computes the reference log-probs and then, with prefetching,
 samples the next completions. With `dynamic_sampling`, the reference log-probs are computed after the rewards, which
 select the groups. During this time the device holds the training state (`run.new_state`), a frozen base model, a
-teacher and, without `donate`, the caller's params; the keys and values of the prompts and one packed sequence; and the
-caches of the next rollout. The caches of the current rollout are freed, and its tokens and log-probs are on the host.
+teacher and, without `donate`, the caller's params; the prompts' keys and values, and one packed sequence; and the next
+rollout's caches. The current rollout's caches are freed, and its tokens and log-probs are on the host.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.run.sampler import Sampler
 
 Phase = Callable[[str], AbstractContextManager[None]]
-"""Function from the name of a phase to a context manager that measures the phase's time."""
+"""Function that takes a phase's name and returns a context manager that measures the phase's duration."""
 
 _jit_advantages = jax.jit(
     compute_advantages, static_argnames=("weights", "estimator", "scale_rewards", "multi_objective_aggregation")
@@ -53,10 +53,10 @@ _jit_advantages = jax.jit(
 
 
 class LocalRollouts:
-    """The default source of rollouts, which samples completions from the current policy on request.
+    """Default rollout source, which samples completions from the current policy on request.
 
     The n-th prompt of a run is the n-th entry of the shuffled epochs, and its sampling keys are derived from n, so a
-    single integer is the run's position in its dataset. `cursor` is the number of prompts in completed iterations;
+    single integer records the run's position in its dataset. `cursor` is the number of prompts in completed iterations;
     `next_cursor` includes the current iteration. Checkpoints store `cursor`, so a resumed run repeats an interrupted
     iteration. They also store `in_progress`, which is True while an engine samples the prompts that start at `cursor`.
     """
@@ -74,7 +74,7 @@ class LocalRollouts:
         """Wait for completions in progress. Call it while `state` still holds the policy that samples them."""
 
     def next(self, state: TrainState) -> RolloutResult:
-        """Sample and return the completions of the next prompts."""
+        """Sample and return completions for the next prompts."""
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._count
         return self.sample_from(state, start)
 
@@ -94,7 +94,7 @@ class LocalRollouts:
         """Stop sampling and discard the completions in progress."""
 
     def sample_from(self, state: TrainState, start: int) -> RolloutResult:
-        """Sample completions of the prompts that start at index `start` of the shuffled epochs."""
+        """Sample completions for the prompts that start at position `start` in the shuffled epochs."""
         params = sampling_params(state)
         result = self.sample_by(params, sampling_key(state), start, self._interrupt)
         if self.run.sampler is None:
@@ -104,7 +104,7 @@ class LocalRollouts:
         return with_old_log_probs(result, self.run.updater, params)
 
     def sample_by(self, params: Params, key: jax.Array, start: int, interrupt: Callable[[], None]) -> RolloutResult:
-        """Sample completions from `params`. The completions of an engine do not have `old_log_probs` yet."""
+        """Sample completions from `params`. An engine's completions do not have `old_log_probs` yet."""
         run = self.run
         return sample(
             run.policy,
@@ -135,8 +135,8 @@ def collect(
     called between phases. An exception that it raises ends the iteration.
 
     Returns:
-      A tuple of the iteration's `Batch` as NumPy arrays [B, G, T], with T from `Updater.padded_length`; the metrics of
-      the rollout; and one dict per completion for `completions.jsonl`.
+      A tuple (batch, metrics, rows): the iteration's `Batch` as NumPy arrays [B, G, T], with T from
+      `Updater.padded_length`; the rollout's metrics; and one dict per completion for `completions.jsonl`.
     """
     config = run.config
 
@@ -192,9 +192,9 @@ def _next_rollout(
 
 
 def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
-    """Return the `Batch` of a rollout, with zero advantages. The device may still be computing the reference log-probs.
+    """Build a rollout's `Batch`, with zero advantages. The device may still be computing the reference log-probs.
 
-    `counted` [B] bool is False for padding groups, which are excluded from the loss. If None, there are none.
+    `counted` [B] bool is False for padding groups, which are excluded from the loss. None means no padding groups.
     """
     prompts, completions, config = rollout.prompts, rollout.completions, run.config
     t = run.updater.padded_length(int(lengths_of(np.asarray(completions.mask)).max()))
@@ -213,7 +213,7 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
         tokens=tokens,
         mask=mask,
         advantages=zeros,
-        sampling_log_probs=completions.log_probs[:, :, :t],  # also used as old log-probs if those are None
+        sampling_log_probs=completions.log_probs[:, :, :t],  # also the old log-probs if `old_log_probs` is None
         ref_log_probs=log_probs(state.ref_params),
         initial_log_probs=log_probs(state.initial_params),
         counted=counted,
@@ -224,7 +224,7 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
 def _advantages(
     run: Run, state: TrainState, batch: Batch, rollout: RolloutResult, rewards: Rewards, counted: np.ndarray
 ) -> np.ndarray:
-    """Return the advantages [B, G] or [B, G, T] of a batch. `counted` [B] is False for padding groups."""
+    """Compute a batch's advantages, [B, G] or [B, G, T]. `counted` [B] is False for padding groups."""
     config = run.config
     # NaN marks the completions of padding groups as unscored, which excludes them from batch statistics.
     values = np.where(counted[:, None, None], rewards.values, np.float32(np.nan))
@@ -247,7 +247,7 @@ def _advantages(
 
 
 def _per_completion(batch: Batch) -> np.ndarray:
-    """Return one advantage per completion [B, G], the mean over its tokens if advantages are per token."""
+    """Return one advantage per completion, [B, G]. Per-token advantages are averaged over the completion."""
     advantages = np.asarray(batch.advantages)
     return advantages if advantages.ndim == 2 else advantages.sum(-1) / np.maximum(np.sum(batch.mask, axis=-1), 1)
 
@@ -261,7 +261,7 @@ def sampling_params(state: TrainState) -> Params:
 
 
 def sampling_key(state: TrainState) -> jax.Array:
-    """Return the sampling key of a run, into which `prompt_indices` are folded."""
+    """Return the run's sampling key, into which each prompt's index is folded."""
     return jax.random.fold_in(state.key, 0)
 
 
@@ -280,10 +280,10 @@ def sample(
     sampler: Sampler | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> RolloutResult:
-    """Sample completions of the rows `row_indices` of `data` with `generate`, or with the engine `sampler`.
+    """Sample completions for the rows of `data` at `row_indices`, with `generate` or with the engine `sampler`.
 
     The sampling keys are derived from `prompt_indices` [B]. P is `prompt_length`, or larger if an environment makes a
-    prompt longer. `evaluation` selects the settings for evaluations. `interaction` has the tools and environments of
+    prompt longer. `evaluation` selects the evaluation settings. `interaction` has the tools and environments for
     multi-turn completions. `interrupt` is called every few tokens. An exception that it raises stops the sampling.
     """
     ends, group = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations

@@ -27,7 +27,7 @@ Context = dict[str, jax.Array | np.ndarray | np.integer | jax.ShapeDtypeStruct |
 
 @dataclasses.dataclass(frozen=True)
 class CheckedAdvantageFn:
-    """A validated `AdvantageFn`, with the config, the keywords that it takes, and whether it returns [B, G, T]."""
+    """A validated `AdvantageFn` with its config and keywords. `per_token` is True if it returns [B, G, T]."""
 
     function: AdvantageFn
     config: GRPOConfig
@@ -41,7 +41,7 @@ class CheckedAdvantageFn:
         return jax.jit(lambda rewards, mask, context: self.function(rewards, mask, **(context | bound)))
 
     def select(self, context: Context) -> Context:
-        """Return the entries of a context that the function takes."""
+        """Return the context entries that the function takes as keywords."""
         return {name: value for name, value in context.items() if name in self.keywords}
 
     def __call__(
@@ -49,7 +49,7 @@ class CheckedAdvantageFn:
     ) -> np.ndarray:
         """Compute the advantages of a batch on the host, [B, G] or [B, G, T] float32.
 
-        They are 0 where the loss is masked. `counted` is [B] bool, False for padding groups, whose rewards are NaN.
+        Masked tokens have advantage 0. `counted` is [B] bool, False for padding groups, whose rewards are NaN.
         """
         t, turns, placed = batch.mask.shape[2], rollout.turns, None
         if "token_rewards" in self.keywords:

@@ -21,11 +21,11 @@ import jax
 SILENCE = 30
 """Seconds without a heartbeat after which a process is considered dead (JAX's default is 100)."""
 
-_statuses: list[int] = []  # exit status of the error that ends this process
+_statuses: list[int] = []  # exit status, if an error ends this process
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `start` reads to the parser of a script."""
+    """Add the flags that `start` reads to a script's parser."""
     group = parser.add_argument_group("multi-process runs")
     detected = "detect the processes from Slurm, a TPU pod, Kubernetes or MPI"
     group.add_argument("--distributed", choices=["auto"], help=detected)
@@ -35,13 +35,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Call `initialize` with the flags of `add_flags`, or do nothing if none is set. Raises SystemExit on errors."""
+    """Call `initialize` with the flags from `add_flags`, or do nothing if none is set. Raises SystemExit on errors."""
     given = arguments.coordinator, arguments.num_processes, arguments.process_id
     if arguments.distributed is None and given == (None, None, None):
         return
     try:
         if arguments.distributed is not None and given != (None, None, None):
-            raise ValueError("--distributed auto excludes --coordinator, --num-processes and --process-id")
+            raise ValueError("--distributed auto cannot be combined with --coordinator, --num-processes, --process-id")
         initialize(*given)
     except ValueError as error:
         raise SystemExit(str(error)) from error

@@ -1,4 +1,4 @@
-"""Evaluation: sample completions of held-out prompts and average their rewards."""
+"""Evaluation: sample completions for held-out prompts and average their rewards."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def evaluate(
       max_completion_length: T, maximum number of tokens in a completion.
       temperature: sampling temperature. 0 selects greedy decoding.
       batch_size: number of prompts per batch on each data-parallel device. It does not affect the samples.
-      seed: seed of the samples. The PRNG keys of a prompt depend only on the seed and its index in the dataset.
+      seed: seed for sampling. A prompt's PRNG keys depend only on the seed and the prompt's index in the dataset.
       tools: functions that the policy can call, as in `train`.
-      environment_factory: environments of multi-turn completions, as in `train`.
+      environment_factory: factory of environments for multi-turn completions, as in `train`.
       sampler: sampling engine that replaces `generate`, as in `train`. It receives `params` and one batch of prompts.
       settings: other fields of `GRPOConfig`, such as `top_p`, `stop`, `reward_weights`, `on_reward_error`,
         `chat_template_kwargs` or `max_tool_calling_iterations`.
 
     Returns:
       metrics: a dict with the mean of each function over the completions that it scored, under the function's name
-        (`rewards/<name>/mean` if one of the following metrics has that name); `reward`, the weighted sum of a
+        (`rewards/<name>/mean` if a metric listed below has that name); `reward`, the weighted sum of a
         completion's rewards, averaged over completions (`rewards.calls.total_rewards`); `mean_length`, in tokens;
         `clipped_ratio`, the fraction of truncated completions; and metrics logged with `log_metric`. With several
         datasets, each name starts with `<dataset>/`.
@@ -130,7 +130,7 @@ def evaluate_rows(
     environment_factory: Environments | None,
     sampler: Sampler | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Run `evaluate` with the settings of a run's config."""
+    """Run `evaluate` with the settings in `config`."""
     from grpo_jax.rollout import interaction as turns
 
     ends, template_kwargs = TurnEnds.of(config), config.chat_template_kwargs
@@ -246,7 +246,7 @@ def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[f
 
 
 def pass_at_k(correct: npt.ArrayLike, k: int) -> float:
-    """Estimate the probability that at least one of k completions of a prompt is correct, averaged over prompts.
+    """Estimate the probability that at least one of k completions for a prompt is correct, averaged over prompts.
 
     `correct` [N, n] is 1 or True for correct completions, in the order of `evaluate`'s rows. With c correct out of n
     samples, the unbiased estimate is 1 − C(n−c, k) / C(n, k), the fraction of subsets of size k that contain a correct

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(tree: Params) -> str:
-    """Return a hash of the first elements of every array."""
+    """Return a hash of each array's first elements."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
@@ -58,7 +58,7 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
         bound, function = bound + (repr(function) if dataclasses.is_dataclass(function) else ""), type(function)
     try:
         source = inspect.getsource(function)
-        with contextlib.suppress(SyntaxError):  # source of a lambda inside an expression
+        with contextlib.suppress(SyntaxError):  # a lambda's source may be part of an expression
             source = ast.unparse(ast.parse(textwrap.dedent(source)))
         bound = re.sub(r" at 0x[0-9a-f]+", "", bound)  # addresses differ between processes
         found = hashlib.sha256((source + bound).encode()).hexdigest()
@@ -70,8 +70,8 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
 def sources_of(function: Any, seen: set[int] | None = None) -> str:
     """Hash the source of a reward function, tool or environment, including the functions that it uses.
 
-    These are found in partials, attributes, closures and globals of the same module. Values and base classes are not
-    hashed. For functions of this package, only name and settings are hashed, because versions differ in source.
+    Used functions are found in partials, attributes, closures and globals from the same module. Values and base classes
+    are not hashed. For this package's functions, only name and settings are hashed, because versions differ in source.
     """
     seen = set() if seen is None else seen
     seen.add(id(function))

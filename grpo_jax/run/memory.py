@@ -1,4 +1,4 @@
-"""The memory of a run's largest programs, and the default of `gradient_checkpointing` based on it."""
+"""Memory use of a run's largest programs, which determines the default for `gradient_checkpointing`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import TrainState
 
 COMPILED = 0.9
-"""Fraction of a device's memory that the compiler's figure may use. The rest is for fragmentation."""
+"""Largest fraction of a device's memory that the compiler's estimate may use. The rest allows for fragmentation."""
 
 
 def decide_checkpointing(run: Run, memory: float | None) -> Run:
     """Choose `gradient_checkpointing` from a device's `memory` in bytes, if the config does not set it.
 
     Activations are kept if the compiled update fits in memory together with the state and the caller's params. On CPUs
-    they are always kept, since packed sequences are short there. With several processes, the smallest memory determines
-    the choice for all.
+    they are always kept, since packed sequences are short there. In multi-process runs, the smallest memory determines
+    the choice for all processes.
     """
     if run.config.gradient_checkpointing is not None:
         return run
@@ -54,7 +54,7 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
 
 
 def compiled_peak_bytes(run: Run) -> int:
-    """Return the peak memory of an update per device, in bytes, as reported by the compiler."""
+    """Return an update's peak memory per device in bytes, as reported by the compiler."""
     state, batch = abstract_arrays(run)
     held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
     if run.teaching is not None:
@@ -67,7 +67,7 @@ def compiled_peak_bytes(run: Run) -> int:
 def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
     """Return the bytes per device that an update needs beyond the state, from the `cost` of its largest program.
 
-    For a minibatch in several parts, this includes the sum of the previous parts' gradients, which is an argument.
+    If a minibatch is split, this includes the accumulated gradients, which are passed as an argument.
     """
     params = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
     return max(0, cost.arguments + cost.results - params) + cost.temporaries

@@ -1,6 +1,6 @@
 """Multi-turn rollouts and per-turn advantages.
 
-Environments are created and reset before sampling, called between turns, and closed when the completions have ended.
+Environments are created and reset before sampling, called between turns, and closed when all completions have ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sample_episodes(
     prompt_length: int,
     padding: int,
 ) -> RolloutResult:
-    """Sample multi-turn completions of the given rows of `data`. `complete` calls `generate` or an engine."""
+    """Sample multi-turn completions for the given rows of `data`. `complete` calls `generate` or an engine."""
     opened = [data.rows[i] for i in rows]
     with Episodes(interaction, opened, num_generations, rows) as episodes:
         opened = episodes.reset(opened)
@@ -57,9 +57,9 @@ def episode_prompts(
     length: int,
     padding: int,
 ) -> Prompts:
-    """Return the prompts of the `opened` rows. Prompts that an environment's `reset` changed are encoded again.
+    """Return encoded prompts for the `opened` rows. Prompts that an environment's `reset` changed are encoded again.
 
-    P is `length` if the longest prompt fits, or else its length rounded up to a multiple of `padding`.
+    P is `length` if all prompts fit. Otherwise, it is the longest prompt's length, padded to a multiple of `padding`.
     """
     ids = []
     for i, row in zip(rows, opened, strict=True):
@@ -80,15 +80,15 @@ def episode_prompts(
 def credit_turns(
     batch: Batch, rollout: RolloutResult, rewards: Rewards, names: Sequence[str], config: GRPOConfig
 ) -> np.ndarray:
-    """Compute the advantages [B, G, T] of turn_credit="to_go", 0 where the mask is False.
+    """Compute advantages [B, G, T] for turn_credit="to_go". They are 0 where the mask is False.
 
-    Raises ValueError if a reward function returned per-token rewards and the settings scale advantages.
+    Raises ValueError if a reward function returned per-token rewards but the settings scale advantages.
     """
     of_tokens = next((part for part in rewards.parts if part.per_token), None)
     if of_tokens is not None and not in_units_of_rewards(config.scale_rewards, config.advantage_estimator):
         raise ValueError(
             f"reward function {names[of_tokens.function]!r} returned an array of per-token rewards, which"
-            f' turn_credit={config.turn_credit!r} adds to unscaled advantages only. Set scale_rewards="none" with'
+            f' turn_credit={config.turn_credit!r} supports only for unscaled advantages. Set scale_rewards="none" with'
             ' advantage_estimator="grpo" or "rloo", or return a list with one reward per turn'
         )
     t, turns = batch.mask.shape[2], rollout.turns

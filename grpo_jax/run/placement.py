@@ -1,4 +1,4 @@
-"""Placement of a policy on the devices of a run: mesh, compute dtype, attention and activation checkpointing."""
+"""Placement of a policy on a run's devices: mesh, compute dtype, attention and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Config = TypeVar("_Config", GRPOConfig, SFTConfig)
 
 
 def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None, _Config]:
-    """Return the mesh of the config, or else of the policy's params, and the config with the mesh's axis sizes."""
+    """Return the config's mesh, or else the mesh of the policy's params, and the config with this mesh's axis sizes."""
     mesh = mesh_of(policy.params) if config.mesh is None else make_mesh(config.mesh)
     if mesh is None:
         return None, config
@@ -57,7 +57,7 @@ def vocab_size(model: Model, params: Params) -> int:
 def with_settings(
     model: Model, config: Config, devices: Sequence[jax.Device] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """Set a model's compute dtype and activation checkpointing from the config, and its attention for the devices.
+    """Set a model's compute dtype and checkpointing from the config, and its attention implementation for the devices.
 
     A custom model is returned unchanged.
     """
@@ -67,7 +67,7 @@ def with_settings(
         model,
         dtype=compute_dtype(config.compute_dtype, devices),
         remat=bool(config.gradient_checkpointing),
-        # Not on a mesh, where layers would wait for a value from a different device.
+        # Disabled on a mesh, where layers would wait for a value from a different device.
         remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
         attention=implementation(model.config.attention, devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
@@ -85,7 +85,7 @@ def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:
 
 
 def with_shape(model: Model, **changes: Any) -> Model:
-    """Return a model with changed fields of its `TransformerConfig`. A custom model is returned unchanged."""
+    """Return a model with changed fields in its `TransformerConfig`. A custom model is returned unchanged."""
     if not isinstance(model, Transformer | LoraModel):
         return model
     decoder = Transformer(dataclasses.replace(model.config, **changes))

@@ -1,4 +1,4 @@
-"""Validation of a policy and of tokenized rows, shared by `train`, `sft`, `evaluate` and `chat`."""
+"""Validation of policies and tokenized rows, shared by `train`, `sft`, `evaluate` and `chat`."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def check_policy(policy: Policy, ends: TurnEnds = BY_EOS, *, trained: bool = Tru
 
 
 def _with_eos(policy: Policy, token: int) -> str:
-    """Return the code of a call that adds a token to the EOS ids."""
+    """Return Python code that adds a token to a policy's EOS ids."""
     return f"policy.replace(generation_config={{'eos_token_id': {[token, *policy.eos_token_ids]}}})"
 
 
 def check_ends(ends: TurnEnds, policy: Policy, params: Params) -> None:
     """Raise ValueError if the policy's tokenizer or model does not support the stop strings or stop ids."""
-    if policy.tokenizer is not None:  # `check_policy` reports its absence
+    if policy.tokenizer is not None:  # `check_policy` reports a missing tokenizer
         ends.check(policy.tokenizer, vocab_size(policy.model, params) if ends.stop_token_ids else None)
 
 
@@ -112,7 +112,7 @@ def _duplicate_special_tokens(data: EncodedPrompts, policy: Policy, argument: st
 def _missing_turn_ends(
     data: EncodedPrompts, policy: Policy, ends: TurnEnds, template_kwargs: Json | None, argument: str
 ) -> Iterator[str]:
-    """Yield a warning if the loss excludes all ends of turns, or if the closing token does not end completions."""
+    """Yield a warning if the loss excludes all end-of-turn tokens, or if they do not end sampled completions."""
     stops, token, closing = {*policy.eos_token_ids, *ends.stop_token_ids}, None, ""
     if _messages_in(data.rows[0]):
         token = ChatTemplate(policy.tokenizer, template_kwargs, eos_token_ids=stops).closing_token()
@@ -127,7 +127,7 @@ def _missing_turn_ends(
         return
     learned = zip(data.token_ids, data.masks, strict=True)
     if all(stops.isdisjoint(itertools.compress(ids[1:], mask[1:])) for ids, mask in learned):
-        yield f"{argument}: the loss excludes all ends of turns, so the policy does not learn to end completions; " + (
+        yield f"{argument}: the loss excludes all end-of-turn tokens, so the policy does not learn to stop; " + (
             closing
             or "append tokenizer.eos_token to strings, or use a chat template that writes an EOS after assistant"
             " turns, inside the generation tags. If max_length truncates all examples, increase it"
@@ -148,8 +148,8 @@ def _null_arguments(rows: Sequence[Row], argument: str) -> Iterator[str]:
         row, name = found[0]
         yield (
             f"{argument} row {row} has a tool call with the argument {name!r} = None ({len(found)} such arguments in"
-            " total), which the chat template shows as null. The package datasets adds None for arguments of other"
-            " rows' calls. Remove these arguments, or store arguments as JSON strings, which are decoded"
+            " total), which the chat template shows as null. The datasets package adds None for arguments that"
+            " occur only in other rows. Remove these arguments, or store arguments as JSON strings, which are decoded"
         )
 
 

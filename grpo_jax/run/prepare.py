@@ -1,4 +1,4 @@
-"""Validation of the arguments of `train`, and construction of the `Run` from them."""
+"""Validation of the arguments to `train`, and construction of its `Run`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prepare(
     surrogate: Surrogate | None = None,
     teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """Validate the arguments of `train` and build its `Run`.
+    """Validate the arguments to `train` and build its `Run`.
 
     Raises ValueError immediately if `config` or `policy` has the wrong type. All other errors are reported together.
     """
@@ -127,14 +127,14 @@ def _encode(
     interaction: Interaction | None,
     errors: ErrorList,
 ) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
-    """Tokenize the datasets, and place the policy on the devices of the run.
+    """Tokenize the datasets and place the policy on the run's devices.
 
-    Returns the policy and the config for these devices, their mesh, and the encoded datasets keyed by argument.
-    Raises `errors` together with errors in tokens, sizes and devices.
+    Returns the policy and the config for these devices, their mesh, and the encoded datasets keyed by argument name.
+    Raises all collected `errors` together with any errors in tokens, sizes and devices.
     """
     mesh, config = errors.check(run_mesh, policy, config) or (None, config)
     encoded = {}
-    for name, given in rows.items() if policy.tokenizer is not None else ():  # `check_policy` reports its absence
+    for name, given in rows.items() if policy.tokenizer is not None else ():  # `check_policy` reports a missing one
         found = errors.check(_encode_rows, policy, given, config, interaction, name) if given else None
         if found is not None:
             encoded[name] = found
@@ -215,13 +215,13 @@ def check_optimizer(optimizer: object) -> None:
     """Raise ValueError unless `optimizer` is an optax transformation or None."""
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ValueError(
-            f"optimizer must be an optax transformation; got {show(optimizer)}. Pass one such as optax.adamw(1e-6), or"
-            " None to use the config's optimizer"
+            f"optimizer must be an optax transformation; got {show(optimizer)}. Pass a transformation such as"
+            " optax.adamw(1e-6), or None to use the config's optimizer"
         )
 
 
 def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list[Row]:
-    """Load the training rows. From a stream, only as many rows as the run needs are read."""
+    """Load the training rows. A stream is read only as far as the run needs."""
     if config.max_steps <= 0 and is_stream(dataset):
         raise ValueError(
             "dataset is an IterableDataset of unknown length; set max_steps, or pass a finite part of the"
@@ -244,7 +244,7 @@ def _check_functions(
     *,
     required: bool,
 ) -> list[RewardFn]:
-    """Validate reward functions against the datasets. Returns them followed by the rewards of environments."""
+    """Validate reward functions against the datasets. Returns them, followed by the environments' rewards."""
     own_columns: Sequence[str] = ()
     if interaction is not None:
         from grpo_jax.rollout.interaction import REWARD_COLUMNS, with_environments
@@ -266,7 +266,7 @@ def _make_interaction(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: Environments | None,
 ) -> Interaction | None:
-    """Build the tools and environments of multi-turn completions."""
+    """Build the tools and environments for multi-turn completions."""
     from grpo_jax.rollout.interaction import make_interaction
 
     if not is_cached(policy.model):

@@ -1,4 +1,4 @@
-"""Uploads of a policy and its model card to the Hugging Face Hub, once or at each checkpoint of a run."""
+"""Upload of a policy and its model card to the Hugging Face Hub, once or at each of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def push_to_hub(
     Args:
       policy: policy to upload, such as `policy.replace(params=state.params)` after a run.
       repo_id: name of the repository, "owner/model" or "model". It is created if it does not exist.
-      run_dir: directory of the run, whose result, curves and settings are added to the card.
+      run_dir: run directory. The run's result, curves and settings are added to the card.
       base_model: Hub name of the model that was fine-tuned, for the card.
       dataset: Hub name of the training data, for the card.
       license: Hub identifier of the license, such as "apache-2.0", for the card. None omits the field.
       private: visibility of a new repository. If None, the Hub's default is used.
       revision: branch to push to, created if it does not exist. If None, the main branch is used.
-      commit_message: message of the commit.
+      commit_message: commit message.
 
     Returns:
       The URL of the commit in process 0, and "" in other processes.
 
     Raises:
       ValueError: if `repo_id` is malformed or the model cannot be written as a checkpoint.
-      FileNotFoundError: if `run_dir` is not the directory of a run.
+      FileNotFoundError: if `run_dir` is not a run directory.
       PermissionError: if not logged in. This and the errors above are raised before anything is written or uploaded.
       OSError: if the repository cannot be created.
 
@@ -85,9 +85,7 @@ def push_to_hub(
     except HFValidationError as error:
         raise ValueError(f"repo_id must have the form owner/model; got {repo_id!r} ({one_line(error)}).") from error
     if run_dir is not None and not Path(run_dir, "metrics.jsonl").is_file():
-        raise FileNotFoundError(
-            f"run_dir = {str(run_dir)!r}: metrics.jsonl is missing; pass the directory of a run, or None."
-        )
+        raise FileNotFoundError(f"run_dir = {str(run_dir)!r}: metrics.jsonl is missing; pass a run directory, or None.")
     if get_token() is None:
         raise PermissionError("not logged in to the Hugging Face Hub; run `hf auth login` or set HF_TOKEN.")
     name = ""
@@ -174,11 +172,11 @@ class Publisher:
         if jax.process_index() == 0:
             argument = f"push_to_hub = True: hub_model_id = {name!r}"
             self._name = _create(name, argument, config.hub_private_repo, config.hub_revision)
-            # Otherwise, the card of a previous push would overwrite a card that was edited on the hub since.
+            # Otherwise, the card from a previous push would overwrite later edits on the Hub.
             (self._directory / "README.md").unlink(missing_ok=True)
 
     def saved(self, step: int, params: Params, *, last: int) -> None:
-        """Upload the policy of a checkpoint, unless it is the last or `hub_strategy` is "end". Failures only warn."""
+        """Upload a checkpoint's policy, unless `step` is the last or `hub_strategy` is "end". Failures only warn."""
         if self._config.hub_strategy == "end" or step == last:
             return
         write_policy(self._directory, self._policy.replace(params=params))
@@ -186,14 +184,14 @@ class Publisher:
             self._push(f"Training in progress, step {step}")
         except Exception as error:
             warnings.warn(
-                f"the policy of step {step} could not be pushed to {self._name!r} ({one_line(error)}). Training"
+                f"the policy at step {step} could not be pushed to {self._name!r} ({one_line(error)}). Training"
                 " continues; the next checkpoint will be pushed",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
     def end(self, params: Params, *, draw: Callable[[], object] = lambda: None) -> None:
-        """Upload the final policy and its card after calling `draw` to create the plot. Raises OSError on failure."""
+        """Call `draw` to create the plot, then upload the final policy and its card. Raises OSError on failure."""
         write_policy(self._directory, self._policy.replace(params=params))
         if not self._name:
             return
@@ -261,7 +259,7 @@ def _result(run_dir: Path) -> list[str]:
     changed = changed_settings(about.get("config", {})).items()
     rows = [f"| {name} | {_cell(x)} |" for name, x in changed if not name.startswith(_PRIVATE)]
     parts = [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
-    parts += ["![Curves of the run](report.png)"] if Path(run_dir, "report.png").is_file() else []
+    parts += ["![Training curves](report.png)"] if Path(run_dir, "report.png").is_file() else []
     return parts + ["\n".join(["| setting | value |", "|---|---|", *rows])] * bool(rows)
 
 

@@ -1,6 +1,6 @@
 """Dry runs: tokenize the data, sample one group, call each reward function, run one update, and report problems.
 
-Memory is taken from XLA's analysis of the largest programs, compiled for the full size of the run.
+Memory is taken from XLA's analysis of the largest programs, compiled at the run's full size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DryRun:
 
     Attributes:
       sizes: description of the run's sizes.
-      memory: bytes of the training state, of the caller's policy, and of each program (arguments, results and
+      memory: bytes per part: the training state, the caller's policy, and each program (its arguments, results and
         temporaries).
       seconds: duration of each phase, including compilation.
       suspicious: likely problems, one sentence each.
@@ -81,7 +81,7 @@ def rehearse(
       reward_fns: reward functions, as in `train`. Each is called once.
       config: settings, as in `train`.
       donate: whether to donate the params of `policy`, as in `train`. The reported memory depends on it.
-      arguments: other arguments of `train`: `eval_dataset`, `optimizer`, `tools`, `environment_factory`, `sampler`,
+      arguments: other arguments to `train`: `eval_dataset`, `optimizer`, `tools`, `environment_factory`, `sampler`,
         `advantage_fn`, `surrogate` and `teacher`.
 
     Returns:
@@ -116,7 +116,7 @@ def rehearse(
     # Dynamic sampling would replace a group with equal rewards and hide the problem.
     config = dataclasses.replace(config, dynamic_sampling=False)
     micro = (1, run.sizes.micro_completions)
-    # With `skip`, the backward pass would not run for equal rewards.
+    # With `skip_zero_signal`, the backward pass would not run for equal rewards.
     updater = dataclasses.replace(run.updater, config=config, micro=micro, skip_zero_signal=False)
     group_run = dataclasses.replace(run, config=config, updater=updater)
     batch, rollout, rows = collect(group_run, state, LocalRollouts(group_run, count=1), phase=phase)
@@ -150,7 +150,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
-    """Return the memory in bytes of the largest programs, including their arguments, from XLA's analysis."""
+    """Return the largest programs' memory in bytes, including their arguments, from XLA's analysis."""
     batch = jax.eval_shape(lambda: run.zero_batch(state))
     calls = {"decode": rollout_call(run, state.params), "update": update_calls(run.updater, state, batch).update}
     memory = {}

@@ -1,4 +1,4 @@
-"""Checks that a run can resume from a checkpoint: descriptions of runs and the differences between two of them."""
+"""Checks that a run can resume from a checkpoint, by comparing its description with the saved one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for
 def describe(
     run: BaseRun, state: TrainState, *, eos_token_ids: Sequence[int] = (), eval_data: EncodedPrompts | None = None
 ) -> dict[str, Any]:
-    """Describe everything that affects the results of a run, as a JSON object that is stored in each checkpoint.
+    """Describe everything that affects a run's results, as a JSON object that is stored in each checkpoint.
 
     Datasets are hashed per column, frozen arrays by their first elements, and the caller's functions by their source.
     `eos_token_ids` are the tokens that end sampled completions.
@@ -84,7 +84,7 @@ def describe(
 
 
 def with_saved_checkpointing(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
-    """Replace `gradient_checkpointing=None` with the value of the previous run in the directory, if there is one."""
+    """Replace `gradient_checkpointing=None` with the value used by the run in the directory, if there is one."""
     # The `getattr` default covers an argument that is not a config, which `prepare` rejects.
     if run_dir is None or getattr(config, "gradient_checkpointing", False) is not None:
         return config
@@ -95,7 +95,7 @@ def with_saved_checkpointing(config: GRPOConfig, run_dir: str | Path | None) -> 
 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
-    """Return one line per difference between two results of `describe` that prevents resuming from `step`."""
+    """Compare two results of `describe` and return one line per difference that prevents resuming from `step`."""
     kinds = [config_class(which["config"]).__name__ for which in (current, saved)]
     if kinds[0] != kinds[1]:
         return [f"config: {kinds[0]}, but the run has {kinds[1]}"]
@@ -105,7 +105,7 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
     if rows != now:
         lines.append(f"dataset: {now} rows, but the run has {rows}")
     elif saved["dataset"] != current["dataset"] and not turns:  # prompts contain the tools' schemas
-        lines.append(f"dataset: the prompts or their order differ from the saved run ({now} rows in both)")
+        lines.append(f"dataset: the prompts or their order differ from the saved run's ({now} rows in both)")
     lines += _evaluation_differences(saved, current)
     for name in ("reward_fns", "optimizer", "sampler"):
         if saved[name] != current[name]:
@@ -113,7 +113,7 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
     if saved["frozen"] != current["frozen"]:
         lines.append("policy: the frozen base model differs from the run's")
     old, new = saved["policy"], current["policy"]
-    for name in (name for name in _changed(old, new) if name in old and name in new):  # versions may differ in fields
+    for name in (name for name in _changed(old, new) if name in old and name in new):  # a field may be new or removed
         lines.append(f"policy: {name} = {show(new[name])}, but the run has {show(old[name])}")
     old, new = saved["functions"], current["functions"]
     for name in _changed(old, new):
@@ -121,12 +121,12 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
         source = "; its source or bound arguments have changed" if ours == theirs else ""
         lines.append(f"{name}: {ours}, but the run has {theirs}{source}")
     lines += _teacher_differences(saved["teacher"] or {}, current["teacher"] or {})
-    # The arrays of the state are determined by the above, so they are compared only if nothing else differs.
+    # The state's arrays are determined by the above, so they are compared only if nothing else differs.
     return lines or _state_differences(saved["state"], current["state"])
 
 
 def changed_functions(saved: Json, current: Json, *, accept: bool = False) -> list[str]:
-    """Return one line per reward function, tool or environment with changed source. If `accept`, warn instead."""
+    """Return one line per reward function, tool or environment whose source changed. If `accept`, warn instead."""
     names = [
         f"{argument}: the source of {name}"
         for argument, sources in current["sources"].items()
@@ -140,7 +140,7 @@ def changed_functions(saved: Json, current: Json, *, accept: bool = False) -> li
 
 
 def warn_of_changes(saved: Json, current: Json) -> None:
-    """Warn of changes that may affect the results of a resumed run: columns, versions, machine, batch sizes."""
+    """Warn about changes that may affect a resumed run's results: columns, versions, machine, batch sizes."""
     for argument, prompts, columns in (
         ("dataset", "dataset", "columns"),
         ("eval_dataset", "evaluation", "eval_columns"),
@@ -161,8 +161,8 @@ def warn_of_changes(saved: Json, current: Json) -> None:
     lines = [f"{name} {' → '.join(shown[name])}" for name in _changed(old, new)]
     if lines:
         warnings.warn(
-            f"the run resumes with a different setup ({', '.join(lines)}): results may differ in the last bits from"
-            " those of an uninterrupted run",
+            f"the run resumes with a different setup ({', '.join(lines)}): results may differ in the last bits from an"
+            " uninterrupted run's",
             stacklevel=2,
         )
 
@@ -173,7 +173,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
-    """Yield a line for each setting that must not differ but does. Settings unknown to either version are skipped."""
+    """Yield a line for each changed setting that must not change. Settings unknown to either version are skipped."""
     old, new = saved["config"], current["config"]
     same_steps = saved["total_steps"] == current["total_steps"]
     for name in (name for name in _changed(old, new) if name in old and name in new):
@@ -204,7 +204,7 @@ def _teacher_differences(old: Json, new: Json) -> Iterator[str]:
 
 
 def _turn_differences(saved: Json, current: Json) -> Iterator[str]:
-    """Yield a line for each difference in tools, environments and methods of environments."""
+    """Yield a line for each difference in tools, environments and the environments' methods."""
     for kind, argument in (("tools", "tools"), ("environments", "environment_factory"), ("methods", "environments")):
         old, new = saved[kind], current[kind]
         if old.keys() != new.keys():
@@ -230,7 +230,7 @@ def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:
 
 
 def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return a line with some of the arrays that differ, from the first part of the state that has any."""
+    """Return a line with up to three changed arrays from the first part of the state that has any, or an empty list."""
     parts = {
         ".params": "policy: its params differ",
         ".opt_state": "optimizer: its state differs",
@@ -245,7 +245,7 @@ def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[s
 
 
 def _prompts(data: EncodedPrompts) -> Json:
-    """Return the number of prompts and the hash of their tokens."""
+    """Return the number of prompts and a hash of their tokens."""
     tokens = hashlib.sha256()
     for ids in data.token_ids:
         tokens.update(array("q", [len(ids), *ids]).tobytes())
@@ -257,7 +257,7 @@ def _prompts(data: EncodedPrompts) -> Json:
 
 
 def _turns(interaction: Interaction | None) -> dict[str, Json]:
-    """Return the schemas of tools and of environment methods, and the names of the environments."""
+    """Return the schemas of the tools and the environments' methods, and the environments' names."""
     if interaction is None:
         return {"tools": {}, "environments": {}, "methods": {}}
     kinds = interaction.kinds
@@ -276,16 +276,16 @@ def _turns(interaction: Interaction | None) -> dict[str, Json]:
 
 
 def _machine(state: TrainState) -> Json:
-    """Return the device kind and, for a single CPU device, its number of cores. Both may affect the last bits."""
+    """Return the device kind and a single CPU device's number of cores. Both may affect the last bits of results."""
     devices = devices_of(state)
     name = ", ".join(sorted({device.device_kind for device in devices}))
     return {"device": name, "cores": count_cores() if [x.platform for x in devices] == ["cpu"] else None}
 
 
 def _columns(data: EncodedPrompts) -> dict[str, str]:
-    """Hash the values of each column (their type, if they are neither JSON nor arrays), keyed by column.
+    """Hash each column's values (or their types, if they are neither JSON nor arrays), keyed by column name.
 
-    The dict is empty for `Examples`, whose columns are not read by functions.
+    The dict is empty for `Examples`, because no function reads their columns.
     """
     hashes: dict[str, hashlib._Hash] = {}
 
@@ -300,7 +300,7 @@ def _columns(data: EncodedPrompts) -> dict[str, str]:
 
 
 def _settings(model: Model) -> Json:
-    """Return the settings of a model except `_DERIVED`. The dict is empty for a custom model."""
+    """Return a model's settings except `_DERIVED`. The dict is empty for a custom model."""
     if not isinstance(model, Transformer | LoraModel):
         return {}
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}

@@ -1,4 +1,4 @@
-"""Result of a rollout: completions with their prompts, dataset rows and episodes."""
+"""Rollout results: completions with their prompts, dataset rows and episodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
 
 
 class RolloutResult(NamedTuple):
-    """Completions [B, G, T] of B dataset rows, as NumPy arrays.
+    """Completions [B, G, T] for B dataset rows, as NumPy arrays.
 
     The prompts in `rows` include text that environments added. `episodes` are the records of B·G multi-turn
-    completions, prompt-major. `environments` are the environments of this process's completions, or None if the
-    completions were prefetched. `process_rows` are the rows of this process. If None, rows are shared equally.
+    completions, prompt-major. `environments` are the environments for this process's completions, or None if the
+    completions were prefetched. `process_rows` are this process's rows. None divides the rows equally.
     `metrics` are the sampling engine's metrics.
     """
 
@@ -33,7 +33,7 @@ class RolloutResult(NamedTuple):
 
     @property
     def present(self) -> np.ndarray:
-        """Mask [B, G, T] bool of all tokens of a completion, including observations."""
+        """Mask [B, G, T] bool, True for all of a completion's tokens, including observations."""
         return np.asarray(self.completions.mask if self.completions.present is None else self.completions.present)
 
     @property
@@ -48,7 +48,7 @@ class RolloutResult(NamedTuple):
 
     @property
     def turn_counts(self) -> list[int]:
-        """Number of turns of each of the B·G completions."""
+        """Number of turns in each of the B·G completions."""
         if self.episodes is None:
             return [1] * self.completions.ended.size
         return [max(1, len(one.lengths)) for one in self.episodes]
@@ -64,7 +64,7 @@ class RolloutResult(NamedTuple):
         return metrics_of(self.episodes) | {"completions/observation_tokens": float(observed.mean())}
 
     def head(self, count: int) -> RolloutResult:
-        """Return the completions of the first `count` rows."""
+        """Return the completions for the first `count` rows."""
         process_rows, end = self.process_rows, count * self.completions.tokens.shape[1]
         if process_rows is not None:
             process_rows = range(min(process_rows.start, count), min(process_rows.stop, count))
@@ -72,7 +72,7 @@ class RolloutResult(NamedTuple):
         return self.take(np.arange(count))._replace(environments=environments, process_rows=process_rows)
 
     def take(self, groups: np.ndarray) -> RolloutResult:
-        """Return the completions of the given rows, in the given order, without environments."""
+        """Return the completions for the given rows, in the given order, without environments."""
         g = self.completions.tokens.shape[1]
         prompts, completions = jax.tree.map(lambda x: np.asarray(x)[groups], (self.prompts, self.completions))
         episodes = self.episodes

@@ -1,4 +1,4 @@
-"""Rewards of a rollout: gathering from all processes, metrics, `completions.jsonl` and dynamic sampling."""
+"""Rollout rewards: gathering across processes, metrics, lines of `completions.jsonl`, and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "mult
 
 
 def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
-    """Gather the rewards of all rows from the processes. Each process passes the rewards of its rows.
+    """Gather the rewards for all rows from all processes. Each process passes the rewards for its own rows.
 
     Reward statistics are recomputed over all completions. Error counts are summed, and times are maxima over processes.
     """
@@ -66,7 +66,7 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
 
 
 def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
-    """Return a mask [B] bool of the groups whose rewards are all equal."""
+    """Return a mask [B] bool, True for groups whose rewards are all equal."""
     found = _jit_zero_signal(
         rewards, weights=config.reward_weights, multi_objective_aggregation=config.multi_objective_aggregation
     )
@@ -74,7 +74,7 @@ def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
 
 
 def rollout_metrics(config: GRPOConfig, rewards: np.ndarray, rollout: RolloutResult) -> dict[str, float]:
-    """Compute metrics of rewards [B, G, K] and of completion lengths, with TRL's names."""
+    """Compute metrics from rewards [B, G, K] and completion lengths, with TRL's names."""
     lengths = rollout.present.sum(axis=-1)
     totals = total_rewards(rewards, config.reward_weights)
     spread = [np.std(group[~np.isnan(group)], ddof=1) for group in totals if (~np.isnan(group)).sum() > 1]
@@ -130,11 +130,11 @@ def refill_groups(
     config: GRPOConfig,
     sample_more: Callable[[], tuple[RolloutResult, Rewards, dict[str, float], Batch | None]],
 ) -> tuple[RolloutResult, Rewards, dict[str, float], np.ndarray]:
-    """Replace zero-signal groups with groups of the next prompts, from `sample_more` (dynamic sampling of DAPO).
+    """Replace zero-signal groups with groups for the next prompts from `sample_more` (DAPO's dynamic sampling).
 
     After `MAX_REFILLS` additional rollouts, missing groups are padded with zero-signal groups. The last result is a
-    mask [B] that is False for these. They are excluded from the loss, its normalizers and batch statistics. Metrics
-    are from the first rollout, whose prompts are not selected by rewards. Only costs are summed over all rollouts.
+    mask [B], False for padding groups, which are excluded from the loss, its normalizers and batch statistics. Metrics
+    are from the first rollout, because rewards did not select its prompts. Only costs are summed over all rollouts.
     """
     count, refills = len(rollout.rows), 0
     costs = [name for name in metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]

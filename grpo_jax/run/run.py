@@ -1,4 +1,4 @@
-"""Settings and objects of a run, built from validated arguments of `train` or `sft`, and its initial state."""
+"""A run's settings and objects, built from the validated arguments to `train` or `sft`, and its initial state."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class BaseRun:
 
     `policy.params` are the initial params, and are released once a `TrainState` holds them. All batches have
     P = `prompt_length`, so that each program is compiled only once. `mesh` is None for a single device, and `schedule`
-    is None for a custom optimizer. Fields with a default are for `train` only. `reward_fns` include the rewards of
-    environments, `interaction` has the tools and environments of multi-turn completions, and `sampler` is an engine.
+    is None for a custom optimizer. Fields with a default are for `train` only. `reward_fns` include the environments'
+    rewards, `interaction` has the tools and environments for multi-turn completions, and `sampler` is an engine.
     """
 
     policy: Policy
@@ -58,7 +58,7 @@ class BaseRun:
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """Shape (B, G) of the batch of an update."""
+        """Shape (B, G) of an update's batch."""
         return self.sizes.prompts_per_update, self.config.num_generations
 
     @property
@@ -67,7 +67,7 @@ class BaseRun:
         return self.sizes.updates > 1
 
     def zero_batch(self, state: TrainState) -> Batch:
-        """Return a minibatch of zeros with the fields that an update reads. `eval_shape` makes it abstract."""
+        """Return a minibatch of zeros with the fields that an update reads. Use `jax.eval_shape` for shapes only."""
         (b, g), t = self.batch_shape, self.updater.config.max_completion_length
         return Batch(
             prompts=Prompts(jnp.zeros((b, self.prompt_length), jnp.int32), jnp.zeros(b, jnp.int32)),
@@ -100,7 +100,7 @@ class Run(BaseRun):
         return self.sizes.updates > 1 or self.samples_in_background
 
     def row_indices(self, cursor: int, count: int) -> list[int]:
-        """Return the row indices of `count` prompts of the shuffled epochs, starting at position `cursor`."""
+        """Return the row indices of `count` prompts, starting at position `cursor` in the shuffled epochs."""
         config, num_rows = self.config, len(self.data.rows)
         entries = prompt_indices(cursor, count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset)
         return [row for _, row in entries]
@@ -131,7 +131,7 @@ class Run(BaseRun):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTRun(BaseRun):
-    """A run of `sft`, whose batches are examples of its dataset. `sizes.prompts` is a number of blocks of examples.
+    """A run of `sft`, whose batches are examples of its dataset. `sizes.prompts` counts blocks of examples.
 
     The keys of `eval_data` are dataset names, or "" for a single dataset. `num_groups` is the number of prompts per
     batch if all examples start with the same tokens, or None if each example has a separate prompt.
@@ -144,7 +144,7 @@ class SFTRun(BaseRun):
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """Shape (B, G) of the batch of an update."""
+        """Shape (B, G) of an update's batch."""
         rows = self.sizes.prompts_per_update
         return (rows, 1) if self.num_groups is None else (self.num_groups, rows // self.num_groups)
 

@@ -30,7 +30,7 @@ POLICY = "policy"
 def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
     """Write the files that `grpo-jax chat`, `evaluate` and `export` need in addition to a checkpoint's params.
 
-    Nothing is written if a `run.yaml` specifies the model, nor for custom models, adapters or vision towers.
+    Nothing is written if a `run.yaml` specifies the model, or for custom models, adapters or vision towers.
     """
     known = run_dir is None or (Path(run_dir) / "run.yaml").exists()
     if known or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
@@ -46,7 +46,7 @@ def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -
 
 
 def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError in all processes unless each of them can write to the run directory of process 0.
+    """Raise ValueError in all processes unless each of them can write to process 0's run directory.
 
     All processes write each checkpoint together. With separate directories, they would deadlock.
     """
@@ -56,7 +56,7 @@ def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
     token = Path(str(run_dir), f".token-{gather_objects(time.time_ns())[0]}")
     if index == 0 and run_dir is not None:
         message = _write_error(token)
-    expected, failed = gather_objects([run_dir is not None, message])[0]  # after this, the token of process 0 exists
+    expected, failed = gather_objects([run_dir is not None, message])[0]  # after this, process 0's token exists
     if index > 0 and not failed:
         if (run_dir is not None) != expected or (expected and not _appears(token)):
             message = (
@@ -76,7 +76,7 @@ def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
 
 
 def _write_error(path: Path) -> str:
-    """Create an empty file. Return the error message, or "" on success."""
+    """Create an empty file. Returns an error message, or "" on success."""
     try:
         with reject_unwritable(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _write_error(path: Path) -> str:
 
 
 def _appears(path: Path, seconds: float = 10) -> bool:
-    """Wait for a file of another process, which a network file system may delay. Return whether it exists."""
+    """Wait for another process's file, which a network file system may delay. Returns whether it exists."""
     deadline = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -99,7 +99,7 @@ def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
     """Create a run directory and hold its lock (`flock` on `.lock`, released by the kernel when the process ends).
 
     Windows and file systems without locks are not protected. Raises ValueError if the directory is not writable, and
-    RuntimeError, with the process and the host of the other run, if the lock is taken.
+    RuntimeError if another run holds the lock. The message names the other run's process and host.
     """
     if run_dir is None:
         yield

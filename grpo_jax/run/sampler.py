@@ -37,13 +37,13 @@ from grpo_jax.update.step import Updater
 ARGUMENTS = tuple(
     name for name in inspect.signature(generate).parameters if name not in ("answer_turn", "watch", "on_host")
 )
-"""Names of the arguments of `generate` that a sampler can take."""
+"""Names of `generate`'s arguments that a sampler can take."""
 ROUNDING = 1e-2
-"""Tolerance in nats for log-probs above 0, which rounding causes."""
+"""Largest log-prob above 0 that is accepted as a rounding error, in nats."""
 
 
 class Sampler(Protocol):
-    """An engine to sample with: a function that takes any of the arguments of `generate` by keyword.
+    """A sampling engine: a function that takes any of the arguments to `generate` by keyword.
 
     A sampler can take two additional arguments: `policy`, for its config and tokenizer, and `answer_turn` (a
     `rollout.turns.AnswerTurn`, or None), which returns the observation after a turn and is required for several turns.
@@ -57,27 +57,27 @@ class Sampler(Protocol):
       log_probs: [B, G, T] floats ≤ 0, log-probs under the distribution sampled from, after `temperature`, `top_k`,
         `top_p` and `min_p`, like the trainer's log-probs.
       ended: [B, G] bool, True if the completion ends with an EOS or stop id (`eos_token_ids` contains both), or with a
-        string of `stop`, or if `answer_turn` returned None.
+        string in `stop`, or if `answer_turn` returned None.
       present: only for multi-turn completions, [B, G, T] bool, True from the first to the last token of a completion.
         `mask` is then True only on sampled tokens.
 
-    Every call receives the `params` to sample from. All calls of a run receive the same `key`. Samples should depend
+    Each call receives the `params` to sample from. All calls in a run receive the same `key`. Samples should depend
     only on `key` and `prompt_indices`, so that a resumed run can reproduce them. With `rollout_ahead`, the engine is
-    called from a background thread. With several processes, each process calls it and the first one's result is used.
+    called from a background thread. With several processes, each process calls it and process 0's result is used.
 
-    Two attributes are optional. `follow(policy, params)` sets the params of subsequent calls. With `rollout_ahead` it
+    Two attributes are optional. `follow(policy, params)` sets the params for subsequent calls. With `rollout_ahead` it
     is called before sampling, and `params` then contains `ShapeDtypeStruct`s, because the arrays are updated in place.
-    `measured` is a dict of metrics of the last call, which are logged.
+    `measured` is a dict of metrics from the last call, which are logged.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...
 
 
 def check_sampler(sampler: object, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
-    """Raise ValueError unless `sampler` can be called with the keyword arguments of `generate`.
+    """Raise ValueError unless `sampler` can be called with the keyword arguments to `generate`.
 
-    It must take `answer_turn` for tools and environments, which also need a single process, and `stop` and
-    `max_turn_length` if they are set.
+    Tools and environments require that it takes `answer_turn` and that the run has a single process. It must take
+    `stop` and `max_turn_length` if the config sets them.
     """
     wanted = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
     if not callable(sampler):
@@ -116,7 +116,7 @@ def generate_by(
     on_host: bool = True,
     **settings: Any,
 ) -> Completions:
-    """Call an engine like `generate`, and validate its completions. All processes return the first one's."""
+    """Call an engine like `generate`, and validate its completions. All processes return process 0's result."""
     every = {"model": model, "params": params, "prompts": prompts, "key": key}
     every |= {"answer_turn": answer_turn, "policy": policy}
     every |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
@@ -189,7 +189,7 @@ def read_completions(
 
 
 def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
-    """Compute metrics of |log π_old − log π_sampler| and of importance weights.
+    """Compute metrics for |log π_old − log π_sampler| and the importance weights.
 
     Returns {} if `generate` sampled the batch. Weights are per token in the token modes of `sampler_correction`, and
     per completion in the others.
@@ -207,7 +207,7 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
 
 
 def _array(returned: Completions, name: str, kinds: str) -> Any:
-    """Return a field of the completions as a NumPy array. Raises ValueError if its dtype has a different kind."""
+    """Return a field of the completions as a NumPy array. Raises ValueError unless its dtype is one of `kinds`."""
     value, wanted = getattr(returned, name), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
     try:
         value = np.asarray(fetch(value))

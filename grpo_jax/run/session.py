@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None:
-    """Raise ValueError if `resume`, or a setting of the run, is incompatible with `run_dir`."""
+    """Raise ValueError if `resume` or a run setting is incompatible with `run_dir`."""
     if resume not in RESUME:
         raise ValueError(f"resume must be one of {', '.join(map(repr, RESUME))}; got {resume!r}")
     if run_dir is None and resume == "must":
@@ -56,11 +56,11 @@ def open_session(
     callbacks: Sequence[Callback] = (),
     hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
-    """Open the `Session` of a run in a `with` block. It defers SIGTERM and SIGINT unless `run_dir` is None.
+    """Open a run's `Session` in a `with` block, which defers SIGTERM and SIGINT unless `run_dir` is None.
 
     All processes write checkpoints together. Only process 0 locks the directory, logs, publishes and calls `callbacks`.
-    A checkpoint belongs to this run if it matches `description` (`resume.describe`). `hints` is a function from a line
-    of metrics to a list of warnings.
+    A checkpoint belongs to this run if it matches `description` (`resume.describe`). `hints` is a function that
+    takes a line of metrics and returns a list of messages.
     """
     first = jax.process_index() == 0
     own_dir = run_dir if first else None
@@ -137,7 +137,7 @@ class Session:
         self.monitor.completions(self.progress.step + 1, rows)
 
     def log_update(self, metrics: dict[str, float]) -> None:
-        """Count an optimizer step. Every `logging_steps` and after the last step, log the means since the last log."""
+        """Count an optimizer step. Every `logging_steps` and after the last step, log means since the last log."""
         run, progress = self.run, self.progress
         if run.schedule is not None:
             metrics["learning_rate"] = float(run.schedule(progress.step))
@@ -154,7 +154,7 @@ class Session:
     def check_skipped(
         self, state: TrainState, minibatch: Batch, metrics: Mapping[str, float], batch: Batch | None
     ) -> None:
-        """Warn about the first skipped update. Raises FloatingPointError after `max_skipped_updates` consecutive ones.
+        """Warn about the first skipped update. Raises FloatingPointError after `max_skipped_updates` in a row.
 
         Before raising, the run is saved with the count reset to 0, so that a resumed run does not fail immediately.
         """
@@ -205,7 +205,7 @@ class Session:
         self.monitor.evaluation(step, metrics)
 
     def save(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Write a checkpoint of the state, the counters, an unfinished batch, and prefetched completions."""
+        """Write a checkpoint with the state, the counters, an unfinished batch, and prefetched completions."""
         completions = transcript = None
         if self.source is not None:
             self.progress.in_progress = self.source.in_progress
@@ -224,7 +224,7 @@ class Session:
         """Save the run after an error in a reward function, environment or engine.
 
         An error while saving is only printed. With several processes no checkpoint is written, because all of them
-        would have to take part and one has failed.
+        would have to participate and one has failed.
         """
         step = self.progress.step
         if step == 0 or not self.checkpoints.enabled or jax.process_count() > 1:
@@ -236,7 +236,7 @@ class Session:
             self.monitor.say(f"step {step} could not be saved: {one_line(failed)}")
         else:
             self.monitor.say(
-                f"saved a checkpoint of step {step}. Fix the cause and repeat the call to resume from there; pass"
+                f"saved a checkpoint at step {step}. Fix the cause and repeat the call to resume from there; pass"
                 ' resume="changed" if you edit a reward function or environment'
             )
 

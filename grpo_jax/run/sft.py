@@ -50,7 +50,7 @@ def sft(
     optimizer: optax.GradientTransformation | None = None,
     donate: bool = False,
 ) -> TrainState:
-    """Fine-tune a policy on the completions of a dataset (supervised fine-tuning).
+    """Fine-tune a policy on a dataset's completions (supervised fine-tuning).
 
     The update and the run directory are the same as in `train`. The loss is `maths.supervised.likelihood_loss`.
     Examples are packed without padding, and their common prefix (BOS, a system prompt, tools) is computed once per
@@ -134,7 +134,7 @@ def prepare_sft(
     eval_dataset: Dataset | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Validate the arguments of `sft` and derive its run. Raises one ValueError that lists all errors."""
+    """Validate the arguments to `sft` and build its run. Raises one ValueError that lists all errors."""
     if not isinstance(config, SFTConfig):
         raise ValueError(
             f"config must be an SFTConfig; got {type(config).__name__}. SFTConfig.from_dict converts a dict."
@@ -186,7 +186,7 @@ def derive_sft(
     context: int | None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Derive the run from validated arguments. Params may be abstract. `longest` and `context` are in tokens."""
+    """Build the run from validated arguments. Params may be abstract. `longest` and `context` are in tokens."""
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
     # Maximum number of rows in a batch, rounded up to whole micro-batches. Blocks may repeat across an epoch boundary.
     repeats = -(-sizes.prompts // len(data.blocks)) + 1
@@ -279,7 +279,7 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
 
 
 def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Return the held-out `loss`, averaged per token. It is named `<name>/loss` if there are several datasets."""
+    """Return the held-out `loss`, averaged over tokens. With several datasets, it is named `<name>/loss`."""
     rows, losses = run.config.per_device_eval_batch_size * run.config.data_shards(), {}
     for name, examples in run.eval_data.items():
         count, total, tokens = len(examples.blocks), 0.0, 0

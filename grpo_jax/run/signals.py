@@ -15,10 +15,10 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """Context manager that records the first SIGTERM or SIGINT in `received`. A second signal has its default effect.
+    """Context manager that records the first SIGTERM or SIGINT in `received`, and then restores the previous handlers.
 
     Handlers are installed if `enabled`, only in the main thread, and only for signals that are not ignored or handled
-    outside Python. `alone` is False if other processes take part in rollouts, which then must not be interrupted.
+    outside Python. `alone` is False if other processes participate in rollouts, which then must not be interrupted.
     """
 
     def __init__(self, enabled: bool = True, alone: bool = True):
@@ -46,7 +46,7 @@ class StopSignals:
         os.write(2, f"\n{name}: saving after the current update; a second signal ends the run immediately\n".encode())
 
     def interrupt(self) -> None:
-        """Raise `Interrupted` if a signal has arrived, unless other processes take part in the computation."""
+        """Raise `Interrupted` if a signal has arrived, unless other processes participate in the computation."""
         if self.received is not None and self._alone:
             raise Interrupted
 

@@ -1,4 +1,4 @@
-"""Sources of rollouts. A run's source determines when completions are sampled, and from which policy.
+"""Rollout sources. A run's source determines when completions are sampled and from which policy.
 
 ```
 LocalRollouts       device:  sample 1 from θ0 │           │ update 1 │ sample 2 from θ1 │           │ update 2 │ …
@@ -33,9 +33,9 @@ from grpo_jax.watch.monitor import Progress
 
 
 class PrefetchedRollouts(LocalRollouts):
-    """A source that samples the next completions while the reward functions run, from the policy of the current ones.
+    """A source that samples the next completions while rewards are computed, from the same policy as the current ones.
 
-    Checkpoints store `waiting`, the completions of the prompts that start at `cursor`.
+    Checkpoints store `waiting`, the completions for the prompts that start at `cursor`.
     """
 
     waiting: RolloutResult | None = None
@@ -46,7 +46,7 @@ class PrefetchedRollouts(LocalRollouts):
         self.waiting = self._next = waiting
 
     def next(self, state: TrainState) -> RolloutResult:
-        """Return the completions of the next prompts, and sample them first if they were not prefetched."""
+        """Return completions for the next prompts, sampling them first if they were not prefetched."""
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._count
         result, self._next = self._next, None
         # Checkpoints cannot store environments, so reward functions do not receive them in any iteration.
@@ -72,7 +72,7 @@ class PrefetchedRollouts(LocalRollouts):
         self.cursor, self.waiting = self.next_cursor, self._next
 
     def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
-        """Return `waiting` as arrays, and the transcript of multi-turn completions as the bytes [n] uint8 of JSON.
+        """Return `waiting` as arrays, and the transcript of multi-turn completions as JSON bytes [n] uint8.
 
         The transcript contains the episodes, and the prompts that environments changed.
         """
@@ -94,10 +94,10 @@ class PrefetchedRollouts(LocalRollouts):
 
 
 class EngineRollouts(PrefetchedRollouts):
-    """A source whose engine samples the next completions in the background, during the rewards and the updates.
+    """A source whose engine samples the next completions in the background, during rewards and updates.
 
     The engine receives its params beforehand (`Sampler.follow`). They are also kept in the state's `old_params`, to
-    compute the log-probs of its completions. Checkpoints do not wait for the engine. A resumed run repeats the request.
+    compute the completions' log-probs. Checkpoints do not wait for the engine. A resumed run repeats the request.
     """
 
     _future: Future[RolloutResult] | None = None
@@ -110,12 +110,12 @@ class EngineRollouts(PrefetchedRollouts):
         self._thread.close()
 
     def begin(self, state: TrainState) -> None:
-        """Start sampling the next prompts from the params of `state`. The state may be updated in the meantime."""
+        """Start sampling from the params in `state` for the next prompts. The state may be updated in the meantime."""
         run, params, start = self.run, sampling_params(state), self.next_cursor
         follow: Callable[[Policy, Params], None] = getattr(run.sampler, "follow")  # noqa: B009 (optional in `Sampler`)
         follow(run.policy, params)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        # On a single device, because all devices of a mesh must execute programs in the same order.
+        # The key is on a single device, because all devices of a mesh must execute programs in the same order.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
         def interrupt() -> None:
@@ -133,7 +133,7 @@ class EngineRollouts(PrefetchedRollouts):
             self.in_progress = False
 
     def next(self, state: TrainState) -> RolloutResult:
-        """Return the completions of the next prompts, and wait for the engine if necessary."""
+        """Return completions for the next prompts, waiting for the engine if necessary."""
         if self._future is not None:
             self._next = self._result(state)
         return super().next(state)
@@ -146,7 +146,7 @@ class EngineRollouts(PrefetchedRollouts):
         yield
 
     def commit(self) -> None:
-        """Mark the current iteration as completed, and record whether the engine is sampling, for checkpoints."""
+        """Mark the current iteration as completed. Checkpoints then store whether the engine is sampling."""
         super().commit()
         self.in_progress = self._future is not None
 
@@ -169,7 +169,7 @@ def rollout_source(
     *,
     interrupt: Callable[[], None] = lambda: None,
 ) -> LocalRollouts:
-    """Create the source of a run's rollouts. `completions` and `transcript` are from its checkpoint, if it has one."""
+    """Create a run's rollout source. `completions` and `transcript` are from the run's checkpoint, if it has one."""
     cursor = progress.cursor
     if not run.config.rollout_ahead:
         return LocalRollouts(run, cursor=cursor, interrupt=interrupt)

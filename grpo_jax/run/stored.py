@@ -1,4 +1,4 @@
-"""Helpers that read a single checkpoint: abstract arrays, params only, and errors of unreadable files."""
+"""Helpers for reading a single checkpoint: abstract arrays, params without the rest, and unreadable files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from grpo_jax.types import Batch, Completions, Params, Prompts
 _Result = TypeVar("_Result")
 
 Shapes = dict[str, Any] | list[Any] | None
-"""JSON description of a tree of arrays: `Shapes` keyed by field, or a list of shape and dtype."""
+"""JSON description of a tree of arrays: a dict of `Shapes` keyed by field, or a list [shape, dtype]."""
 
 
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """Return the step and the params of one checkpoint, for evaluation, chat or export.
+    """Load a checkpoint's params for evaluation, chat or export. Returns (step, params).
 
     `like` are the params that the run started from. The result has their shapes, dtypes and devices. If `step` is
-    None, the newest checkpoint is read. Raises ValueError if it does not exist or belongs to a different model.
+    None, the newest checkpoint is read. Raises ValueError if the checkpoint is missing or does not match `like`.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -36,7 +36,7 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
     steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
     chosen = max(steps, default=None) if step is None else step
     if chosen is None or chosen not in steps:
-        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        missing = "no checkpoint" if step is None else f"no checkpoint at step {step}"
         there = f"; available steps: {', '.join(map(str, steps))}" if steps else "; check that run_dir is correct"
         raise ValueError(f"run_dir = {str(run_dir)!r} contains {missing}{there}")
     wanted = {"params": jax.tree.map(as_target, like)}
@@ -50,7 +50,7 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
 
 
 def tried(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """Call `read`, whose files may be truncated or invalid. Return its result and "", or None and the error."""
+    """Call `read`, which may fail on truncated or invalid files. Returns (result, "") or (None, error message)."""
     with warnings.catch_warnings():
         # After a failed load, orbax leaves coroutines that were never awaited to the garbage collector.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
@@ -70,7 +70,7 @@ def tried_by_all(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
 
 
 def as_target(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and sharding of an array."""
+    """Return an abstract array with the shape, dtype and sharding of `x`, into which orbax restores."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 

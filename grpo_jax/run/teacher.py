@@ -1,4 +1,4 @@
-"""The teacher of a run: validation of the argument, and the teacher's log-probs in a batch.
+"""A run's teacher: validation of the `teacher` argument, and the teacher's log-probs for a batch.
 
 | teacher | `distillation_mode` | distillation target |
 |---|---|---|
@@ -34,7 +34,7 @@ class Scorer(Protocol):
     given its prompt and the previous tokens, at the run's temperature, as `TeacherLogProbs` or an array of log-probs.
 
     Two attributes are optional. `tokenizer` must have the policy's vocabulary. The method `check(config)` is called
-    before sampling, and raises ValueError for settings that the teacher does not support.
+    before sampling and must raise ValueError for settings that the teacher does not support.
     """
 
     def score(self, prompts: Prompts, completions: Completions) -> TeacherLogProbs | np.ndarray: ...
@@ -119,7 +119,7 @@ def _contradictions(is_policy: bool, config: GRPOConfig, *, has_rewards: bool) -
             " use 'jsd', or leave distillation_alpha at 0.5"
         )
     if not is_policy and jax.process_count() > 1:
-        yield "a scorer cannot be the teacher of a run with several processes; use a Policy"
+        yield "a scorer cannot be the teacher in a run with several processes; use a Policy"
     if config.dynamic_sampling and not has_rewards:
         yield "dynamic_sampling=True needs rewards to select groups; pass a reward function or use False"
 
@@ -142,14 +142,14 @@ def check_same_tokenizer(ours: object, theirs: object) -> None:
 
 
 def make_teaching(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> Teaching:
-    """Build the `Teaching` of a run from a scorer or a `Policy`, whose params are on the run's devices."""
+    """Build a run's `Teaching` from a scorer, or from a `Policy` whose params are on the run's devices."""
     if isinstance(teacher, Policy):
         return Teaching(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
     return Teaching(scorer=teacher)
 
 
 def _read_result(result: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:
-    """Validate the result of a scorer, and set values to 0 where the mask is False."""
+    """Validate a scorer's result, and set values to 0 where the mask is False."""
     result = TeacherLogProbs._make(result) if isinstance(result, tuple) else TeacherLogProbs(result)
     log_probs = _read_array(result.log_probs, "log_probs", mask)
     if config.distillation_topk is None:

@@ -76,17 +76,17 @@ def train(
         such datasets keyed by name, with metrics such as `eval/<name>/reward`.
       run_dir: directory for metrics, completions, checkpoints and the report. If None, no files are written. Only
         one process can use it at a time.
-      resume: how to resume. "auto" resumes the run in `run_dir`, if any; the final state is bit-identical to the state
-        without an interruption. "must" raises an error if there is no run, "never" if there is one. "changed" is
-        "auto" but warns if the source of a reward function, tool or environment has changed, instead of failing.
+      resume: how to resume. "auto" resumes the run in `run_dir`, if any; the final state is bit-identical to an
+        uninterrupted run's. "must" raises an error if there is no run, "never" if there is one. "changed" is like
+        "auto", but only warns if the source of a reward function, tool or environment has changed.
       callbacks: functions called as `callback(step, metrics)` after every logged step (see `watch.Callback`). If one
         raises `watch.StopRun`, the run saves a checkpoint and stops.
       optimizer: optax transformation that replaces the config's AdamW, learning rate schedule and gradient clipping.
       tools: sync or async functions that the policy may call between its turns. The chat template shows their
         signatures and docstrings, and their results are appended to the context before the policy's next turn.
       environment_factory: class or function without arguments that creates an environment for each completion
-        (`types.Environment`), or a dict of factories, selected by the dataset's column `environment`. The public
-        methods of an environment are tools, or its `respond(text)` returns the text after a turn. `reset(**row)` may
+        (`types.Environment`), or a dict of factories, selected by the dataset's column `environment`. An
+        environment's public methods are tools, or its `respond(text)` returns the text after a turn. `reset(**row)` may
         add to the prompt. `get_reward()` is an additional reward with weight 1, named after the class. Reward
         functions with an argument `environments` receive the environments, except with `rollout_ahead`.
       sampler: inference engine to sample with instead of `generate` (see `run.sampler.Sampler`). Evaluations during
@@ -94,17 +94,17 @@ def train(
       advantage_fn: function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns advantages of shape [B, G]
         or [B, G, T]. It is compiled, and replaces `advantage_estimator`, `scale_rewards` and
         `multi_objective_aggregation`. `types.AdvantageFn` lists the context.
-      surrogate: function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss of each token,
+      surrogate: function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss per token,
         [..., T]. It replaces the surrogate of `loss_type`, which still determines the reduction to a scalar.
       teacher: teacher to distill from, weighted by `distillation_coef`. Either a policy of any size with the same
         tokenizer, quantized or not, which is placed on the run's mesh; or a scorer, which returns log-probs
         (`run.teacher.Scorer`).
       donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
-        memory of full fine-tuning with AdamW. Afterwards any use of `policy.params` raises an error. The model,
-        tokenizer and files remain, so that `policy.replace(params=state.params)` is a usable policy.
+        memory of full fine-tuning with AdamW. Afterwards, any use of `policy.params` raises an error. The model,
+        tokenizer and files remain, so `policy.replace(params=state.params)` is a usable policy.
 
     Returns:
-      The final `TrainState`, or the best checkpoint's with `load_best_model_at_end`. Export it with
+      The final `TrainState`, or the best checkpoint's state with `load_best_model_at_end`. Export it with
       `save_pretrained(directory, policy.replace(params=state.params))`.
 
     Raises:
@@ -118,7 +118,7 @@ def train(
         `run_dir`, signals are not handled.
 
     Example:
-      A model with sixteen parameters, one for each pair of letters, learns in thirty steps to start with a b:
+      A bigram model with 16 parameters learns in 30 steps to start completions with "b":
 
       >>> import jax.numpy as jnp
       >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -157,7 +157,9 @@ def train(
         teacher=teacher,
     )
     check_run_dir(run, run_dir, resume)
-    state = committed(new_state(run, donate=donate))  # like restored arrays, so that both use the same programs
+    state = committed(
+        new_state(run, donate=donate)
+    )  # committed like restored arrays, so that both use the same programs
     run.policy.empty()  # drops only the run's reference; the caller's `policy` is a separate object
     description = None
     if run_dir is not None:
@@ -210,7 +212,7 @@ def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:
 
 
 def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) -> dict[str, float]:
-    """Return the metrics of the evaluation prompts, sampled with `generate`."""
+    """Sample completions for the evaluation prompts with `generate` and return their metrics."""
     from grpo_jax.run.evaluate import evaluate_encoded
 
     metrics, _ = evaluate_encoded(

@@ -108,7 +108,7 @@ def test_export_writes_adapters_or_merges_them(folder, trained, params):
     run("export", trained, folder / "merged", "--merge")
     merged = merge_lora(adapted(folder).replace(params=params))
     assert same(from_pretrained(folder / "merged").params, merged.params)
-    with pytest.raises(SystemExit, match="contains no checkpoint of step 1"):
+    with pytest.raises(SystemExit, match="contains no checkpoint at step 1"):
         run("export", trained, folder / "out", "--checkpoint=1")
 
 

@@ -57,7 +57,7 @@ ALL = "set all of coordinator, num_processes and process_id, or none of them"
             "--coordinator host0:1 --num-processes 2 --process-id 2",
             "process_id must be from 0 to 1 with 2 processes; got 2",
         ),
-        ("--distributed auto --process-id 2", "--distributed auto excludes --coordinator, --num-processes and"),
+        ("--distributed auto --process-id 2", "--distributed auto cannot be combined with --coordinator"),
     ],
 )
 def test_invalid_flags_are_rejected(line, message, begun):

@@ -95,12 +95,12 @@ def test_end_of_turn_that_does_not_end_completions_warns():
     lesson = [{"messages": [*talk(), {"role": "assistant", "content": "yes"}]}]
     (line,) = said(lesson, tokenizer)
     assert line.startswith(
-        f"dataset: the loss excludes all ends of turns, so the policy does not learn to end completions; {told}"
+        f"dataset: the loss excludes all end-of-turn tokens, so the policy does not learn to stop; {told}"
     )
     assert said(lesson, tokenizer, eos=[eos, end]) == []
     (line,) = said(lesson, tokenizer_with(CHATML.replace("<|im_end|>", "")))
     assert line.startswith(
-        "dataset: the loss excludes all ends of turns, so the policy does not learn to end completions; append"
+        "dataset: the loss excludes all end-of-turn tokens, so the policy does not learn to stop; append"
     )
 
 

@@ -58,7 +58,7 @@ def test_run_is_pushed_at_checkpoints_and_at_its_end(tmp_path, monkeypatch):
     card = hub.commits[1][3]["README.md"].decode()
     assert "\nReward " in card
     assert "| max_steps | 2 |" in card
-    assert "![Curves of the run](report.png)" in card
+    assert "![Training curves](report.png)" in card
     assert hub.commits[1][3]["report.png"] == (tmp_path / "run" / "report.png").read_bytes()
 
 
@@ -80,7 +80,7 @@ def test_failed_push_warns_during_the_run_and_raises_at_its_end(tmp_path, monkey
     with serving(monkeypatch) as hub:
         publisher = opened(CONFIG, tmp_path)
         hub.broken = True
-        with pytest.warns(RuntimeWarning, match="the policy of step 1 could not be pushed to 'me/sums'"):
+        with pytest.warns(RuntimeWarning, match="the policy at step 1 could not be pushed to 'me/sums'"):
             publisher.saved(1, params, last=3)
         with pytest.raises(
             OSError, match=r"could not be pushed to 'me/sums' .*It is saved in .*hub\. Call train again"
@@ -117,7 +117,7 @@ def test_card_describes_the_run(tmp_path, monkeypatch):
     assert (card.data.base_model, card.data.license, card.data.library_name) == ("some/base", "mit", "transformers")
     text = card.text
     assert "\n\nA language model, trained from [some/base](https://huggingface.co/some/base) with" in text
-    assert "\nRight on held-out prompts 0.0625 → 0.75 in 10 steps.\n\n![Curves of the run](report.png)\n" in text
+    assert "\nRight on held-out prompts 0.0625 → 0.75 in 10 steps.\n\n![Training curves](report.png)\n" in text
     rows = text.partition("\n| setting | value |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
     assert sorted(rows) == ["| learning_rate | 0.5 |", "| max_steps | 10 |", '| stop | ["a\\|b"] |']
     assert "secret" not in text

@@ -138,7 +138,7 @@ def test_run_ended_by_a_reward_error_is_saved_at_its_last_step(whole, tmp_path, 
     with pytest.raises(RewardError, match="the service is down"):
         run(tmp_path, reward_fn=failing, **unsaved)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
-    assert "saved a checkpoint of step 6. Fix the cause and repeat the call" in capfd.readouterr().err
+    assert "saved a checkpoint at step 6. Fix the cause and repeat the call" in capfd.readouterr().err
     with pytest.raises(ValueError, match=r"reward_fns: the source of vowels has changed; .* resume=\"changed\""):
         run(tmp_path, **unsaved)
     with pytest.warns(UserWarning, match="the run continues with changed functions"):
@@ -272,7 +272,7 @@ WARM = {"lr_scheduler_type": "constant_with_warmup"}
 DIFFERENCES = [
     ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, but the run has 2"]),
     ({}, {"token_ids": [[5], [6, 7]]},
-     ["dataset: the prompts or their order differ from the saved run (2 rows in both)"]),
+     ["dataset: the prompts or their order differ from the saved run's (2 rows in both)"]),
     ({}, {"reward_fns": [vowels, len]}, ["reward_fns: ['vowels', 'len'], but the run has ['vowels']"]),
     ({}, {"shape": (2, 4)},
         ["policy: its params differ from the run's: params['w'] float32[2, 4] instead of float32[2, 3]"]),

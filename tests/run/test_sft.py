@@ -200,7 +200,7 @@ def test_sft_learns_evaluates_and_keeps_the_best(learned):
     assert json.loads((run_dir / "run.json").read_text())["config"] == config.to_dict() | {"compute_dtype": "float32"}
     for changed, message in (
         ({"completion_only_loss": False}, "completion_only_loss = False, but the run has None"),
-        ({"seed": 0}, r"dataset: the prompts or their order differ from the saved run \(6 rows in both\)"),
+        ({"seed": 0}, r"dataset: the prompts or their order differ from the saved run's \(6 rows in both\)"),
     ):
         rows = [*ROWS[:5], {"prompt": "7+5=", "completion": "13"}] if "seed" in changed else ROWS
         with pytest.raises(ValueError, match=message):
