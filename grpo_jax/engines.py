@@ -1,4 +1,4 @@
-"""Use of vLLM servers in training: `vllm` builds a sampler, and `vllm_scorer` builds a teacher."""
+"""vLLM servers for training: `vllm` builds a sampler, and `vllm_scorer` builds a teacher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vllm(
     patience: float = 300.0,
     api_key_env: str = "VLLM_API_KEY",
 ) -> Engine:
-    """Build a `sampler` for `train`, `evaluate` and `rehearse` that is backed by a running vLLM server.
+    """Build a `sampler` for `train`, `evaluate` and `rehearse`, backed by a running vLLM server.
 
     Start the server with the policy's base model:
 
@@ -42,9 +42,9 @@ def vllm(
       base_url: URL of the server, such as "http://host:port".
       model: name of the base model on the server. If "", its only model is used.
       directory: directory for the weights, which the server must be able to read under the same path. If None, /dev/shm
-        if it exists, otherwise the system's directory for temporary files.
-      tolerance: maximum mean absolute difference of the probe's log-probs, in nats per token. If None, 1e-4 for float32
-        models and 0.05 for others. A server with `--dtype bfloat16` differs by about 0.01.
+        is used if it exists, and otherwise the system's temporary directory.
+      tolerance: maximum mean absolute difference of the probe's log-probs, in nats per token. If None, it is 1e-4 for
+        float32 models and 0.05 for others. A server with `--dtype bfloat16` differs by about 0.01.
       timeout: timeout in seconds for one complete response, such as a completion.
       patience: seconds for which requests to a busy server are retried, and for which the engine waits for an
         unavailable server.
@@ -87,12 +87,12 @@ def vllm_scorer(
     not listed are documented in `vllm`.
 
     Args:
-      top_k: number of tokens whose log-probs are requested at every position. It must equal `distillation_topk` of a
+      top_k: number of tokens whose log-probs are requested at every position. It must equal `distillation_topk` in a
         run with `distillation_mode="topk_logits"`. Values over 20 need `--max-logprobs`. If None, only the log-probs of
         the sampled tokens are requested, for `distillation_mode="sampled_token"`.
       model: name of the teacher on the server, which may be an adapter. If "", its only model is used.
       at_once: maximum number of concurrent requests. Use 1 for a server with `--enable-lora`, where vLLM 0.32 crashes
-        on `prompt_logprobs` of two sequences in one batch.
+        on `prompt_logprobs` for two sequences in one batch.
       tokenizer: tokenizer of the teacher, such as `AutoTokenizer.from_pretrained(MODEL)`, which is compared with the
         policy's. If None, the two are assumed to be equal.
     """

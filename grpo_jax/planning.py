@@ -53,8 +53,8 @@ class Plan:
       device: kind of the devices.
       devices: number of devices in the mesh.
       memory: memory of one device in bytes, or None if unknown.
-      held: bytes per device that are in use during the whole run, keyed by part: "base" (frozen base model of
-        adapters), "params", "master params", "optimizer", "reference", "old params", "initial params", and "policy"
+      held: bytes per device that are in use during the whole run, keyed by part: "base" (the adapters' frozen
+        base model), "params", "master params", "optimizer", "reference", "old params", "initial params", and "policy"
         (the caller's params, unless donated).
       programs: largest program of each phase: "rollout" (one burst of decoding), "reference", and "update" (one packed
         sequence).
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits in the memory of a device, or None if the memory is unknown."""
+        """Whether the peak fits in a device's memory, or None if the memory is unknown."""
         return None if self.memory is None else self.peak <= self.memory
 
     def __str__(self) -> str:
@@ -164,14 +164,14 @@ def plan(
       memory: memory of one device in bytes, used to decide whether the run fits. If None, the device's memory is used.
       param_dtype: dtype of the loaded params, "float32" or "bfloat16".
       lora: rank of adapters, or a dict with `rank` and `targets`. If None, all params are trained.
-      quantize: quantization of the base model of adapters: "nf4", "int8" or None.
+      quantize: quantization of the adapters' base model: "nf4", "int8" or None.
       donate: whether the caller's params are donated, as in `train`. `grpo-jax train` always donates them.
 
     Returns:
       A `Plan`, which prints as a table.
 
     Raises:
-      ValueError: if the model or settings are invalid, devices are too few, or the device's compiler is not installed.
+      ValueError: if the model or settings are invalid, there are too few devices, or the compiler is not installed.
 
     Example:
       >>> from grpo_jax import GRPOConfig
@@ -232,7 +232,7 @@ def answer(request: str) -> str:
 
 
 def _last_error(stderr: str) -> str:
-    """Return the line of a traceback with the exception. Full compiler messages can be very long."""
+    """Return the exception line from a traceback. Full compiler messages can be very long."""
     lines = stderr.strip().splitlines() or ["no message on standard error"]
     return ([line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)] or lines)[-1]
 
@@ -247,8 +247,8 @@ def _check(raw: Json, config: Config, loading: Loading) -> None:
 class AbstractRun:
     """A run of `train` or `sft` with abstract arrays, which have shapes and shardings but no values.
 
-    `memory` is the memory of a device in bytes, or None if unknown. `base` contains the frozen base model of adapters.
-    `batch` is the batch of an update. `rollout` is the largest decode program, or None for `sft`.
+    `memory` is the memory of a device in bytes, or None if unknown. `base` is the adapters' frozen base model.
+    `batch` is an update's batch. `rollout` is the largest decode program, or None for `sft`.
     """
 
     run: BaseRun

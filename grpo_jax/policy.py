@@ -49,7 +49,7 @@ class Policy:
       files: tokenizer files as bytes, keyed by name. Saved unchanged unless `tokenizer` was replaced or modified.
       extra_tensors: tensors of the checkpoint that are not part of the language model, such as a vision tower, keyed by
         name. They are memory-mapped and saved unchanged.
-      stacked_experts: whether the checkpoint stores each kind of expert weight of a layer as one stacked tensor.
+      stacked_experts: whether the checkpoint stacks a layer's expert weights of each kind in one tensor.
       loaded_tokenizer: result of `hub.policy.state_of` at load time, used to detect changes, or None without `files`.
     """
 
@@ -74,7 +74,7 @@ class Policy:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a completion, from the first source of generation_config.json, config.json, tokenizer."""
+        """Token ids that end a completion, from generation_config.json, config.json or the tokenizer, in this order."""
         for ids in self._values_of("eos_token_id"):
             if ids is not None and ids != []:
                 return (ids,) if isinstance(ids, int) else tuple(ids)
@@ -89,7 +89,7 @@ class Policy:
         return (*self.eos_token_ids, 0)[0]
 
     def _values_of(self, name: str) -> list[Any]:
-        """Return a setting's values in the config files and the tokenizer, in order of precedence, None if missing."""
+        """Return a setting's value, or None, from each config file and the tokenizer, in order of precedence."""
         files = (self.generation_config, self.config, self.config.get("text_config") or {})
         return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
 
@@ -114,7 +114,7 @@ class Policy:
         except Exception as error:
             raise ValueError(f"policy.model.apply raised {one_line(error)}. {MODEL_CALL}.") from error
         if getattr(logits, "ndim", None) != 3 or logits.shape[:2] != tokens.shape:
-            raise ValueError(f"policy.model.apply returned {show(logits)} for tokens [2, 3]. {MODEL_CALL}.")
+            raise ValueError(f"policy.model.apply returned {show(logits)} for tokens of shape [2, 3]. {MODEL_CALL}.")
 
     def check_held(self) -> None:
         """Raise ValueError if the params were donated to a run, directly or via another policy with the same arrays."""

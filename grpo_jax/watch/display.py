@@ -61,7 +61,7 @@ class Display:
     In a terminal, a progress bar is redrawn after each optimizer step. In a log file, pipe or notebook, one line is
     printed per logged step, and after `SILENCE` seconds without output a line with the current `activity`, so that a
     long rollout or compilation is not mistaken for a hang. Output goes to `console`, by default standard error (in a
-    notebook, the output cell). Exiting the context restores the terminal, also after an error.
+    notebook, the output cell). Exiting the context restores the terminal, even after an error.
     """
 
     def __init__(

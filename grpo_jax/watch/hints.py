@@ -25,10 +25,10 @@ WINDOW = 10
 FIRST, LAST = 12, 100
 """Numbers of lines kept in memory: the first `FIRST` lines of the run and the latest `LAST` lines."""
 SAMPLER_GAP, SAMPLER_GAP_FLOAT32 = 1.5, 1e-3
-"""Upper bounds on the largest |l − l_sampling| in a batch due to rounding, in nats: in general, and in exact float32.
+"""Largest |l − l_sampling| in a batch that rounding explains, in nats: in general, and with exact float32 products.
 
-The bounds include a margin for larger models. On a CPU, the largest gap of stories260K (5 layers, 4,096 tokens,
-temperatures 1 and 0.5) and of random models with 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's
+The bounds include a margin for larger models. On a CPU, the largest gap in stories260K (5 layers, 4,096 tokens,
+temperatures 1 and 0.5) and in random models with 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's
 10 bits (as a GPU does for float32 products), 0.1 with operands rounded to bfloat16's 7 bits (as a TPU does), and 0.54
 in bfloat16.
 """
@@ -44,7 +44,7 @@ History = Sequence[Line]
 
 def sampler_gap_limit(compute_dtype: str) -> float:
     """Return `SAMPLER_GAP_FLOAT32` if this machine computes float32 products exactly, else `SAMPLER_GAP`."""
-    settings: Any = jax.config  # type checkers do not know its attributes
+    settings: Any = jax.config  # type checkers do not recognize its attributes
     exact = jax.default_backend() == "cpu" or settings.jax_default_matmul_precision in ("highest", "float32")
     return SAMPLER_GAP_FLOAT32 if exact and resolve(compute_dtype) == "float32" else SAMPLER_GAP
 
@@ -56,19 +56,19 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
         return None
     if unscored > 0.5:  # missing rewards count as equal
         return (
-            f"{100 * unscored:.0f}% of the completions of the last {WINDOW} logged steps had no reward and did not"
+            f"{100 * unscored:.0f}% of the completions in the last {WINDOW} logged steps had no reward and did not"
             " contribute to the gradient. Check rewards/*/missing, and rewards/*/errors for errors in reward functions"
         )
     more = "" if config.dynamic_sampling else ", or set dynamic_sampling=True to sample other prompts instead"
     return (
-        f"{100 * fraction:.0f}% of the groups of the last {WINDOW} logged steps had equal rewards and zero gradient. If"
+        f"{100 * fraction:.0f}% of the groups in the last {WINDOW} logged steps had equal rewards and zero gradient. If"
         " all completions are correct, the task is learned. Otherwise, use rewards that distinguish completions, raise"
         f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}){more}"
     )
 
 
 def truncated(history: History, config: GRPOConfig) -> str | None:
-    """Report that almost all completions are truncated, so that rewards are computed from incomplete text."""
+    """Report that almost all completions are truncated, so rewards are computed from incomplete text."""
     fraction, turns = _mean(history, "completions/clipped_ratio"), _mean(history, "turns/mean") or 0.0
     if fraction is None or fraction < (0.9 if turns > ONE_TURN else 0.995):
         return None
@@ -82,7 +82,7 @@ def truncated(history: History, config: GRPOConfig) -> str | None:
         )
         fixes += " of turns (set max_tool_calling_iterations, or return None from respond)"
     return (
-        f"{100 * fraction:.0f}% of the completions of the last {WINDOW} logged steps were truncated at"
+        f"{100 * fraction:.0f}% of the completions in the last {WINDOW} logged steps were truncated at"
         f" max_completion_length = {config.max_completion_length} tokens. Raise it{fixes}"
     )
 
@@ -104,7 +104,7 @@ def kl_rising(history: History, config: GRPOConfig) -> str | None:
 
 
 def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
-    """Report that the policy is almost deterministic, so that the completions of a group are nearly identical."""
+    """Report that the policy is almost deterministic, so the completions in a group are nearly identical."""
     values = finite_values(history, "entropy")
     if len(values) < 2 * WINDOW:
         return None
@@ -112,7 +112,7 @@ def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
     if now >= 0.05 * first or now >= 0.05:
         return None
     return (
-        f"the entropy of the policy fell from {first:.3g} to {now:.3g} nats per token, so there is little exploration."
+        f"the policy's entropy fell from {first:.3g} to {now:.3g} nats per token, so there is little exploration."
         " This is expected if the task is learned. Otherwise, set entropy_coef"
         f" (now {config.entropy_coef:g}) or use_adaptive_entropy=True, raise epsilon_high or temperature, or lower"
         " learning_rate"
@@ -160,15 +160,15 @@ def few_turns(history: History, config: GRPOConfig) -> str | None:
     turns, fraction = _mean(history, "turns/mean"), _mean(history, "turns/clipped_ratio")
     if fraction is not None and fraction >= 0.5:
         return (
-            f"{100 * fraction:.0f}% of the completions of the last {WINDOW} logged steps ended with a tool call beyond"
+            f"{100 * fraction:.0f}% of the completions in the last {WINDOW} logged steps ended with a tool call beyond"
             f" the limit. Raise max_tool_calling_iterations (now {config.max_tool_calling_iterations}), state the limit"
             " in the prompt, or reward shorter dialogues"
         )
     if turns is None or turns > ONE_TURN:
         return None
     return (
-        f"completions of the last {WINDOW} logged steps had {turns:.2f} turns on average. The policy does not call"
-        " tools, or its environment ends immediately. Show an example in the prompt, teach the format of calls with"
+        f"completions in the last {WINDOW} logged steps had {turns:.2f} turns on average. The policy does not call"
+        " tools, or its environment ends immediately. Show an example in the prompt, teach the call format with"
         f" SFT, or reward calls. A higher temperature (now {config.temperature:g}) and more completions per prompt"
         f" (num_generations, now {config.num_generations}) increase exploration"
     )
@@ -183,7 +183,7 @@ def failing_tools(history: History, config: GRPOConfig) -> str | None:
     seconds = config.environment_timeout
     late = "" if seconds is None else f"; calls longer than environment_timeout = {seconds:g} s fail"
     return (
-        f"{100 * failures / calls:.0f}% of the tool calls of the last {WINDOW} logged steps failed. Read the calls and"
+        f"{100 * failures / calls:.0f}% of the tool calls in the last {WINDOW} logged steps failed. Read the calls and"
         " their results (report.html, log_completions=True). The prompt contains only the names, docstrings and type"
         f" hints of tools{late}"
     )
@@ -219,6 +219,6 @@ class Hints:
 
 
 def _mean(history: History, name: str) -> float | None:
-    """Return the mean of the last `WINDOW` values of a metric, or None if there are fewer."""
+    """Return the mean of a metric's last `WINDOW` values, or None if there are fewer."""
     values = finite_values(history, name)[-WINDOW:]
     return statistics.fmean(values) if len(values) == WINDOW else None

@@ -1,4 +1,4 @@
-"""Logging of a run: counters, a stopwatch, and `Monitor`, which passes metrics to files, callbacks and the display."""
+"""Run logging: counters, a stopwatch, and `Monitor`, which passes metrics to files, callbacks and the display."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Progress:
       cursor: number of prompts sampled since the start of the run; `tokens` is the number of tokens sampled for them.
       updates_done: number of updates made on the current batch; 0 between iterations.
       evaluated: step of the last evaluation; −1 before the first.
-      skipped: number of latest consecutive updates that were skipped because the loss or gradient was not finite.
+      skipped: number of consecutive updates skipped up to now, because the loss or gradient was not finite.
       metric: latest value of `metric_for_best_model`; `metrics` maps the steps of scheduled checkpoints to its values.
       in_progress: whether an engine is already sampling completions of the prompts that start at `cursor`.
       window: dict that maps each metric name to [sum, count] since the last logged line.
@@ -143,7 +143,7 @@ class Phases:
 
 
 class Monitor:
-    """Log files, callbacks, trackers, stopwatch, hints and display of a run.
+    """A run's log files, callbacks, trackers, stopwatch, hints and display.
 
     Inside the context, Python warnings are also written to `warnings.jsonl`. Exiting it writes the report and closes
     the trackers. `hints` maps a line of metrics to its new hints (see `watch.hints`). `quiet=True`, for processes that
@@ -253,7 +253,7 @@ class Monitor:
         self._display.advance(step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the training metrics of a step, and print and store new hints."""
+        """Log a step's training metrics, and print and store new hints."""
         seconds = self.phase.take()
         tokens, self._tokens = metrics["num_tokens"] - self._tokens, metrics["num_tokens"]
         rate = {"tokens_per_second": tokens / seconds["seconds/total"]} if seconds["seconds/total"] > 0 else {}
@@ -265,7 +265,7 @@ class Monitor:
             self._keep("hint", message)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of an evaluation."""
+        """Log evaluation metrics, with names that start with `eval/`."""
         self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None) -> None:
@@ -280,7 +280,7 @@ class Monitor:
             )
 
     def write_report(self) -> None:
-        """Write the report of the steps so far."""
+        """Write the report for the steps so far."""
         from grpo_jax.watch.page import write_report  # imported only to write a report
 
         if self._writer.run_dir is not None:

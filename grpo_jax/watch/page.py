@@ -1,7 +1,7 @@
-"""The report of a run: `report.png`, and the page `report.html` with curves, times, completions and settings.
+"""A run's report: `report.png`, and the page `report.html` with curves, times, completions and settings.
 
 The page does not need a server, and its content security policy forbids requests. Data is embedded as escaped JSON and
-inserted as text, never as markup. Its size is bounded by `POINTS` per curve, `STEPS` and `COMPLETION_BYTES`.
+inserted as text, never as markup. Its size is limited by `POINTS` per curve, `STEPS` and `COMPLETION_BYTES`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _as_json(panel: Panel) -> dict[str, object]:
 
 
 def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
-    """Return the total seconds of each phase of a run. The time outside all phases is "other"."""
+    """Return the total seconds per phase. The time outside all phases is "other"."""
     names = [name for name in metric_names(lines) if name.startswith("seconds/")]
     seconds = {name.removeprefix("seconds/"): sum(values) for name in names if (values := finite_values(lines, name))}
     other = seconds.pop("total", 0.0) - sum(seconds.values())
@@ -114,7 +114,7 @@ def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the completions of up to `STEPS` steps, grouped by prompt, and a note on completions that are omitted."""
+    """Return the completions of up to `STEPS` steps, grouped by prompt, and a note on omitted completions."""
     offsets = _line_offsets(path)
     at = list(offsets)
     chosen = [at[round(i)] for i in np.linspace(0, len(at) - 1, min(STEPS, len(at)))]
@@ -140,7 +140,7 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
                 groups[-1]["rows"].append(row)
                 kept += 1
         steps.append({"step": step, "groups": groups})
-    found = f"{total:,} completions of {len(at):,} steps" if kept < total else "no other completions"
+    found = f"{total:,} completions from {len(at):,} steps" if kept < total else "no other completions"
     return steps, f"completions.jsonl contains {found}"
 
 

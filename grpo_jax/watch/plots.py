@@ -1,4 +1,4 @@
-"""Plots of a run: panels of metrics and their colors, and `report.png`."""
+"""Run plots: metric panels, their colors, and `report.png`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 POINTS = 400
 """Maximum number of values per curve. A panel is about 400 pixels wide."""
 SMOOTHED = 20
-"""Minimum number of values of a smoothed curve."""
+"""Minimum number of values for a curve to be smoothed."""
 
 COLORS = {
     "policy": ("#0072b2", "#56b4e9"),
@@ -93,13 +93,13 @@ _PANELS: tuple[tuple[str, str, float | None, dict[str, tuple[str, str]]], ...] =
     ("Learning rate", "", 0.0, {"learning_rate": ("optimizer", "policy")}),
 )
 # fmt: on
-"""(title, unit, lower limit of the y axis, dict that maps regular expressions of metrics to (label, meaning)).
+"""(title, unit, lower limit of the y axis, dict that maps regular expressions for metrics to (label, meaning)).
 
 If the label is empty, group 1 of the match is used. If the meaning is empty, the color of the reward function is used.
 """
 
 _HIDDEN_AT_ZERO = ("KL divergence", "Clip fraction")
-"""Panels whose all-zero curves are omitted. They occur without a reference, and with one update per batch."""
+"""Panels that omit all-zero curves, which occur without a reference and with one update per batch."""
 
 
 def color(meaning: str, *, dark: bool = False) -> str:
@@ -187,7 +187,7 @@ _STYLE: Any = {  # matplotlib's type stubs list every key
 
 
 def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] | None = None) -> Figure:
-    """Draw the panels of a run from the lines of `metrics.jsonl`. `only` selects panels by their titles.
+    """Draw a run's panels from the lines of `metrics.jsonl`. `only` selects panels by their titles.
 
     Curves with at least `SMOOTHED` values are smoothed; their raw values are paler. Legends show the last values.
     """

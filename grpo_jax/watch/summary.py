@@ -11,7 +11,7 @@ from grpo_jax.watch.writer import JSON, Line
 
 _NOT_REWARDS = {"mean_length", "min_length", "max_length", "clipped_ratio"}
 _NOT_REWARDS |= {"seconds", "std", "missing", "errors", "unscored"}
-"""Last components of the names of `eval/` metrics that are not rewards."""
+"""Last name components of `eval/` metrics that are not rewards."""
 
 
 def finite_values(lines: Iterable[Line], name: str) -> list[float]:
@@ -98,6 +98,6 @@ def headline(lines: Sequence[Line]) -> str:
 
 
 def changed_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return the settings of a `run.json` that differ from the defaults of its config class."""
+    """Return the settings in a `run.json` that differ from its config class's defaults."""
     defaults: dict[str, JSON] = json.loads(json.dumps(config_class(config)().to_dict()))
     return {name: value for name, value in config.items() if name not in defaults or defaults[name] != value}

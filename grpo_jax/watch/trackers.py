@@ -30,7 +30,7 @@ RUNS = "trackers.json"
 
 
 class Tracker:
-    """A callback that logs to a tracker, and a context manager that closes it.
+    """A callback that logs to an experiment tracker, and a context manager that closes the tracker.
 
     Args:
       log: function called as `log(step, metrics)` with the finite metrics of each logged step.

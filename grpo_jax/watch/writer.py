@@ -1,4 +1,4 @@
-"""Reading and writing of the files in a run directory.
+"""Reading and writing the files in a run directory.
 
 | file | content |
 |---|---|
@@ -62,7 +62,7 @@ def read_settings(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _complete_lines(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (offset of the next line, object) for each line, up to a line truncated by the end of a process."""
+    """Yield (offset of the next line, object) for each line, up to a line that a killed process left incomplete."""
     end = 0
     for text in file:
         end += len(text)
@@ -162,7 +162,7 @@ class RunWriter:
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
         """Drop the lines of steps after `step` (−1: all lines) and a truncated last line.
 
-        If the checkpoint was written before the evaluation at `step` (`evaluated=False`), that line is also dropped.
+        `evaluated=False` also drops the evaluation at `step`, for a checkpoint that was written before this evaluation.
         """
         for name in _LINES:
             if self.run_dir is None or not self.path(name).exists():
