@@ -1,4 +1,4 @@
-"""Validation of settings against the data, devices and model of a run."""
+"""Validation of settings against a run's data, devices and model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def run_problems(
     context_length: int | None = None,
     num_experts: int | None = None,
 ) -> list[str]:
-    """Return one error message for each setting that is incompatible with the run. Arguments of None are not checked.
+    """Return one error message for each setting that is incompatible with the run. None skips an argument's checks.
 
-    `num_rows` excludes rows whose prompts were dropped for their length. `num_eval_rows` is None without an evaluation
-    dataset. If `longest_prompt` is None, `max_prompt_length` is used. `num_experts` is 0 for dense models.
+    `num_rows` excludes rows dropped because of their long prompts. `num_eval_rows` is None without an evaluation
+    dataset, and `num_experts` is 0 for dense models. If `longest_prompt` is None, `max_prompt_length` is used.
     """
     problems = list(config.device_problems(num_devices))
     if num_rows < 1:
@@ -57,7 +57,7 @@ def position_problems(longest_prompt: int, max_completion_length: int, context_l
         )
         yield (
             f"max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens, this"
-            f" exceeds the {context_length} positions of the model; {fix}"
+            f" exceeds the model's {context_length} positions; {fix}"
         )
 
 

@@ -50,86 +50,86 @@ class GRPOConfig(Settings):
     num_generations: Annotated[int, In("[2, inf)", "a group of one completion has no baseline; use 2 or more")] = 8
     """G, number of completions per prompt."""
     max_completion_length: Count = 512
-    """T, maximum number of tokens of a completion. A completion that reaches it without an EOS is truncated."""
+    """T, maximum number of tokens in a completion. A completion that reaches it without an EOS is truncated."""
     max_prompt_length: Count | None = None
-    """Maximum number of tokens of a prompt. If None, it is limited only by the model's context. Ours."""
+    """Maximum number of tokens in a prompt. If None, only the model's context limits it. Ours."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """Whether a row with a prompt longer than `max_prompt_length` raises an error or is dropped and counted. Ours."""
     temperature: Annotated[float, In("(0, inf)", "greedy decoding is supported in evaluation only")] = 1.0
-    """Divisor of the logits, both in sampling and in the log-probs of the loss."""
+    """Divisor of the logits, both for sampling and for the log-probs in the loss."""
     top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
     """Probability mass of the smallest set of most likely tokens to sample from. 1.0 keeps all tokens."""
     top_k: Annotated[int, In("[0, inf)", "use 0 to keep every token")] = 0
     """Number of most likely tokens to sample from. 0 keeps all tokens."""
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
-    """Smallest probability of a token relative to the most likely one. None disables it."""
+    """Smallest probability of a sampled token, relative to the most likely token's. None disables it."""
     stop: Annotated[str | Sequence[str] | None, read_stop] = None
     """Strings that end a turn or a single-turn completion, such as ["</answer>"], matched across token boundaries. The
     tokens of the matched string are included in training. If None, only an EOS ends a turn. Ours."""
     stop_token_ids: Annotated[int | Sequence[int] | None, read_token_ids] = None
-    """Additional token ids that end a turn like an EOS. Ours."""
+    """Additional token ids that, like an EOS, end a turn. Ours."""
     max_turn_length: Count | None = None
-    """Maximum number of tokens of one turn. None uses `max_completion_length`. A turn that reaches it is passed to the
+    """Maximum number of tokens in a turn. None uses `max_completion_length`. A turn that reaches it is passed to the
     environment and counted in `turns/cut_short`. Without tools or environments, the completion is truncated. Ours."""
 
     # Batches (see `Sizes`).
     steps_per_generation: Count | None = setting(None, resume="rounding")
     """Micro-batches per generation batch. None uses `gradient_accumulation_steps`, for one update per pass."""
     generation_batch_size: Count | None = setting(None, resume="rounding")
-    """Completions per iteration on all devices, an alternative to `steps_per_generation`. Set at most one of them."""
+    """Completions per iteration across all devices. An alternative to `steps_per_generation`; set at most one."""
     num_iterations: Count = 1
-    """μ, number of passes over the completions of an iteration."""
+    """μ, number of passes over an iteration's completions."""
     rollout_batch_size: Count | None = setting(None, resume="rounding")
-    """Completions decoded at a time on all devices, with new prompts filling free slots. None decodes all at once. Each
-    device of a mesh decodes the same number of whole groups. Ours."""
+    """Completions decoded at a time across all devices; new prompts fill free slots. None decodes all at once. Each
+    device in a mesh decodes the same number of whole groups. Ours."""
     rollout_ahead: bool = False
-    """Whether to sample the next iteration's completions while the reward functions run, before the current
-    updates. The completions are then one iteration old, and the ratio corrects for it. An inference server also samples
+    """Whether to sample the next iteration's completions while the reward functions run, before the current updates.
+    The sampling policy is then one iteration old, and the ratio corrects for this. An inference server also samples
     during the updates. Ours."""
     environment_timeout: Positive | None = 300.0
-    """Time limit in seconds for one call of an environment or a tool. None disables it. Ours."""
+    """Time limit in seconds for one call to an environment or a tool. None disables it. Ours."""
     max_tool_calling_iterations: Count | None = None
     """Maximum number of turns with tool calls per completion. None disables the limit."""
     on_environment_error: Literal["raise", "end"] = "raise"
-    """Whether an environment error stops the run or ends the episode, which is counted and keeps its reward. Ours."""
+    """Whether an environment error stops the run, or ends its episode, which is counted and keeps its reward. Ours."""
     shuffle_dataset: bool = True
     """Whether to shuffle the prompts in each epoch."""
     dynamic_sampling: bool = False
-    """Whether to replace zero-signal groups, in at most 4 additional rollouts (DAPO, arXiv 2503.14476). Ours."""
+    """Whether to replace zero-signal groups, with at most 4 additional rollouts (DAPO, arXiv 2503.14476). Ours."""
 
     # Rewards and advantages.
     reward_weights: Annotated[Sequence[float] | None, read_weights] = None
     """Weight of each reward function. None uses 1.0 for each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
-    """Whether an error in a reward function stops the run, or its rewards are set to missing and counted. Ours."""
+    """Whether an error in a reward function stops the run, or sets its rewards to missing and is counted. Ours."""
     advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
-    """Baseline and scale of advantages (`compute_advantages`). All except "grpo" need scale_rewards="none". Ours."""
+    """Baseline and scale of advantages; see `compute_advantages`. All but "grpo" need scale_rewards="none". Ours."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], read_scale] = "group"
-    """Scope of the standard deviation that divides advantages. True and False mean "group" and "none"."""
+    """Scope of the standard deviation that advantages are divided by. True and False mean "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Whether weighted rewards are summed before normalization, or after it (GDPO, arXiv 2601.05242)."""
     turn_credit: Literal["episode", "to_go"] = "episode"
     """Whether a turn is credited with all rewards of its completion or only with rewards from this turn on
-    (`turn_advantages`). Turn rewards are lists from reward functions or results of an environment's `respond`. Ours."""
+    (`turn_advantages`). Turn rewards are lists from reward functions, or come from an environment's `respond`. Ours."""
     mask_truncated_completions: bool = False
     """Whether to exclude completions without an EOS from the loss (DAPO, arXiv 2503.14476)."""
 
     # The policy loss.
     loss_type: LossType = "dapo"
-    """Surrogate and reduction of the loss (`maths.surrogates.LOSS_TYPES`)."""
+    """Surrogate and reduction of the loss; see `maths.surrogates.LOSS_TYPES`."""
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
-    """Ratio per token, or geometric mean (GSPO, arXiv 2507.18071) or product (ours) over the completion."""
+    """Ratio in the loss: per token, or its geometric mean (GSPO, arXiv 2507.18071) or product (ours) per completion."""
     epsilon: Positive = 0.2
     """Lower clip range ε: ratios below 1 − ε are clipped."""
     epsilon_high: Positive | None = None
-    """Upper clip range: ratios above 1 + ε_high are clipped. None uses `epsilon` (DAPO: 0.28). In cispo, the cap of the
+    """Upper clip range: ratios above 1 + ε_high are clipped. None uses `epsilon` (DAPO: 0.28). In cispo, the cap on the
     ratio itself (ScaleRL: 5.0)."""
     delta: Annotated[float, In("(1, inf)", "a cap of 1 stops the on-policy gradient; use 1 + ε or more")] | None = None
-    """Cap of the unclipped ratio for negative advantages (INTELLECT-2, arXiv 2505.07291). None disables it."""
+    """Cap on the unclipped ratio for negative advantages (INTELLECT-2, arXiv 2505.07291). None disables it."""
     sapo_temperature_neg: Positive = 1.05
-    """τ of sapo where A ≤ 0 (arXiv 2511.20347)."""
+    """τ in sapo where A ≤ 0 (arXiv 2511.20347)."""
     sapo_temperature_pos: Positive = 1.0
-    """τ of sapo where A > 0."""
+    """τ in sapo where A > 0."""
     vespo_k_pos: NotNegative = 2.0
     """Exponent of vespo's weight where A ≥ 0 (arXiv 2602.10693)."""
     vespo_lambda_pos: NotNegative = 3.0
@@ -139,15 +139,15 @@ class GRPOConfig(Settings):
     vespo_lambda_neg: NotNegative = 2.0
     """Decay of vespo's weight where A < 0."""
     top_entropy_quantile: Annotated[float, In("[0, 1]", "use 1.0 to keep every token")] = 1.0
-    """ρ, fraction of tokens included in the policy loss, selected by highest entropy (arXiv 2506.01939)."""
+    """ρ, fraction of tokens in the policy loss. Tokens with the highest entropy are selected (arXiv 2506.01939)."""
     off_policy_mask_threshold: Positive | None = None
-    """Threshold in nats: completions with A < 0 and mean l_sampling − l above it are masked out (DeepSeek-V3.2). None
-    disables it."""
+    """Threshold in nats. Completions with A < 0 and a mean of log(π_sampling / π) above it are masked out
+    (DeepSeek-V3.2). None disables the mask."""
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         "sequence_mask"
     )
-    """Kind of importance weights π_old / π_sampler for an external `sampler` (`sampler_weights`). None disables them.
-    Ours."""
+    """Kind of importance weights π_old / π_sampler for an external `sampler`; see `sampler_weights`. None disables
+    them. Ours."""
     sampler_correction_max: Positive | None = 3.0
     """Upper bound of the importance weights. None disables it. Ours."""
     sampler_correction_min: NotNegative | None = None
@@ -165,18 +165,18 @@ class GRPOConfig(Settings):
     entropy_coef_delta: Positive = 0.005
     """Change of the adaptive coefficient per optimizer step."""
     entropy_target: NotNegative = 0.2
-    """Entropy in nats per token at or below which the bonus is applied. Use a value near the initial entropy."""
+    """Entropy in nats per token. The adaptive bonus applies at or below it. Use a value near the initial entropy."""
     beta: Annotated[float, In("[0, inf)", "use 0 to disable the KL (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
     """Weight of the KL to the reference policy. With 0, no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token KL estimator of the loss (`kl_divergence`). TRL supports k3 only."""
+    """Per-token KL estimator in the loss; see `kl_divergence`. TRL supports only k3."""
     use_bias_correction_kl: bool = True
-    """Whether to multiply the KL estimator by the ratio, so that its gradient is ∇KL(π‖ref) for each token in a given
-    state and any μ (DeepSeek-V3.2). Without it, k3 has the gradient ∇KL(ref‖π) on-policy and is biased off-policy.
-    Only `kl_placement="reward"` with `importance_sampling_level="trajectory"` is exact for whole completions."""
+    """Whether to multiply the KL estimator by the ratio, so that its gradient is ∇KL(π‖ref) at each token, given the
+    preceding tokens, for any μ (DeepSeek-V3.2). If False, k3 has the gradient ∇KL(ref‖π) on-policy and is biased
+    off-policy. Only `kl_placement="reward"` with `importance_sampling_level="trajectory"` is exact for completions."""
     kl_correction_level: Literal["token", "importance_sampling_level"] = "token"
-    """Ratio of this correction if `importance_sampling_level` is "sequence": the token ratio, or the sequence ratio as
-    in TRL (biased). Not used at other levels. Ours."""
+    """Ratio for `use_bias_correction_kl` if `importance_sampling_level` is "sequence": the token ratio, or the sequence
+    ratio as in TRL (biased). Not used at other levels. Ours."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """Whether the KL is added to the loss or subtracted from the advantages, as beta × the sum of log-ratios from a
     token to the end of its completion. The latter is exact for any μ with `importance_sampling_level="trajectory"`.
@@ -185,19 +185,19 @@ class GRPOConfig(Settings):
     """Whether to update the reference every `ref_model_sync_steps` steps (TR-DPO, arXiv 2404.09656)."""
     ref_model_sync_steps: Count = 512
     """Optimizer steps between two reference updates."""
-    ref_model_mixup_alpha: Annotated[float, In("(0, 1]", "1 copies the policy; 0 would never change it")] = 0.6
-    """Weight α in ref ← α·policy + (1 − α)·ref. For adapters, the products A·B are mixed: the reference stores the
-    factors of the last 16 updates with α = 0.6 (6 with α = 0.9, 1 with α = 1)."""
+    ref_model_mixup_alpha: Annotated[float, In("(0, 1]", "1 copies the policy; 0 would have no effect")] = 0.6
+    """Weight α in ref ← α·policy + (1 − α)·ref. For adapters, the products A·B are mixed, and the reference stores the
+    factors from the last 16 updates if α = 0.6 (6 if α = 0.9, 1 if α = 1)."""
 
     # Distillation.
     distillation_coef: NotNegative = 0.0
     """Weight of the divergence from the teacher in the loss. Ours."""
     distillation_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """Divergence from the teacher (`maths.supervised`). Ours (TRL: set with `distillation_alpha` or `beta`)."""
+    """Divergence from the teacher; see `maths.supervised`. Ours (TRL: set with `distillation_alpha` or `beta`)."""
     distillation_alpha: Annotated[float, In("(0, 1)", "0.5 is usual; for 0 use forward_kl, for 1 reverse_kl")] = 0.5
     """Weight of the teacher in jsd, as in TRL's SDPO (`beta` in TRL's GKD)."""
     distillation_mode: Literal["full_logits", "topk_logits", "sampled_token"] = "full_logits"
-    """Log-probs to compare: full distributions, k tokens and the rest, or sampled tokens, as in TRL's SDPO."""
+    """Log-probs to compare: full distributions, k tokens and the total of the rest, or sampled tokens (TRL's SDPO)."""
     distillation_topk: Count | None = None
     """k, number of tokens with teacher log-probs at each position (TRL's SDPO: the policy's most likely tokens)."""
 
@@ -253,7 +253,7 @@ class GRPOConfig(Settings):
         )
 
     def most_prompts(self, num_devices: int | None = None) -> int | None:
-        """Return the most prompts that `max_steps` steps can use, or None if it is not set. Includes refills."""
+        """Return the maximum number of prompts, with refills, used in `max_steps` steps, or None if it is not set."""
         if self.max_steps <= 0:
             return None
         sizes = self.sizes(num_devices)
@@ -266,7 +266,7 @@ class GRPOConfig(Settings):
         return self.sizes().updates == 1 and not self.rollout_ahead
 
     def batch_problems(self, wrong: Container[str]) -> Iterator[str]:
-        """Yield error messages about batch sizes that are incompatible on any number of devices."""
+        """Yield error messages about batch sizes that are invalid for every number of devices."""
         sizes = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
         if any(name in wrong for name in (*sizes, "steps_per_generation", "generation_batch_size")):
             return
@@ -296,7 +296,7 @@ class GRPOConfig(Settings):
             yield from self.split_problems(shards=1)
 
     def split_problems(self, shards: int) -> Iterator[str]:
-        """Yield an error message if `generation_batch_size` cannot be split into minibatches over the shards."""
+        """Yield an error message if `generation_batch_size` cannot be split into minibatches across the shards."""
         micro, accumulated = self.per_device_train_batch_size, self.gradient_accumulation_steps
         update, batch = micro * accumulated * shards, self.generation_batch_size
         if batch is not None and batch % update:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from grpo_jax.config.settings import Settings, shown
 
-_CAP = "in cispo this is the cap of the ratio itself, not 1 + ε_high"
+_CAP = "in cispo this is the cap on the ratio itself, not 1 + ε_high"
 _PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
 
 # Fields that the condition reads (the message starts with the first one), the condition, and the rest of the message.
@@ -72,7 +72,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "rollout_batch_size num_generations",
         lambda c: c.rollout_batch_size is not None and c.rollout_batch_size < c.num_generations,
-        "must be at least a group of num_generations completions; increase it or use None",
+        "must hold at least one group of num_generations completions; increase it or use None",
     ),
     (
         "sync_ref_model beta",

@@ -19,13 +19,13 @@ _Default = TypeVar("_Default")
 
 @dataclasses.dataclass(frozen=True)
 class In:
-    """Allowed interval of a number, such as `"(0, 1]"`, and the fix to suggest for values outside it."""
+    """Interval of allowed values, such as `"(0, 1]"`, and the fix to suggest for values outside it."""
 
     interval: str
     fix: str
 
     def error(self, value: float) -> str:
-        """Return an error message for a value outside the interval, otherwise ""."""
+        """Return an error message if the value is outside the interval, otherwise ""."""
         low, high = (float(end) for end in self.interval[1:-1].split(","))
         with_low, with_high = self.interval[0] == "[", self.interval[-1] == "]"
         if (low < value or (with_low and value == low)) and (value < high or (with_high and value == high)):
@@ -42,13 +42,13 @@ NotNegative = Annotated[float, In("[0, inf)", "use 0 or a positive number")]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 Resume = Literal["free", "rounding", "length", "to none"]
-"""How a setting may change when a run resumes. "free": freely, since the params do not depend on it. "rounding": if
+"""How a setting may change when a run resumes. "free": to any value, since params do not depend on it. "rounding": if
 `Sizes` are unchanged, since batches are then only split differently. "length": if the total number of steps is
 unchanged or does not affect learning rates. "to none": only to "none", which would not have changed previous steps."""
 
 
 def setting(default: _Default, *, resume: Resume | None = None, hash: bool | None = None) -> _Default:
-    """Return a dataclass field with the given rule for changes on resume (see `Resume`). None allows no change."""
+    """Return a dataclass field with a rule for changing it on resume (see `Resume`). None forbids changes."""
     return dataclasses.field(default=default, hash=hash, metadata={"resume": resume})
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # `types` imports jax
 
 
 class Sizes(NamedTuple):
-    """Sizes of an iteration, its minibatches and micro-batches, summed over all devices.
+    """Sizes of an iteration and of its minibatches and micro-batches, summed over all devices.
 
     An iteration samples `prompts` × G completions and makes `num_iterations` (μ) passes over them. Each pass is split
     into minibatches (one optimizer step each), and each minibatch into micro-batches.
@@ -73,11 +73,11 @@ def hints() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of the configs, with their common fields. Each field is validated against its annotation."""
+    """Base class for the configs, with their common fields. Each field is validated against its annotation."""
 
     # Text.
     chat_template_kwargs: Annotated[dict[str, Any] | None, read_keywords] = setting(None, hash=False)
-    """Additional keyword arguments of the tokenizer's `apply_chat_template` (TRL's SFT: a column of that name)."""
+    """Additional keyword arguments for the tokenizer's `apply_chat_template` (TRL's SFT: a column with that name)."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
     """Pad prompts (SFT: examples) to a multiple of this many tokens, so that few shapes are compiled. "auto" uses 32
     (TRL: only on Trainium). None pads to the longest prompt."""
@@ -88,11 +88,11 @@ class Settings:
     gradient_accumulation_steps: Count = setting(1, resume="rounding")
     """Micro-batches per optimizer step. The split does not change the gradient."""
     max_steps: Annotated[int, In("[-1, inf)", "use -1 to train for num_train_epochs")] = setting(-1, resume="length")
-    """Optimizer steps of the run. -1 trains for `num_train_epochs` instead."""
+    """Number of optimizer steps. -1 trains for `num_train_epochs` instead."""
     num_train_epochs: Positive = setting(3.0, resume="length")
-    """Passes over the dataset if `max_steps` is -1. A batch may contain rows of two consecutive epochs."""
+    """Passes over the dataset if `max_steps` is -1. A batch may contain rows from two consecutive epochs."""
     seed: Annotated[int, In("[0, 4294967295]", "use an integer from 0 to 2**32 - 1")] = 42
-    """Random seed of sampling and shuffling."""
+    """Random seed for sampling and shuffling."""
 
     # Optimizer, memory and devices.
     learning_rate: NotNegative = 1e-6
@@ -104,16 +104,16 @@ class Settings:
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay of AdamW for all parameters except norms and biases, as in transformers."""
     adam_beta1: Annotated[float, In("[0, 1)", "0.9 is usual")] = 0.9
-    """Decay rate of the first moment of AdamW."""
+    """Decay rate of AdamW's first moment."""
     adam_beta2: Annotated[float, In("[0, 1)", "0.999 is usual")] = 0.999
-    """Decay rate of the second moment of AdamW."""
+    """Decay rate of AdamW's second moment."""
     adam_epsilon: Positive = 1e-8
     """Constant that AdamW adds to the square root of the second moment."""
     max_grad_norm: NotNegative = 1.0
     """Largest global gradient norm. 0 disables clipping."""
     router_aux_loss_coef: NotNegative | None = None
-    """Weight of the load-balancing loss of a mixture of experts (`models.experts.router_loss`). None uses the value of
-    the checkpoint (Qwen3: 0.001); 0 disables the loss."""
+    """Weight of the load-balancing loss for a mixture of experts; see `models.experts.router_loss`. None uses the
+    checkpoint's value (Qwen3: 0.001), and 0 disables the loss."""
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], read_dtype] = "auto"
     """Dtype of matrix products. Softmax, norms, logits and log-probs are always float32. "auto" uses bfloat16 on TPUs
     and on GPUs with compute capability 8.0 or higher, and float32 elsewhere. Ours (TRL: `bf16`)."""
@@ -132,20 +132,20 @@ class Settings:
     save_steps: Count | None = setting(500, resume="free")
     """Optimizer steps between two checkpoints. None saves only at the end. A run always saves at the end."""
     save_minutes: Positive | None = setting(5.0, resume="free")
-    """Also write a checkpoint after an optimizer step if the last checkpoint is at least this many minutes old on the
-    clock of process 0. None disables it. Ours."""
+    """Also write a checkpoint after an optimizer step if the last one is at least this many minutes old, according to
+    the clock of process 0. None disables it. Ours."""
     save_total_limit: Count | None = setting(None, resume="free")
     """Number of `save_steps` checkpoints to keep: the newest and the best. None keeps all. Checkpoints written due
     to signals or `save_minutes` are deleted when the next one is written."""
     max_skipped_updates: Count | None = setting(10, resume="free")
     """Stop after this many consecutive updates with a non-finite loss or gradient. None disables the limit. Ours."""
     metric_for_best_model: str | None = setting(None, resume="free")
-    """Metric of `metrics.jsonl` whose last value is used to compare checkpoints, such as "reward" or "eval/reward"
+    """Metric in `metrics.jsonl` whose last value is used to compare checkpoints, such as "reward" or "eval/reward"
     (SFT: "eval/loss"). The best checkpoint is kept in addition to `save_total_limit`."""
     greater_is_better: bool | None = setting(None, resume="free")
     """Whether greater values of `metric_for_best_model` are better. None means yes, unless its name ends in "loss"."""
     load_best_model_at_end: bool = setting(False, resume="free")
-    """Whether to return the state of the checkpoint with the best `metric_for_best_model` instead of the last."""
+    """Whether to return the state from the checkpoint with the best `metric_for_best_model`, not the last state."""
 
     # Trackers and the hub.
     report_to: Annotated[str | Sequence[str] | None, read_trackers] = setting("none", resume="free")
@@ -159,7 +159,7 @@ class Settings:
     hub_model_id: str | None = setting(None, resume="free")
     """Repository on the hub, "name" or "owner/name". None uses the name of the run directory."""
     hub_private_repo: bool | None = setting(None, resume="free")
-    """Whether a new repository is private. None uses the default of its owner, usually public."""
+    """Whether a new repository is private. None uses its owner's default, usually public."""
     hub_strategy: Literal["end", "every_save"] = setting("every_save", resume="free")
     """When to push the policy. TRL's "checkpoint" and "all_checkpoints" are not supported."""
     hub_revision: str | None = setting(None, resume="free")
@@ -215,7 +215,7 @@ class Settings:
         raise NotImplementedError
 
     def data_shards(self, num_devices: int | None = None) -> int:
-        """Return the number of shards of a batch of prompts: the number of devices divided by the "tensor" axis."""
+        """Return the number of shards that prompts are split into: the devices divided by the size of "tensor"."""
         mesh = self.mesh or {}
         devices = math.prod(mesh.values()) if num_devices is None else num_devices
         return max(devices // mesh.get("tensor", 1), 1)
@@ -230,7 +230,7 @@ class Settings:
             )
 
     def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
-        """Return the optimizer steps of the run: `max_steps`, or the steps in ceil(epochs × rows / B) iterations."""
+        """Return the number of optimizer steps: `max_steps`, or the steps in ceil(epochs × rows / B) iterations."""
         if self.max_steps > 0:
             return self.max_steps
         sizes = self.sizes(num_devices)
@@ -242,7 +242,7 @@ class Settings:
 
     @property
     def padding(self) -> int:
-        """Number of tokens to a multiple of which prompts or examples are padded."""
+        """Multiple, in tokens, to which prompts or examples are padded."""
         if isinstance(self.pad_to_multiple_of, int):
             return self.pad_to_multiple_of
         return 32 if self.pad_to_multiple_of == "auto" else 1

@@ -29,10 +29,10 @@ class SFTConfig(Settings):
 
     # Data.
     max_length: Annotated[int, In("[2, inf)", "the first token is not predicted; use 2 or more")] | None = 1024
-    """Tokens per example. Longer examples are truncated. Examples without target tokens are dropped."""
+    """Maximum tokens per example. Longer examples are truncated. Examples without target tokens are dropped."""
     packing: bool = False
-    """Whether to pack examples into blocks of `max_length` tokens. Batch sizes are then numbers of blocks instead of
-    examples. In both cases, examples do not attend to each other and are stored without padding."""
+    """Whether to pack examples into blocks of `max_length` tokens. Batch sizes then count blocks instead of examples.
+    With or without packing, examples do not attend to each other and are stored without padding."""
     packing_strategy: Literal["bfd"] = "bfd"
     """Packing strategy: best-fit decreasing. TRL's other strategies split examples and are not supported."""
     completion_only_loss: bool | None = None
@@ -88,7 +88,7 @@ class SFTConfig(Settings):
 
     @property
     def max_completion_length(self) -> int:
-        """T of batch arrays. The first token of an example serves as its prompt and is not predicted."""
+        """T, the length of completions in batch arrays. An example's first token is its prompt and is not predicted."""
         return (self.max_length or 2) - 1
 
     def sizes(self, num_devices: int | None = None) -> Sizes:
