@@ -1,4 +1,4 @@
-"""`grpo-jax chat`: completes prompts and prints the completions during sampling."""
+"""`grpo-jax chat`: completes prompts, and prints the completions as they are sampled."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from grpo_jax.watch.display import escape_controls
 
 
 class Printer:
-    """Printer of a completion during sampling. Holds back incomplete characters and escapes control characters."""
+    """Callback that prints a completion as it is sampled, without incomplete or unescaped control characters."""
 
     def __init__(self, tokenizer: Tokenizer, before: PrecedingText | None = None):
         self._tokenizer, self._before, self.text = tokenizer, before or PrecedingText([], "", ""), ""
 
     def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
-        """Print the new part of a completion. `tokens` and `mask` are [1, 1, T]; `whole` is True at the end."""
+        """Print the new part of a completion. `tokens` and `mask` are [1, 1, T]; `whole` is True if it is complete."""
         ids = [*self._before.tokens, *tokens[0, 0][mask[0, 0]].tolist()]
         text = continuation(self._before.text, self._tokenizer.decode(ids, skip_special_tokens=True))
         text = text if whole else text.rstrip("\ufffd")
         if text.startswith(self.text):
             print(escape_controls(text[len(self.text) :]), end="", flush=True)
-        elif whole:  # some tokenizers change previous text, e.g. remove a space before a period
+        elif whole:  # a new token can change previous text, e.g. remove a space before a period
             print(f"\n{escape_controls(text)}", end="")
         else:
             return
@@ -54,7 +54,7 @@ def read_stdin() -> Iterator[str]:
 def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
     """Complete the prompts one by one, printing each completion as it is sampled at `config.eval_temperature`.
 
-    With a chat template, prompts form a conversation, which an empty prompt ends. Otherwise, prompts are independent.
+    With a chat template, prompts form a conversation; an empty prompt starts a new one. Otherwise, they are separate.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)

@@ -1,4 +1,4 @@
-"""The commands of `grpo-jax`: functions of the parsed arguments, which read a run and call the Python API."""
+"""The `grpo-jax` commands: functions that take the parsed arguments, read a run and call the Python API."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def _run_file(run_dir: Path) -> Path:
         return run_dir / NAME
     if (run_dir / "run.json").is_file():
         raise ValueError(
-            f"the run in {run_dir} was started from Python, so its data, its reward functions and the base model of its"
-            " adapters are not in the directory; resume it with train(..., run_dir=...) in Python, or load its params"
-            " with grpo_jax.run.stored.load_params(run_dir, policy.params)"
+            f"the run in {run_dir} was started from Python, so the directory does not contain its data, its reward"
+            " functions or its adapters' base model; resume it with train(..., run_dir=...) in Python, or load its"
+            " params with grpo_jax.run.stored.load_params(run_dir, policy.params)"
         )
     raise FileNotFoundError(f"{run_dir} is not a run directory; it contains neither {NAME} nor run.json")
 
@@ -145,7 +145,7 @@ def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None
 def _train_sft(
     run: RunFile, policy: Policy, resume: str, keep: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Run or resume SFT, unless GRPO has a checkpoint. Returns the initial policy of GRPO and its value of `resume`."""
+    """Run or resume SFT, unless GRPO has a checkpoint. Returns the initial policy and the `resume` mode for GRPO."""
     if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
         return policy, resume
     state = sft(
@@ -196,7 +196,7 @@ def _keep_run_file(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]]
 
 
 def load_policy(run: RunFile) -> Policy:
-    """Load the initial policy of a run."""
+    """Load the policy that a run starts from, add its adapters, and place it on the run's devices."""
     keep_programs()
     if run.model is None:
         raise ValueError("model is missing; set it in RUN.yaml or pass --model")
@@ -210,7 +210,7 @@ def load_policy(run: RunFile) -> Policy:
 
 
 def load_teacher(run: RunFile) -> Policy | Scorer | None:
-    """Load the teacher of a run: a policy or a scorer. Returns None if there is no teacher."""
+    """Load a run's teacher, which is a policy or a scorer. Returns None if the run has no teacher."""
     if run.teacher is None:
         return None
     if isinstance(run.teacher, Mapping):
@@ -220,9 +220,9 @@ def load_teacher(run: RunFile) -> Policy | Scorer | None:
 
 
 def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
-    """Return a directory, a name on the hub, or the object that a reference such as `module:name` refers to.
+    """Resolve `model` to a directory, a hub name, or the object that a reference such as `module:name` refers to.
 
-    If the object is a function or a class, it is called. Callable scorers (objects with a `score` method) are not.
+    A function or class is called, and its result is returned. Scorers (callables with a `score` method) are not called.
     """
     if not is_reference(model):
         return in_folder(str(model), folder)
@@ -243,7 +243,7 @@ def _load(name: str, run: RunFile, quantize: str | None) -> Policy:
 
 
 def plan(arguments: Namespace) -> None:
-    """Print the memory and FLOPs of a run (`grpo-jax plan`)."""
+    """Estimate and print the memory and FLOPs that a run needs (`grpo-jax plan`)."""
     run = read_run(arguments.run, arguments.keys)
     named = isinstance(run.model, str) and not is_reference(run.model)
     model = in_folder(str(run.model), run.folder) if named else load_policy(run).config
@@ -305,7 +305,7 @@ def evaluate(arguments: Namespace) -> None:
 
 
 def export(arguments: Namespace) -> None:
-    """Write the policy of a checkpoint in Hugging Face's or PEFT's format (`grpo-jax export`)."""
+    """Write a checkpoint's policy in Hugging Face's or PEFT's format (`grpo-jax export`)."""
     run_dir = Path(arguments.run_dir).expanduser()
     run = _run_at(run_dir, arguments.keys, ("model",))
     step, policy = _load_checkpoint(run, run_dir, arguments.checkpoint)
@@ -313,7 +313,7 @@ def export(arguments: Namespace) -> None:
         save_pretrained(arguments.out, merge_lora(policy))
     else:
         write_policy(arguments.out, policy)
-    print(f"wrote the policy of step {step} to {arguments.out}")
+    print(f"wrote the policy from step {step} to {arguments.out}")
 
 
 def chat(arguments: Namespace) -> None:
@@ -333,7 +333,7 @@ def chat(arguments: Namespace) -> None:
 
 
 def report(arguments: Namespace) -> None:
-    """Rewrite the report of a run (`grpo-jax report`)."""
+    """Rewrite a run's report (`grpo-jax report`)."""
     run_dir = Path(arguments.run_dir).expanduser()
     if not (run_dir / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{run_dir} does not contain metrics.jsonl; pass a run directory")

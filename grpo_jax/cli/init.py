@@ -22,7 +22,7 @@ _RUN = """\
 
 model: model                      # a tiny randomly initialized model; or a name on the hub, or a directory
 data: rows.jsonl                  # one JSON object per line; or a CSV or Parquet file, or a dataset on the hub
-prompt: "{{word}}: "                # a template of a row's columns; for an instruct model, a list of messages
+prompt: "{{word}}: "                # a template for a row's columns; for an instruct model, a list of messages
 rewards: [rewards.py:in_word]     # a function in a file next to this one
 run_dir: runs/{name}               # relative to the current directory: report.html, metrics.jsonl, checkpoints
 
@@ -40,7 +40,7 @@ _REWARDS = '''\
 
 
 def in_word(completions, word, **columns):
-    """Return the fraction of characters of each completion that occur in the word of its row.
+    """Return, for each completion, the fraction of its characters that occur in its row's word.
 
     `completions` is a list of strings. Every column of rows.jsonl is passed as a list of the same length.
     """

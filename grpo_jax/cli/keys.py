@@ -9,9 +9,9 @@ from grpo_jax.config.config import GRPOConfig
 
 RUN_KEYS = {
     "model": "a name on the hub, a directory, or `module:function` that returns one of these or a Policy",
-    "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` of a list of rows or of "
-    "a function that returns it, a mapping of `path` or `name` and optionally `config`, `split` and `rows` (use only "
-    "the first), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
+    "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` for a list of rows or a "
+    "function that returns one, a mapping with `path` or `name` and optionally `config`, `split` and `rows` (use only "
+    "the first rows), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
     "eval_data": "data for evaluations before the first step, every `eval_steps` and after the last step; see `data`",
     "columns": "a mapping that renames columns: `{answer: solution}` renames `solution` to `answer`, and "
     "`{answer: reward_model.ground_truth}` extracts a nested column",
@@ -23,18 +23,18 @@ RUN_KEYS = {
     "stages": "`[sft, grpo]` for SFT followed by GRPO, or `[sft]` alone (default `[grpo]`)",
     "sft": "a mapping for the SFT stage: fields of `SFTConfig`, and its `data`, `eval_data`, `columns` and `prompt`",
     "tools": "a list of functions that the policy can call, as `module:function`",
-    "environment_factory": "`module:name` of a factory that creates an environment for each completion",
+    "environment_factory": "`module:name` for a factory that creates an environment for each completion",
     "sampler": "an engine that replaces the built-in sampler: `{vllm: {base_url: http://HOST:8000}}` with any "
     "arguments of `engines.vllm`, or `module:name`; `evaluate` uses it only if `--sampler` is passed",
     "advantage_fn": "`module:function` that computes advantages from rewards; replaces `advantage_estimator`",
     "surrogate": "`module:function` that computes the loss of each token; replaces `loss_type`",
     "teacher": "a teacher for distillation, weighted with `distillation_coef`: a name on the hub, a directory, "
-    "`module:name` of a Policy or a scorer, or a server `{vllm: {base_url: http://HOST:8000}}` with any arguments of "
+    "`module:name` for a Policy or a scorer, or a server `{vllm: {base_url: http://HOST:8000}}` with any arguments of "
     "`engines.vllm_scorer`; `rewards` may then be []",
-    "lora": "trains adapters instead of all weights: a rank, or a mapping of `rank`, `alpha`, `targets` and `dropout`",
+    "lora": "trains adapters instead of all weights: a rank or a mapping with `rank`, `alpha`, `targets` and `dropout`",
     "quantize": "quantization of the base model under `lora`: `nf4` or `int8` (default: none)",
     "param_dtype": "dtype of the loaded params: `float32` (the default) or `bfloat16`",
-    "run_dir": "the directory of the run (default: `runs/` and the name of the file); if null, no files are written",
+    "run_dir": "the directory of the run (default: `runs/` plus the name of the file); if null, no files are written",
     "folder": "the directory that files and modules are relative to (default: the directory of RUN.yaml)",
 }
 """Descriptions of the keys that are not config fields."""
@@ -51,7 +51,7 @@ RENAMED = {
     "use_peft": "use lora",
     "config": "write its fields next to model, data and rewards",
 }
-"""Maps names used in the Python API and in other libraries to a hint with the key to use."""
+"""Mapping from names in the Python API and other libraries to advice on which key to use."""
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
@@ -69,4 +69,4 @@ def _read_groups() -> dict[str, str]:
 
 
 GROUPS = dict.fromkeys(RUN_KEYS, "The run") | _read_groups()
-"""Maps every key to the title of its group."""
+"""Mapping from each key to the title of its group."""

@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
         usage = f"{prog} {usage}"
         super().__init__(prog, usage, about, formatter_class=formatter, add_help=False, allow_abbrev=False)
         self.keys = keys
-        self._positionals.title, self._optionals = "arguments", self._positionals  # positional and optional ones
+        self._positionals.title, self._optionals = "arguments", self._positionals  # one group for both kinds
         self.add_argument("-h", "--help", action="help", help="show this help")
         for key in keys:
             names = dict.fromkeys((f"--{key}", f"--{key.replace('_', '-')}"))
@@ -129,7 +129,7 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
 
 
 def _add_processes(parser: _Parser) -> None:
-    """Add the flags of `run.distributed.add_flags`, which cannot be called here because its module imports jax."""
+    """Add the same flags as `run.distributed.add_flags`, which cannot be used here since its module imports jax."""
     detected = "use several processes, detected from Slurm, TPU pods, Kubernetes or MPI"
     parser.add_argument("--distributed", choices=["auto"], help=detected)
     address = "use several processes; address of process 0"
@@ -193,6 +193,6 @@ def _run(arguments: argparse.Namespace) -> None:
             cause.stack = traceback.StackSummary.from_list(frames)
             print("".join(cause.format()), end="", file=sys.stderr)
         elif _PACKAGE not in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents:
-            raise  # errors of dependencies and user code need a traceback
+            raise  # errors from dependencies and user code need a traceback
         distributed.end_by_error()
         raise SystemExit(f"grpo-jax {arguments.command}: {error}") from error

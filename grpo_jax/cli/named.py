@@ -65,7 +65,7 @@ def _import_module(name: str, folder: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under its name, so that worker processes find it, or under a new name if that name is taken."""
+    """Import a file under its own name, so that worker processes find it, or under a new name if that is taken."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -116,7 +116,7 @@ def _call(factory: Callable[..., _Server], name: object, arguments: object) -> _
 
 
 def server_of(entry: object, factory: Callable[..., _Server]) -> _Server:
-    """Create the server of an entry `{vllm: {base_url: ..., ...}}` or `{vllm: ADDRESS}` with `factory`."""
+    """Create a server with `factory` from an entry `{vllm: {base_url: ..., ...}}` or `{vllm: ADDRESS}`."""
     if not isinstance(entry, dict) or [*entry] != ["vllm"]:
         raise ValueError("use {vllm: {base_url: http://HOST:PORT}}, or module:name")
     arguments = entry["vllm"] if isinstance(entry["vllm"], dict) else {"base_url": entry["vllm"]}
@@ -129,7 +129,7 @@ def server_of(entry: object, factory: Callable[..., _Server]) -> _Server:
 
 
 def resolve_source(source: object, folder: Path, argument: str) -> Any:
-    """Convert the value of a key such as `data` to an argument of `load_rows`: rows, an absolute path or a hub name."""
+    """Convert a value of a key such as `data` to an argument for `load_rows`: rows, an absolute path or a hub name."""
     if is_suite(source):
         return suite_of(source, argument).rows
     if isinstance(source, Mapping) and "path" in source:
@@ -140,7 +140,7 @@ def resolve_source(source: object, folder: Path, argument: str) -> Any:
 
 
 def _resolve_path(source: object, folder: Path, argument: str) -> object:
-    """Return the rows of a reference or the absolute path of a file. Other values are returned unchanged."""
+    """Return the rows that a reference names, or a file's absolute path. Other values are returned unchanged."""
     if is_reference(source):
         try:
             found = find(source, folder)
@@ -157,9 +157,9 @@ def in_folder(name: str, folder: Path) -> str:
 
 
 def from_current_directory(value: object) -> object:
-    """Return a value of the command line in which paths that exist in the current directory are absolute.
+    """Make paths in a command-line value absolute if they exist in the current directory.
 
-    Only strings that look like paths, with a slash or a suffix, are changed.
+    Only strings that contain a slash or end in a file suffix are treated as paths.
     """
     if isinstance(value, list):
         return [from_current_directory(item) for item in value]

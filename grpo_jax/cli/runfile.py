@@ -49,9 +49,9 @@ _LORA = {
     "rank": Count,
     "alpha": Positive,
     "targets": str,
-    "dropout": Annotated[float, In("[0, 1)", "0.0 turns it off")],
+    "dropout": Annotated[float, In("[0, 1)", "0.0 disables dropout")],
 }
-# Types of the arguments of `add_lora`.
+# Types of the keys of the mapping `lora`, which are arguments of `add_lora`.
 _SFT_KEYS = ("data", "eval_data", "columns", "prompt")
 # Keys of the mapping `sft` that are not fields of `SFTConfig`.
 _SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
@@ -73,8 +73,8 @@ class SFTStage(NamedTuple):
 class RunFile:
     """A validated run file, converted to the arguments of `train`. Parts that were not requested are not loaded.
 
-    `values` are the keys from the file and the command line, `folder` is the directory that files and modules are
-    relative to, and `lora` are the arguments of `add_lora`. `stages` lists "sft" and "grpo" in execution order.
+    `values` contains the keys from the file and the command line, `folder` is the directory that files and modules are
+    relative to, and `lora` contains arguments for `add_lora`. `stages` lists "sft" and "grpo" in execution order.
     """
 
     values: Json
@@ -100,10 +100,10 @@ class RunFile:
 
 class _Problems(list[str]):
     def of(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
-        """Call a function and return its result. On an error, append "key = value: message" and return None.
+        """Call a function and return its result. If it raises, append "key = value: message" and return None.
 
         The value is the first argument. If `key` is empty, only the message is appended. The values of samplers and
-        teachers are omitted, because the URL of a server may contain a password.
+        teachers are omitted, because a server's URL may contain a password.
         """
         try:
             return function(*args)
@@ -195,14 +195,14 @@ def _read_stages(stated: Json) -> tuple[str, ...]:
     if stages not in (["sft"], ["grpo"], ["sft", "grpo"]):
         raise ValueError(f"stages must be [sft, grpo], [sft] or [grpo]; got {show(stages)}")
     if "sft" in stages and not isinstance(stated.get("sft"), dict):
-        raise ValueError("stages includes sft, but sft is missing; set it to its data and fields of SFTConfig")
+        raise ValueError("stages includes sft, but sft is missing; set it to a mapping with data and SFTConfig fields")
     if "sft" not in stages and "sft" in stated:
         raise ValueError("sft is set, but stages does not include it; set stages: [sft, grpo], or remove sft")
     return tuple(stages)
 
 
 def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
-    """Build the SFT stage from the keys of a run. Raises ValueError, with one line per error, if it is invalid."""
+    """Build the SFT stage from a run's keys. Raises ValueError, with one line per error, if it is invalid."""
     own, problems = stated["sft"], _Problems()
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
     known = {*fields, *_SFT_KEYS}
@@ -248,7 +248,7 @@ def _load_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], p
     before = len(problems)
     problems.of("", check_templates, columns, prompt)
     if len(problems) > before:
-        columns, prompt = None, "any"  # continue with a valid template, to report errors in the data too
+        columns, prompt = None, "any"  # continue with a valid template, so that errors in the data are also reported
 
     def read_rows(source: object, key: str) -> list[Row]:
         return load_rows(resolve_source(source, run.folder, key), columns=columns, prompt=prompt, argument=key)
@@ -277,12 +277,12 @@ def _sampler(entry: object, folder: Path) -> Sampler:
 
 
 def read_lora(entry: object) -> dict[str, Any] | None:
-    """Convert a rank or a mapping to the arguments of `add_lora`. By default, alpha is twice the rank."""
+    """Convert a rank or a mapping to arguments for `add_lora`. By default, alpha is twice the rank."""
     if entry is None:
         return None
     stated = {"rank": entry} if isinstance(entry, int) else entry
     if not isinstance(stated, dict) or not stated.keys() <= _LORA.keys():
-        raise ValueError(f"must be a rank, or a mapping of {', '.join(_LORA)}")
+        raise ValueError(f"must be a rank, or a mapping with the keys {', '.join(_LORA)}")
     faults = {name: read(_LORA[name], value)[1] for name, value in stated.items()}
     raise_all("lora", [f"{name} = {show(stated[name])}: {fault}" for name, fault in faults.items() if fault])
     return {"rank": 16, "alpha": 2.0 * stated.get("rank", 16), **stated}

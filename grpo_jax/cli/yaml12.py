@@ -1,4 +1,4 @@
-"""YAML with the scalars of YAML 1.2: `1e-6` is a number, `no` and `off` are strings. In addition, `None` is null."""
+"""YAML with YAML 1.2 scalars: `1e-6` is a number, `no` and `off` are strings. In addition, `None` is null."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def dump_yaml(values: Json) -> str:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse the value of a key on the command line as YAML, or as a string if the key accepts only strings."""
+    """Parse a key's command-line value as YAML, or as a string if the key accepts only strings."""
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:

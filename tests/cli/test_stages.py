@@ -72,7 +72,7 @@ def test_sft_alone_needs_no_rewards_and_uses_the_seed_of_the_run(tmp_path):
     ("changes", "said"),
     [
         ({"stages": ["grpo", "sft"]}, "stages must be .sft, grpo., .sft. or .grpo.; got"),
-        ({"sft": None}, "sft is missing; set it to its data and fields of SFTConfig"),
+        ({"sft": None}, "sft is missing; set it to a mapping with data and SFTConfig fields"),
         ({"stages": None}, "sft is set, but stages does not include it"),
         ({"sft": {**SFT, "beta": 0.1}}, "sft.beta: no such field"),
         ({"sft": {**SFT, "max_length": 1}}, "sft.max_length = 1: must be at least 2"),
