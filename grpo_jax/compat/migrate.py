@@ -1,4 +1,4 @@
-"""Conversion of TRL configs: `GRPOConfig` (`from_trl`) and the YAML config of TRL's script (`from_trl_script`)."""
+"""Conversion of TRL configs: `GRPOConfig` (`from_trl`) and the YAML config for TRL's script (`from_trl_script`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from grpo_jax.types import Json
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
 NO_FLOAT16 = "since float16 is not supported: the run uses bfloat16 if the device supports it, else float32"
-"""Ending of the notes on settings that request float16."""
+"""The end of each note on a setting that requests float16."""
 
 # Arguments of transformers' `from_pretrained` that affect only PyTorch.
 _PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
-# Sampling arguments of transformers and vLLM, and the fields of `GRPOConfig` that replace them.
+# Mapping from sampling arguments in transformers and vLLM to the `GRPOConfig` fields that replace them.
 _GENERATION = {
     "stop_strings": "stop",
     "stop": "stop",
@@ -41,9 +41,9 @@ class Migration:
       run_dir: argument `run_dir` of `train`, from `output_dir`.
       translated: dict that maps TRL's fields to the settings that replace them.
       left_out: dict that maps TRL's fields to the reason why they are not needed, or where to set them instead.
-      missing: dict that maps unsupported fields of TRL to advice. If empty, the run is equivalent.
+      missing: dict that maps unsupported TRL fields to advice. If it is empty, the run is equivalent.
       dtype: dtype of the params for `from_pretrained`, from `model_init_kwargs`; "auto" is the checkpoint's dtype.
-      sampler: arguments of `engines.vllm` for `use_vllm=True, vllm_mode="server"`; None for the built-in sampler.
+      sampler: arguments for `engines.vllm` with `use_vllm=True, vllm_mode="server"`; None for the built-in sampler.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -70,7 +70,7 @@ class Migration:
         return lines
 
     def set_field(self, theirs: str, ours: str, value: object, note: str = "") -> None:
-        """Set the field `ours` of `GRPOConfig`, and add a note to TRL's field `theirs`."""
+        """Set the `GRPOConfig` field `ours`, and add a note on TRL's field `theirs`."""
         self.values[ours] = value
         self.translated[theirs] = note or f"{ours}={value!r}"
 
@@ -78,8 +78,8 @@ class Migration:
 def from_trl(values: Json) -> Migration:
     """Convert the fields of TRL's `GRPOConfig`, as passed to its constructor or returned by its `to_dict()`.
 
-    Fields of both configs are copied. Other values that differ from TRL's default get a note. Raises ValueError if a
-    name is a field of neither TRL's `GRPOConfig` nor `grpo_jax.GRPOConfig`. The message lists all such names.
+    Fields that both configs have are copied. Other values that differ from TRL's default get a note. Raises ValueError
+    for names that neither TRL's `GRPOConfig` nor `grpo_jax.GRPOConfig` has as fields. The message lists all of them.
 
     Example:
       >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
@@ -104,7 +104,7 @@ def from_trl(values: Json) -> Migration:
 
 
 def _translate(moved: Migration, name: str, value: Any, values: Json) -> None:
-    """Translate a field of TRL that is not a field of `GRPOConfig`, or add a note on it."""
+    """Translate a TRL field that `GRPOConfig` does not have, or add a note on it."""
     default, kind, advice, field = ELSEWHERE[name]
     if value and _translate_value(moved, name, value):
         return
@@ -174,7 +174,7 @@ def _translate_model(moved: Migration, name: str, value: Json) -> None:
 
 
 def _translate_generation(moved: Migration, name: str, value: Json) -> None:
-    """Translate the sampling arguments of transformers or vLLM, which override the fields of TRL's config."""
+    """Translate sampling arguments for transformers or vLLM, which override fields of TRL's config."""
     no_effect = {"do_sample": True, "repetition_penalty": 1.0}
     kwargs = {key: x for key, x in value.items() if x is not None and no_effect.get(key) != x}
     fields = {_GENERATION[key]: x for key, x in kwargs.items() if key in _GENERATION}
@@ -225,7 +225,7 @@ def _translate_server(moved: Migration, values: Json) -> None:
 
 # TRL's script ---------------------------------------------------------------------------------------------------------
 
-# Arguments of TRL's script and of its `ModelConfig` that are translated below, and notes on the other arguments.
+# Arguments to TRL's script and fields of its `ModelConfig` that are translated below, and notes on all others.
 _TRANSLATED = (
     "reward_funcs dataset_name dataset_config dataset_train_split dataset_test_split model_name_or_path torch_dtype"
     " dtype use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_8bit load_in_4bit bnb_4bit_quant_type"
@@ -246,7 +246,7 @@ _MISSING = {
     "lora_target_parameters": "only projections can have adapters; list them in lora_target_modules",
     "model_revision": "download the revision and pass its directory",
     "dataset_streaming": "streaming is not supported; all rows are read before the run",
-    "datasets": "write a function that returns the rows of all datasets, and set data to module:function",
+    "datasets": "write a function that returns the rows from all datasets, and set data to module:function",
 }
 _NUMBERS = {"number_reward": "solution"}
 _REWARDS: dict[str, Json] = {
@@ -263,7 +263,7 @@ _REWARDS: dict[str, Json] = {
 def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
     """Convert the YAML config of TRL's GRPO script to the keys of a RUN.yaml.
 
-    `values` may contain arguments of the script and fields of `ModelConfig` and `GRPOConfig`. The `Migration` has notes
+    `values` may contain arguments to the script and fields of `ModelConfig` and `GRPOConfig`. The `Migration` has notes
     on all of them. Raises ValueError if a name is unknown or a value is invalid.
     """
     values = dict(values)
@@ -291,7 +291,7 @@ def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
 
 
 def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[str, object]:
-    """Return `data` and `eval_data`. As in TRL, `eval_data` is by default the split "test" of the same dataset."""
+    """Return `data` and `eval_data`. As in TRL, `eval_data` is by default the same dataset's "test" split."""
     name = script.get("dataset_name")
     if name is None:
         return {}
@@ -306,7 +306,7 @@ def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[st
 
 
 def _rewards(names: str | list[str], missing: dict[str, str]) -> list[str | Json]:
-    """Convert names of TRL's reward functions and dotted paths of functions to entries of `rewards`."""
+    """Convert names of TRL's reward functions and dotted function paths to entries for `rewards`."""
     entries: list[str | Json] = []
     for name in [names] if isinstance(names, str) else names:
         if name in _REWARDS:

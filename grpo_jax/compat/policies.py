@@ -1,4 +1,4 @@
-"""Loading and saving of a trainer's policy, its tokenizer, and adapters from PEFT's `LoraConfig`."""
+"""Loading and saving of a trainer's policy and tokenizer, and creation of adapters from PEFT's `LoraConfig`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PEFT_FIELDS = (
 def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> tuple[Policy, str]:
     """Load a policy with params in `dtype`. Returns the policy and the compute dtype of the run.
 
-    None is float32. "auto" is the checkpoint's dtype; if it is bfloat16, it is also the compute dtype.
+    A dtype of None means float32. "auto" means the checkpoint's; if that is bfloat16, it is also the compute dtype.
     """
     if isinstance(model, Policy):
         if dtype is not None:
@@ -47,7 +47,7 @@ def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> 
 
 
 def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
-    """Set the tokenizer of a policy, given a tokenizer or processor. Its EOS token also ends completions."""
+    """Set a policy's tokenizer from a tokenizer or processor. Its EOS token also ends completions."""
     if tokenizer is not None:
         policy = policy.replace(tokenizer=getattr(tokenizer, "tokenizer", tokenizer))
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids

@@ -53,7 +53,7 @@ class GRPOConfig:
 
     Attributes:
       config: the equivalent `grpo_jax.GRPOConfig`.
-      sampler: arguments of `engines.vllm` for `vllm_mode="server"`; None for the built-in sampler.
+      sampler: arguments for `engines.vllm` with `vllm_mode="server"`; None for the built-in sampler.
       dtype: dtype of the params from `model_init_kwargs`; "auto" is the checkpoint's dtype, None is float32.
 
     Raises:
@@ -100,13 +100,13 @@ class GRPOConfig:
         self._set({**self._values, name: value}, [name])
 
     def to_dict(self) -> Json:
-        """Return the values of all of TRL's fields."""
+        """Return the values of all TRL fields, keyed by name."""
         return {name: getattr(self, name) for name in (*SAME, *ELSEWHERE)}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """State of the trainer (`trainer.state`). `log_history` has the logged metrics under TRL's names, and `step`."""
+    """Progress of the trainer (`trainer.state`). `log_history` lists logged metrics under TRL's names, and `step`."""
 
     log_history: list[dict[str, float]]
 
@@ -121,7 +121,7 @@ class TrainerState:
 
 @dataclasses.dataclass(slots=True)
 class TrainerControl:
-    """Argument `control` of callbacks. If `should_training_stop` is True, the run is saved and ends after the step."""
+    """The callbacks' `control` argument. Setting `should_training_stop` to True saves and ends the run."""
 
     should_training_stop: bool = False
 
@@ -139,11 +139,11 @@ class GRPOTrainer:
       train_dataset: rows with a `prompt`.
       eval_dataset: rows for evaluation, or a dict that maps names to such datasets. None disables evaluation.
       processing_class: tokenizer that replaces the checkpoint's. Its EOS token also ends completions.
-      callbacks: callbacks as accepted by `add_callback`.
+      callbacks: functions or `TrainerCallback` objects; see `add_callback`.
       optimizers: pair of an optax transformation (or None) and None.
       peft_config: PEFT's `LoraConfig`; see `compat.policies.with_adapters`.
       tools: functions that the policy can call; see `train`.
-      environment_factory: factory of environments; see `train`.
+      environment_factory: factory that creates environments; see `train`.
       others: other arguments of TRL's trainer, which must be None.
 
     Attributes:
@@ -153,7 +153,7 @@ class GRPOTrainer:
 
     Raises:
       ValueError: if an argument is not supported.
-      AttributeError: if an attribute or an overridden method of TRL's trainer is not supported.
+      AttributeError: if an attribute of TRL's trainer, or an override of one of its methods, is not supported.
     """
 
     train_state: TrainState | None = None
@@ -212,12 +212,12 @@ class GRPOTrainer:
 
     @property
     def config(self) -> _config.GRPOConfig:
-        """Config of the run."""
+        """The `grpo_jax.GRPOConfig` that is equivalent to `args`."""
         return self.args.config
 
     @property
     def processing_class(self) -> Tokenizer:
-        """Tokenizer of the policy. If a new one is assigned, it is also saved with the model."""
+        """Tokenizer of the policy. A newly assigned tokenizer is also saved with the model."""
         return self.policy.tokenizer
 
     @processing_class.setter
@@ -233,7 +233,7 @@ class GRPOTrainer:
 
     @property
     def state(self) -> TrainerState:
-        """Progress and logged metrics of the run."""
+        """Progress of the run, and its logged metrics."""
         lines = self._lines if self.run_dir is None else read_lines(Path(self.run_dir) / "metrics.jsonl")
         return TrainerState([{**self._trl_names(line), "step": line["step"]} for line in lines])
 
@@ -269,7 +269,7 @@ class GRPOTrainer:
                 self._control = method(self.args, self.state, self._control, logs=logs) or self._control
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a line of metrics and call the callback objects. This is the callback passed to `train`."""
+        """Record a step's metrics and call the callback objects. This is the callback passed to `train`."""
         self._lines.append({"step": step, **metrics})
         logs = self._trl_names(metrics)
         if "loss" in metrics:

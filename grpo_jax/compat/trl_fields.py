@@ -16,7 +16,7 @@ Kind = Literal["other name", "set outside", "not needed", "not here"]
 
 
 class Elsewhere(NamedTuple):
-    """A field of TRL that is not a field here.
+    """A field that only TRL's `GRPOConfig` has.
 
     Attributes:
       default: TRL's default.
@@ -96,7 +96,7 @@ SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "push_to_hub": "pushes the subdirectory `hub` of the run directory, with a model card",
     "hub_strategy": "checkpoints are not pushed",
 }
-"""Fields of TRL with the same name, meaning and default here, with a note on differences or ""."""
+"""TRL fields with the same name, meaning and default here, each mapped to a note on differences or to ""."""
 
 ELSEWHERE: dict[str, Elsewhere] = {
     # Model and numerics.
@@ -206,19 +206,19 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless("`rehearse` prints the memory of a run", skip_memory_metrics=True),
     **_needless(_SCRIPTS, do_train=False, do_predict=False),
 }
-"""TRL's fields that are not fields here, in the order of `docs/coming_from_trl.md`."""
+"""TRL fields that do not exist here, in the order in which `docs/coming_from_trl.md` lists them."""
 
 HINTS = {
     name: f"remove it: {field.advice}" if field.kind in ("set outside", "not needed") else field.advice
     for name, field in ELSEWHERE.items()
 }
-"""Advice for each field in `ELSEWHERE`, for error messages of `GRPOConfig`."""
+"""Advice on each field in `ELSEWHERE`, for error messages of `GRPOConfig`."""
 
 
 def trl_names(
     metrics: Mapping[str, float | None], reward_names: Iterable[str], parts: Iterable[str] = ()
 ) -> dict[str, float]:
-    """Rename the metrics of a line, except "step", to TRL's names. `parts` are the names of evaluation datasets.
+    """Rename a logged line's metrics to TRL's names, and drop "step". `parts` are the names of evaluation datasets.
 
     Example:
       >>> trl_names({"step": 3, "loss": 0.5, "eval/exact": 1.0, "eval/hard/reward": 0.0}, ["exact"], ["hard"])
