@@ -50,7 +50,7 @@ def _smollm3(keys: Keys) -> Fields:
 
 
 def _gemma(keys: Keys) -> Fields:
-    """Return the fields that Gemma 2 and 3 share: sandwich norms (offset 1), scaled embeddings, a query scale."""
+    """Return the fields that Gemma 2 and 3 share: sandwich norms (offset 1), scaled embeddings and a query scale."""
     return {
         **biases_of(keys),
         "norms": "sandwich",

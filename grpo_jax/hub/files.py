@@ -1,4 +1,4 @@
-"""Checkpoint files: JSON, tensors that are read in slices of rows, and replacement of whole directories."""
+"""Checkpoint files: JSON, tensors that are read a few rows at a time, and replacement of whole directories."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_fault(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reading(what: Path | str) -> Iterator[None]:
-    """Convert exceptions of a parser to a ValueError whose message contains `what`, such as the path of the file."""
+    """Convert parser exceptions to a ValueError whose message contains `what`, such as the path of the file."""
     try:
         yield
     except BaseException as error:
@@ -95,9 +95,9 @@ def write_json(path: Path, content: Json) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint that is read on demand, in slices along the first axis (rows).
+    """A tensor in a checkpoint file that is read on demand, in slices along the first axis (rows).
 
-    `read(start, count)` returns elements start..start+count-1 in C order, [count]. Both are multiples of the row size.
+    `read(start, count)` returns `count` elements from `start` on, in C order. Both are multiples of the row size.
     `offset` is the byte offset of the elements in `file`, or None if `file` does not store them in C order.
     """
 
@@ -140,7 +140,7 @@ class Checkpoint:
 
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """Return the tensors of a directory, keyed by name. Only the headers of the safetensors files are read."""
+    """Return the tensors stored in a directory, keyed by name. Only the safetensors headers are read."""
     index_path = directory / f"{stem}.safetensors.index.json"
     index, files = read_json(index_path), [f"{stem}.safetensors"]
     if index is not None:
@@ -157,7 +157,7 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
 
 
 def _tensors_of(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, keyed by name. Raises ValueError if the file is not valid."""
+    """Return the tensors in a safetensors file, keyed by name. Raises ValueError if the file is not valid."""
     size, tensors = path.stat().st_size, {}
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -186,7 +186,7 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
 
 
 def _in_file(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -> StoredTensor:
-    """Return a tensor that is read with `np.fromfile`. Pages of a memory map would count as memory in use."""
+    """Return a tensor that is read with `np.fromfile`, since pages of a memory map would count as memory in use."""
 
     def read(start: int, count: int) -> np.ndarray:
         size = dtype.itemsize

@@ -91,7 +91,7 @@ def gguf_config(path: Path) -> Json:
 
 @contextlib.contextmanager
 def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
-    """Yield a file's reader and header. Errors, also in the `with` block, are re-raised as ValueError with the path."""
+    """Yield a file's reader and header. Errors, also those from the `with` block, become ValueErrors with the path."""
     try:
         reader = _open(path)
         yield reader, _header(reader)
@@ -119,7 +119,7 @@ def _open(path: Path) -> GGUFReader:
         raise ImportError(f"reading the GGUF file {str(path)!r} requires the package gguf; run `{NEEDS}`") from error
 
     class PlainReader(GGUFReader):
-        """A reader that slices an `ndarray`. The 150,000 slices of a header take four times as long on a memmap."""
+        """Reader that slices an `ndarray`. A header's 150,000 slices take four times as long on a memmap."""
 
         data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
 
@@ -145,7 +145,7 @@ def _header(reader: GGUFReader) -> Header:
 
 
 def _end_ids(fields: Json) -> list[int]:
-    """Return the ids of the tokens that end a completion. The EOS, EOT and EOM ids of the file are first."""
+    """Return the ids of the tokens that end a completion, starting with the file's EOS, EOT and EOM ids."""
     tokens, kinds = fields.get("tokenizer.ggml.tokens", []), fields.get("tokenizer.ggml.token_type", [])
     declared = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     control = [i for i, kind in enumerate(kinds) if kind == 3 and tokens[i] in _ENDS]
@@ -156,7 +156,7 @@ def _end_ids(fields: Json) -> list[int]:
 
 
 def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
-    """Return a tensor of a file as float32. Only the blocks of the requested rows are dequantized."""
+    """Return a tensor in a file as float32. Only the blocks that contain requested rows are dequantized."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
@@ -169,7 +169,7 @@ def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
 
     def read(start: int, count: int) -> np.ndarray:
         first, last = start // weights, -(-(start + count) // weights)
-        # Not a memory map, whose pages would count as memory in use.
+        # Pages of a memory map would count as memory in use.
         data = np.fromfile(path, np.uint8, (last - first) * nbytes, offset=offset + first * nbytes)
         values = dequantize(data[None], kind)[0].astype(np.float32, copy=False)
         return values[start - first * weights :][:count]

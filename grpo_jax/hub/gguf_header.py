@@ -27,7 +27,7 @@ _UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa",
 class Header:
     """Header of a GGUF file: all keys (`fields`), tensor shapes, and divisors of the RoPE frequencies (`factors`).
 
-    `get` and `[]` read a key of the architecture without its prefix and record that it was read.
+    `get` and `[]` look up an architecture key by its name without the prefix, and record that it was read.
     """
 
     def __init__(self, fields: Json, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]):
@@ -66,7 +66,7 @@ class Architecture:
 
 
 def read_header(header: Header) -> tuple[Architecture, Json]:
-    """Return the `ARCHITECTURES` row and the config.json of a header. Raises ValueError if it is not supported."""
+    """Return the `ARCHITECTURES` row and the config.json for a header. Raises ValueError for an unsupported model."""
     name, shapes = header.architecture, header.shapes
     if name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
@@ -236,7 +236,7 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf import gguf_tokenizer_mapping as made
     except ImportError as error:
-        raise ImportError(f"transformers is too old to read the tokenizers of GGUF files; run `{NEEDS}`") from error
+        raise ImportError(f"transformers is too old to read tokenizers from GGUF files; run `{NEEDS}`") from error
     known = {*made.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
     if kind == "gpt2" and split not in known:
         supported = ", ".join(sorted(known))

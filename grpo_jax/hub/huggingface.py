@@ -51,7 +51,7 @@ from grpo_jax.types import Json, Tokenizer
 WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
 
 ModelName = str | os.PathLike[str] | Json
-"""A model on the hub, a directory, or a config.json (its path or its content)."""
+"""The name of a model on the hub, a directory, or a config.json (its path or its content)."""
 
 PROBE = "The quick brown fox is 12 years old, 3 + 4 = 7."
 """A string that every working tokenizer encodes to at least one id."""
@@ -75,8 +75,8 @@ def from_pretrained(
       param_dtype: dtype of the parameters. None uses `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
       mesh: mesh over which the parameters are sharded, according to `sharding.TABLE`. None uses the default device.
       revision: branch, tag or commit of a model on the hub. None uses the main branch.
-      quantize: format for the projections of the layers, "nf4" (blocks of 64 weights, double quantization) or "int8"
-        (one scale per row), for a base that `add_lora` freezes. None disables quantization.
+      quantize: format for the layers' projections, if `add_lora` will freeze them: "nf4" (blocks of 64 weights, double
+        quantization) or "int8" (one scale per row). None disables quantization.
 
     Returns:
       A `Policy`. Its tokenizer is None if the checkpoint does not contain one.
@@ -162,7 +162,7 @@ def read_model(model: ModelName) -> Json:
 
 
 def checkpoint_config(path: Path) -> Json:
-    """Return the config.json of a directory, or one that is built from the header of a GGUF file."""
+    """Return a directory's config.json, or one that is built from a GGUF file's header."""
     if path.is_file():
         return gguf_config(path)
     if (raw := read_json(path / "config.json")) is not None:
@@ -182,8 +182,8 @@ def save_pretrained(
     """Write a policy as a checkpoint in Hugging Face's layout, for transformers, vLLM, llama.cpp and `from_pretrained`.
 
     The config and generation config are written unchanged, except for `dtype`. The tokenizer is saved again only if it
-    was replaced or modified (`policy.tokenizer.chat_template = ...`); otherwise its files are copied. The complete
-    directory replaces an existing checkpoint. All processes of a run must call this function; process 0 writes.
+    was replaced or modified (`policy.tokenizer.chat_template = ...`); otherwise its files are copied. An existing
+    checkpoint is replaced once all files are written. All processes of a run must call this function; process 0 writes.
 
     Args:
       directory: path of the directory to write.
@@ -275,7 +275,7 @@ def _with_dtype(config: Json, dtype: str) -> Json:
 
 
 def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) -> np.ndarray:
-    """Assemble a tensor of a checkpoint from parameters, as a contiguous array on the host."""
+    """Assemble a checkpoint tensor from parameters, as a contiguous array on the host."""
     parts = []
     for part in tensor.parts:
         leaf = leaves[part.path]
@@ -368,6 +368,6 @@ def _with_head(
     if tied and heads and tables:
         tied = same_weights(heads[0], tables[0])
     if has_vision(raw) or tied != config.tie_word_embeddings:
-        older = raw.keys() & {"tie_embedding"}  # LFM2's name of the key
+        older = raw.keys() & {"tie_embedding"}  # LFM2's name for the key
         raw = {**raw, **dict.fromkeys(("tie_word_embeddings", *older), tied)}
     return raw, dataclasses.replace(config, tie_word_embeddings=tied)

@@ -13,7 +13,7 @@ MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "c
 
 
 def hybrid(keys: Keys) -> Fields:
-    """Return the fields of Qwen3.5 and Qwen3-Next: delta nets, gated attention, and norms with an offset of 1."""
+    """Return the fields for Qwen3.5 and Qwen3-Next: delta nets, gated attention, and norms with an offset of 1."""
     every = keys["full_attention_interval"]
     types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(keys["num_hidden_layers"])]
     return {
@@ -27,7 +27,7 @@ def hybrid(keys: Keys) -> Fields:
 
 
 def lfm2(keys: Keys) -> Fields:
-    """Return the fields of LFM2: gated short convolutions, attention, and an MLP with adjusted width."""
+    """Return the fields for LFM2: gated short convolutions, attention, and an MLP with adjusted width."""
     layers, kernel, full = keys["num_hidden_layers"], keys["conv_L_cache"], keys["full_attn_idxs"]
     if not isinstance(kernel, int) or kernel < 2:
         raise keys.refuse("conv_L_cache", kernel, "an integer of at least 2")
@@ -45,7 +45,7 @@ def lfm2(keys: Keys) -> Fields:
 
 
 def _adjusted_size(keys: Keys) -> int:
-    """Return the MLP width of LFM2: 2/3 of the configured width, times a factor, rounded up to a multiple."""
+    """Return LFM2's MLP width: 2/3 of the configured width, times a factor, rounded up to a multiple."""
     size = keys["block_ff_dim"] or keys["intermediate_size"]
     if not keys["block_auto_adjust_ff_dim"]:
         return size
@@ -63,7 +63,7 @@ def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
 
 
 def delta_nets(keys: Keys) -> DeltaShape:
-    """Return the `DeltaShape` of the gated delta nets."""
+    """Read and validate the sizes of the gated delta nets."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = {name: keys[f"linear_{name}"] for name in names}
     for name, size in sizes.items():
@@ -77,7 +77,7 @@ def delta_nets(keys: Keys) -> DeltaShape:
 
 
 def gemma4(keys: Keys) -> Fields:
-    """Return the fields of Gemma 4."""
+    """Return the fields for Gemma 4: two kinds of attention layers, shared keys and values, and per-layer inputs."""
     layers = keys["num_hidden_layers"]
     windows = windows_of(keys, lambda i: (i + 1) % 6 != 0) or (None,) * layers
     windows = (*windows[:-1], None)  # transformers always uses full attention in the last layer
@@ -122,7 +122,7 @@ def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
     if per_layer is None:
         of_keys = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
         found = (of_keys or usual[0], keys["global_head_dim"])
-    else:  # transformers saves the values per layer
+    else:  # transformers may save the values per layer
         names, of = ("num_key_value_heads", "head_dim"), {str(i): x for i, x in per_layer.items()}
         each = [(of.get(str(i)) or {}, window is None) for i, window in enumerate(windows)]
         full = {tuple(x.get(n, u) for n, u in zip(names, usual, strict=True)) for x, whole in each if whole}
@@ -155,7 +155,7 @@ def _experts(keys: Keys) -> Fields:
 
 
 def mixture(keys: Keys, experts: int, size: int, chosen: str = "num_experts_per_tok") -> Fields:
-    """Return the fields of a mixture of experts. `chosen` is the config key for the number of experts per token."""
+    """Return the fields for a mixture of experts. `chosen` is the config key for the number of experts per token."""
     if not 1 <= keys[chosen] <= experts:
         raise keys.refuse(chosen, keys[chosen], f"between 1 and num_experts = {experts}")
     return {
@@ -233,6 +233,6 @@ GEMMA4 = Family(
     # "vision" affects only image tokens. transformers does not read the older RoPE keys for this family.
     only={"use_bidirectional_attention": "vision", "partial_rotary_factor": 1.0, "rope_scaling": None},
     stacked="halves",
-    # Layers that reuse keys and values of an earlier layer do not need these weights.
+    # Layers that reuse keys and values from an earlier layer do not need these weights.
     spare=(r"model\.(language_model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Keys of config.json that model families share, and the text model's config in vision-language configs."""
+"""Keys in config.json that model families share, and the text model's config in vision-language configs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Family:
     defaults: Json = dataclasses.field(default_factory=dict)  # values of config keys that a config.json may omit
     only: Json = dataclasses.field(default_factory=dict)  # config key → its only supported value
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (tensor name, projections that it concatenates)
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # module of the decoder → name in a checkpoint
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # decoder module → its name in a checkpoint
     stacked: str = ""  # gate and up of all experts in one tensor: "columns" (alternating) or "halves" (gate first)
     quantized: tuple[str, ...] = ()  # supported values of `quant_method`; weights are dequantized to bfloat16
     spare: tuple[str, ...] = ()  # regular expressions of tensors that are ignored if a checkpoint contains them
@@ -168,7 +168,7 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
 
 
 def two_ropes(keys: Keys, local_theta: float) -> Fields:
-    """Return the rotary embeddings of full attention, to which `rope_scaling` applies, and of sliding windows."""
+    """Return rotary embeddings for full attention, to which `rope_scaling` applies, and for sliding windows."""
     ropes = keys["rope_parameters"] or {}
     if ropes and set(ropes) - {"full_attention", "sliding_attention"}:
         raise keys.refuse("rope_parameters", ropes, "a dict with the keys 'full_attention' and 'sliding_attention'")

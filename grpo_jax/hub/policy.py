@@ -46,7 +46,7 @@ def init_policy(
       dtype: dtype of the computation and the parameters.
 
     Returns:
-      A `Policy`. Matrices are normal with standard deviation `initializer_range`, norm scales one and biases zero.
+      A `Policy`. Matrices are drawn from N(0, `initializer_range`²), norm scales are 1 and biases are 0.
 
     Example:
       >>> policy = init_policy({"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
@@ -120,7 +120,7 @@ class NnxModel:
     rest: nnx.State
 
     def apply(self, variables: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
-        """Return the logits [B, T, V] of tokens [B, T], without dropout."""
+        """Return the logits [B, T, V] for tokens [B, T], without dropout."""
         from flax import nnx
 
         module = nnx.merge(self.graphdef, self.state(variables["params"]), self.rest)
@@ -142,7 +142,7 @@ def state_of(tokenizer: Tokenizer | None) -> object:
 
 
 def files_of(policy: Policy) -> dict[str, bytes]:
-    """Return the files to write with a policy, keyed by name, as bytes. A changed tokenizer is saved again."""
+    """Return the files to write with a policy as bytes, keyed by name. A changed tokenizer is saved again."""
     if policy.loaded_tokenizer == state_of(policy.tokenizer):
         return dict(policy.files)
     others = {name: content for name, content in policy.files.items() if name not in TOKENIZER_FILES}
@@ -150,14 +150,14 @@ def files_of(policy: Policy) -> dict[str, bytes]:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files of a transformers tokenizer, keyed by name, as bytes."""
+    """Save a transformers tokenizer, and return its files as bytes, keyed by name."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
 
 
 def _random_params(model: Transformer, key: jax.Array) -> Params:
-    """Initialize params. Except on CPUs, each shape is compiled separately; one program takes 71 s on an H100."""
+    """Initialize params. Except on CPUs, shapes are compiled separately, since one program takes 71 s on an H100."""
     if platform_of()[0] == "cpu":
         return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
     return model.lazy_init(key, jax.ShapeDtypeStruct((1, 1), jnp.int32), mutable=["params"])["params"]
@@ -165,7 +165,7 @@ def _random_params(model: Transformer, key: jax.Array) -> Params:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Suppress the warning of transformers that PyTorch was not found."""
+    """Suppress transformers' warning that PyTorch was not found."""
     before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS", "")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     try:

@@ -1,4 +1,4 @@
-"""Quantize the frozen base of adapters to NF4 or int8, and dequantize checkpoints in NF4 or MXFP4.
+"""Quantize a frozen base model to NF4 or int8, and dequantize NF4 and MXFP4 checkpoints.
 
 Only the projections in decoder layers are quantized, as in QLoRA (arXiv:2305.14314).
 """
@@ -54,7 +54,7 @@ def check_quantizable(path: Sequence[str], shape: Sequence[int], parts: Iterable
         return
     if any(part.stacked for part in parts):
         raise ValueError(
-            f"quantize={method!r} is not supported for {'/'.join(path)}, since its tensor also contains a different"
+            f"quantize={method!r} is not supported for {'/'.join(path)}, since its stored tensor also contains another"
             " projection (gpt-oss and Gemma 4); use quantize=None."
         )
     if method == "nf4" and shape[-2] % BLOCK:
@@ -71,7 +71,7 @@ def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
 
 
 def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callable[..., Leaf]) -> Quantized:
-    """Return a `Quantized` with the shapes and dtypes of `read_quantized`, and leaves from `leaf(shape, dtype)`."""
+    """Return a `Quantized` with the shapes and dtypes from `read_quantized`, and leaves from `leaf(shape, dtype)`."""
     *lead, fan_in, fan_out = shape
     rows = (*lead, fan_out)
     if method == "int8":
@@ -84,7 +84,7 @@ def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callabl
 
 
 def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str, dtype: str) -> Quantized:
-    """Read a parameter [..., in, out] and quantize it, a few rows at a time. Returns a `Quantized` of NumPy arrays.
+    """Read and quantize a parameter [..., in, out], a few rows at a time. Returns a `Quantized` with NumPy arrays.
 
     "nf4" uses blocks of 64 weights, whose scales are quantized to 8 bits. "int8" uses one scale per row.
     """
@@ -150,7 +150,7 @@ def dynamic_levels() -> np.ndarray:
 
 
 def without_quantization(raw: Json) -> Json:
-    """Remove the `quantization_config` of bitsandbytes NF4 from a config.json. `read_config` rejects other methods."""
+    """Remove a bitsandbytes NF4 `quantization_config` from a config.json. `read_config` rejects other methods."""
     stored = raw.get("quantization_config") or {}
     wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     if any(stored.get(key) != value for key, value in wanted.items()):
@@ -207,7 +207,7 @@ def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> Sto
 
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-# FP4 values (1 sign bit, 2 exponent bits, 1 mantissa bit) of the low and high half of each byte, [256, 2].
+# FP4 values (1 sign bit, 2 exponent bits, 1 mantissa bit) for the low and high half of each byte, [256, 2].
 _PAIRS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
 
 

@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors of a checkpoint, and the parameters that each tensor stores."""
+"""Names and shapes of a checkpoint's tensors, and the parameters that each tensor stores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SUFFIXES = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A parameter, or the slice of one expert, and its location in a stored tensor."""
+    """A parameter, or one expert's slice of it, and its location in a stored tensor."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]  # shape in the parameter tree; a matrix [in, out] is stored as [out, in]
@@ -53,7 +53,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a checkpoint and the parameters that it stores, in order."""
+    """A checkpoint tensor and the parameters that it stores, in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ _STACKED = {
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None),
     "gate_bias": ("gate_up_proj_bias", 0), "up_bias": ("gate_up_proj_bias", 1), "down_bias": ("down_proj_bias", None),
 }  # fmt: skip
-"""Mapping from expert parameters to the name of a stacked tensor and their half of it (0, 1, or None for all)."""
+"""Mapping from an expert parameter to the name of its stacked tensor and its half of it (0, 1, or None for all)."""
 
 
 def abstract_params(config: TransformerConfig) -> Params:
@@ -83,12 +83,12 @@ LAYOUTS = (("model.language_model.", "lm_head."), ("language_model.model.", "lan
 
 
 def layout_of(names: Iterable[str]) -> int:
-    """Return the index into `LAYOUTS` that matches the tensor names of a checkpoint, 0 by default."""
+    """Return the index into `LAYOUTS` that matches a checkpoint's tensor names. The default is 0."""
     return int(any(name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")) for name in names))
 
 
 def stacked_experts(names: Iterable[str]) -> bool:
-    """Return whether a checkpoint stores a projection of all experts of a layer in one tensor."""
+    """Return whether a checkpoint stores each projection for all experts in a layer as one tensor."""
     return any(re.match(r"(language_)?model\..*\.mlp\.experts\.down_proj$", name) for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Read the parameters of a checkpoint, and check its tensors against its config."""
+"""Read a checkpoint's parameters, and check its tensors against its config."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def check_tensors(
 
 
 def same_weights(a: StoredTensor, b: StoredTensor) -> bool:
-    """Return whether two tensors of a checkpoint are equal."""
+    """Compare two stored tensors a few rows at a time, and return whether they are equal."""
     if a.shape != b.shape:
         return False
     step = max(1, BLOCK // max(1, math.prod(a.shape[1:]) * a.dtype.itemsize))
