@@ -1,16 +1,16 @@
-"""Mutation testing of `grpo_jax.maths`: does a test fail for every small change of the code?
+"""Mutation testing of `grpo_jax.maths`: check that a test fails for every small change to the code.
 
-    python tests/mutation.py                      # all of its modules, 2 to 8 seconds per mutant
-    python tests/mutation.py losses --list        # what would be tried
-    python tests/mutation.py losses --only 12 40  # some of them again, with pytest's output
+    python tests/mutation.py                      # all modules, 2 to 8 seconds per mutant
+    python tests/mutation.py losses --list        # list the mutants without running them
+    python tests/mutation.py losses --only 12 40  # run selected mutants, with pytest's output
 
-Expected: at least 95 % killed. The survivors are printed; each one should be on the list of `EQUIVALENT` below, with
-the reason why no test can fail.
+At least 95 % should be killed. The survivors are printed; each should be listed in `EQUIVALENT` below, with the reason
+why no test can fail for it.
 
-The changes are made in the syntax tree: comparisons, arithmetic, logic, constants, defaults, min/max, `where` branches,
-dropped keyword arguments, dropped stop_gradient, bounds and casts. An import hook serves the changed module; nothing is
-written to the source tree. One worker process runs one mutant after another, so that what JAX has compiled for one
-serves the next; it is replaced now and then, and when a mutant takes too long.
+Mutants are made in the syntax tree: comparisons, arithmetic, logic, constants, defaults, min/max, `where` branches,
+dropped keyword arguments, dropped stop_gradient, bounds and casts. An import hook serves the mutated module; nothing is
+written to the source tree. A worker process runs mutants one after another, so that they share JAX's compilation cache.
+It is replaced after `WORKER_LIFE` mutants, and when a mutant takes too long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNATURES = "tests/maths/test_signatures.py"
-# After the quick check: the cheap tests that kill most, then the rest, and last the comparison with NumPy.
+# Order after the quick check: the cheap tests that kill most mutants, the other tests, the comparison with NumPy.
 CHEAP = (
     "edge_of or batch_totals or merge_by or update_entropy or top_entropy or threshold or masked_rows"
     " or overflowing or bounded_tokens or bounds_its or half_precision or no_evidence or a_nan or no_gradient"
@@ -58,13 +58,13 @@ TESTS = {
 }
 WORKER_LIFE = 60
 
-# Reasons why no test can fail, and below them module, beginning of the line, change and reason.
-EMPTY = "only for an empty selection, whose value is never used"
-ALREADY = "the value has that type already; the line is for callers that pass lists or other dtypes"
-SAME_AXIS = "axis −1 is axis 1 of [B, G] and of [B, K]"
-CLAMPED = "an index beyond an axis of one is clamped to it"
-ZERO = "at A = 0 the surrogate is 0 either way"
-UNDER = "finite values under the mask do not count"
+# Reasons why no test can fail for a mutant. `EQUIVALENT` lists (module, start of the line, change, reason).
+EMPTY = "matters only for an empty selection, whose value is never used"
+ALREADY = "the value already has that type; the line is for callers that pass lists or other dtypes"
+SAME_AXIS = "axis −1 equals axis 1 for [B, G] and [B, K]"
+CLAMPED = "JAX clamps an out-of-range index on an axis of size 1"
+ZERO = "the surrogate is 0 at A = 0 in both cases"
+UNDER = "finite masked values have no effect"
 AXIS_1 = [
     "centered, std = _center(_weighted_sum", "centered, std = _center(r,", "centered, _ = _center",
     "_, std = _center(_weighted_sum", "_, std = _center(r, scored", "_, std = _center(centered",
@@ -72,7 +72,7 @@ AXIS_1 = [
     "return jnp.all((std[",
 ]  # fmt: skip
 EQUIVALENT = [
-    ("advantages", "mean = jnp.sum(shifted", "1 → 2", "a single value is its own smallest: the sum is 0"),
+    ("advantages", "mean = jnp.sum(shifted", "1 → 2", "a single value is its own minimum, so the sum is 0"),
     ("advantages", "mean = jnp.sum(shifted", "1 → -1", EMPTY),
     ("advantages", "rewards = jnp.asarray", "asarray(x) → x", ALREADY),
     ("advantages", "return rewards, weights", "astype(x) → x", ALREADY),
@@ -85,11 +85,11 @@ EQUIVALENT = [
     ("surrogates", "k = jnp.where(A >= 0", "GtE → Gt", ZERO),
     ("surrogates", "lambda_ = jnp.where(A", "GtE → Gt", ZERO),
     ("metrics", "last = jnp.maximum(jnp", "1 → -1", EMPTY),
-    ("metrics", "while (length := values", "1 → 2", "the sum at the end adds the two that are left"),
-    ("metrics", "values = jnp.concatenate", "Mod → Mult", "an even length leaves nothing after the pairs"),
-    ("metrics", "values = jnp.concatenate", "2 → -2", "an odd length modulo −2 is −1, which counts as true like 1"),
-    ("metrics", "return dict(zip(metrics", "True → False", "one value for each metric"),
-    ("metrics", "return dict(zip(metrics", "zip: strict= dropped", "one value for each metric"),
+    ("metrics", "while (length := values", "1 → 2", "the final sum adds the two remaining values"),
+    ("metrics", "values = jnp.concatenate", "Mod → Mult", "with an even length, no value remains after the pairs"),
+    ("metrics", "values = jnp.concatenate", "2 → -2", "an odd length modulo −2 is −1, which is also true"),
+    ("metrics", "return dict(zip(metrics", "True → False", "there is always one value per metric"),
+    ("metrics", "return dict(zip(metrics", "zip: strict= dropped", "there is always one value per metric"),
     ("checks", "return bounded(jnp.where", "0 → 1", UNDER),
     ("losses", "A = jnp.where(mask, row_or_token", "0 → 1", UNDER),
     ("losses", "p = p * jnp.where(mask", "1 → 2", UNDER),
@@ -115,7 +115,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """All (description, replacement) of one node."""
+    """Yield every (description, replacement) for a node."""
 
     def edited(**fields) -> ast.AST:
         new = copy.deepcopy(node)
@@ -164,7 +164,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 class Change(ast.NodeTransformer):
-    """Visits the code in order and makes the change with number `target`, if there is one."""
+    """A visitor that lists all changes in order and makes change number `target`; with -1 it makes none."""
 
     def __init__(self, target: int = -1):
         self.target, self.found = target, []
@@ -176,7 +176,7 @@ class Change(ast.NodeTransformer):
                 return replacement
         return super().visit(node)
 
-    def visit_Raise(self, node):  # messages are tested elsewhere
+    def visit_Raise(self, node):  # error messages are not mutated
         return node
 
     def visit_AnnAssign(self, node):
@@ -188,7 +188,7 @@ class Change(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node):
-        # Annotations and decorators are not code to be changed.
+        # Annotations and decorators are not mutated.
         node.args = self.visit(node.args)
         node.body = [x for x in (self.visit(statement) for statement in node.body) if x is not None]
         return node
@@ -208,7 +208,7 @@ def mutants(module: str) -> list[tuple[int, str]]:
 
 
 class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Serves one changed module."""
+    """An import hook that loads one mutated module."""
 
     def __init__(self, module: str, target: int):
         tree = Change(target).visit(ast.parse(module_path(module).read_text()))
@@ -226,7 +226,7 @@ class Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def import_mutant(module: str, target: int) -> None:
-    """From now on imports see this mutant (-1: the unchanged code)."""
+    """Make later imports load this mutant, or the unchanged code if `target` is -1."""
     for name in list(sys.modules):
         if name in {f"grpo_jax.maths.{module}" for module in TESTS} or name.startswith("test_") or name == "conftest":
             del sys.modules[name]
@@ -237,7 +237,7 @@ def import_mutant(module: str, target: int) -> None:
 
 @functools.cache
 def cases_of_the_loss() -> list:
-    """Arguments and NumPy results of some cases of the loss, worked out once a worker."""
+    """Return (case, NumPy results, JAX loss) for some cases of the loss, computed once per worker."""
     import test_losses as t
 
     cases = [t.case(name, level, t.EVERYTHING) for level in t.LEVELS for name in t.TYPES]
@@ -247,7 +247,7 @@ def cases_of_the_loss() -> list:
 
 
 def quick_check(module: str) -> bool:
-    """A first sieve without pytest, for the loss: float32 against NumPy."""
+    """Compare the loss in float32 with NumPy, without pytest; return False if they differ."""
     if TESTS[module] is not OF_THE_LOSS:
         return True
     import numpy as np
@@ -268,7 +268,7 @@ def quick_check(module: str) -> bool:
 
 
 def run_tests(module: str, target: int) -> bool:
-    """Runs the tests of one mutant (-1: of the unchanged code) in this process; True if all pass."""
+    """Run a mutant's tests (-1: the unchanged code) in this process and return whether all pass."""
     import pytest
 
     if TESTS[module] is OF_THE_LOSS:
@@ -278,7 +278,7 @@ def run_tests(module: str, target: int) -> bool:
         return False
     for arguments in TESTS[module]:
         import_mutant(module, target)
-        # In this process (-n 0): a process of pytest-xdist would import the unchanged code.
+        # Use -n 0: a pytest-xdist worker process would import the unchanged code.
         options = ["-x", "-q", "-n", "0", "--no-header", "-p", "no:cacheprovider", "--tb=short"]
         code = pytest.main([*options, *arguments])
         if code not in (0, 5):
@@ -287,7 +287,7 @@ def run_tests(module: str, target: int) -> bool:
 
 
 def worker(module: str, targets: list[int], report: int, verbose: bool) -> None:
-    """Runs mutants in turn and writes one byte for each: s(urvived) or k(illed)."""
+    """Run mutants in turn and write one byte per mutant: s(urvived) or k(illed)."""
     if not verbose:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
@@ -297,7 +297,7 @@ def worker(module: str, targets: list[int], report: int, verbose: bool) -> None:
 
 
 def run(module: str, targets: list[int], timeout: float, verbose: bool) -> Iterator[tuple[int, str]]:
-    """Yields (target, "killed" | "survived" | "timeout" | "crashed") for each target, in order."""
+    """Yield (target, "killed" | "survived" | "timeout" | "crashed") for each target, in order."""
     todo = list(targets)
     while todo:
         read, write = os.pipe()
@@ -334,7 +334,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     sys.path.insert(0, str(ROOT / "tests"))
     importlib.import_module("conftest")
-    # Imported once, before any fork. Nothing here starts a backend: that happens in the child, after the fork.
+    # Import these once, before forking. None of them starts a JAX backend; the child does, after the fork.
     import absl.testing.parameterized  # noqa: F401
     import chex  # noqa: F401
     import jax.numpy  # noqa: F401
@@ -354,7 +354,7 @@ def main() -> None:
         for i, result in run(module, [-1, *targets], arguments.timeout, verbose=bool(arguments.only)):
             if i == -1:
                 if result != "survived":
-                    sys.exit(f"The tests of {module} fail without any change.")
+                    sys.exit(f"The tests of {module} fail on the unchanged code.")
                 continue
             line, description = found[i]
             total += 1

@@ -1,4 +1,4 @@
-"""Advantages: against the definition in loops, by hand, under every symmetry they must have, and at extremes."""
+"""Advantages: compared with loops and with values computed by hand, under symmetries, and for extreme rewards."""
 
 import itertools
 
@@ -17,7 +17,7 @@ PAIRS = [*((scale, "sum_then_normalize") for scale in ("group", "batch", "none")
 
 
 def by_loops(rewards, weights, scale, aggregation, epsilon):
-    """The definition, one completion at a time, over plain lists of the scored values."""
+    """Compute advantages by their definition, one completion at a time, from plain lists of the scored values."""
     B, G, K = rewards.shape
     std = lambda values: float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
     per_function = rewards.copy()
@@ -59,11 +59,11 @@ def example(seed=0, B=3, G=4, K=2, missing=0.0):
 @pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
 @pytest.mark.parametrize("missing", [0.0, 0.5])
 def test_definition(scale, aggregation, missing):
-    """Advantages equal their definition, written with loops."""
+    """Advantages equal a direct implementation of their definition with loops."""
     rewards, weights = example(missing=missing, K=3), [0.5, -2.0, 3.0]
     for epsilon in (1e-4, 0.5):
         expected = by_loops(rewards, weights, scale, aggregation, epsilon)
-        assert np.abs(expected).max() > 0.1, "the case must have something in it"
+        assert np.abs(expected).max() > 0.1, "the expected advantages must not all be near 0"
         settings = {
             "weights": weights,
             "scale_rewards": scale,
@@ -76,11 +76,11 @@ def test_definition(scale, aggregation, missing):
 
 
 @pytest.mark.quick
-def test_two_completions_by_hand():
+def test_two_completions_have_the_advantages_computed_by_hand():
     # G = 2: mean 1, deviations ±1, std with Bessel √2: A = ±1/(√2 + 1e-4).
     advantages = compute_advantages(jnp.array([[0.0, 2.0]]))
     np.testing.assert_allclose(advantages, [[-0.7070568, 0.7070568]], atol=1e-6)
-    # And without the 1e-4 the number would differ in the fifth digit.
+    # Without the 1e-4 the value differs in the fifth digit.
     np.testing.assert_allclose(
         compute_advantages(jnp.array([[0.0, 2.0]]), epsilon=0.0), [[-(0.5**0.5), 0.5**0.5]], 1e-7
     )
@@ -96,8 +96,8 @@ def test_rank_two_is_one_reward_function():
 
 
 @pytest.mark.quick
-def test_group_scaling_is_blind_to_other_prompts_and_batch_scaling_is_not():
-    """The statistics of a group do not depend on other prompts."""
+def test_only_batch_scaling_depends_on_other_prompts():
+    """Group-scaled advantages do not depend on other prompts; batch-scaled advantages do."""
     rewards = example(B=3, K=1)
     other = rewards.copy()
     other[1:] *= 7.0
@@ -107,8 +107,8 @@ def test_group_scaling_is_blind_to_other_prompts_and_batch_scaling_is_not():
     assert np.abs(first(rewards, "batch") - first(other, "batch")).max() > 0.1
 
 
-def test_an_unscored_completion_gets_zero_and_leaves_mean_and_std():
-    """An unscored completion is left out of the mean and the std instead of counting as 0."""
+def test_unscored_completions_get_zero_and_are_excluded_from_mean_and_std():
+    """An unscored completion gets advantage 0 and is excluded from the mean and the std of its group."""
     rewards = np.array([[1.0, 2.0, 4.0, np.nan]])
     advantages = np.asarray(compute_advantages(rewards))
     assert advantages[0, 3] == 0.0
@@ -123,7 +123,7 @@ def test_shift_scale_and_permutations(scale, aggregation):
     scaled_by = 3.0 if (scale, aggregation) == ("none", "sum_then_normalize") else 1.0
     np.testing.assert_allclose(compute_advantages(3.0 * rewards, **settings), scaled_by * advantages, atol=1e-5)
     if aggregation == "normalize_then_sum":
-        # A shift of one function moves nothing; in a sum it would move completions that the function did not score.
+        # A shift of one function has no effect here. In a sum it would also shift completions that it did not score.
         np.testing.assert_allclose(compute_advantages(rewards + shift, **settings), advantages, atol=1e-5)
     full = example()
     np.testing.assert_allclose(
@@ -142,7 +142,7 @@ def test_shift_scale_and_permutations(scale, aggregation):
 @pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1000.1, -3e7, 1e30])
 def test_equal_rewards_give_exactly_zero(reward, scale, aggregation):
-    """Equal rewards give exactly 0, also with a large offset."""
+    """Equal rewards give advantages of exactly 0, even when the rewards are large."""
     rewards = np.full((2, 3, 2), reward)
     rewards[1, 2, 0] = np.nan if reward == 0.0 else reward
     advantages = compute_advantages(rewards, scale_rewards=scale, multi_objective_aggregation=aggregation)
@@ -150,13 +150,13 @@ def test_equal_rewards_give_exactly_zero(reward, scale, aggregation):
 
 
 @pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
-def test_groups_with_one_or_no_score_and_groups_of_one_are_zero(scale, aggregation):
+def test_groups_with_fewer_than_two_scores_get_zero(scale, aggregation):
     settings = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
     nan = np.nan
     np.testing.assert_array_equal(compute_advantages(np.full((2, 3), nan), **settings), 0.0)
     np.testing.assert_array_equal(compute_advantages(np.array([[nan, 5.0, nan]]), **settings), 0.0)
     np.testing.assert_array_equal(compute_advantages(np.array([[7.0]]), **settings), 0.0)
-    # Beside a group that has a signal.
+    # The same groups in a batch that also has a group with a signal.
     both = np.asarray(compute_advantages(np.array([[nan, 5.0, nan], [1.0, 2.0, 3.0]]), **settings))
     if aggregation == "sum_then_normalize":
         np.testing.assert_array_equal(both[0], 0.0)
@@ -165,7 +165,7 @@ def test_groups_with_one_or_no_score_and_groups_of_one_are_zero(scale, aggregati
 
 
 @pytest.mark.quick
-def test_a_large_offset_does_not_cost_the_signal():
+def test_large_offset_does_not_lose_the_signal():
     small = np.array([[0.0, 1.0, 0.0, 1.0]])
     np.testing.assert_array_equal(compute_advantages(small + 2.0**20), compute_advantages(small))
 
@@ -179,7 +179,7 @@ def test_other_dtypes_are_computed_in_float32(dtype):
 
 
 @pytest.mark.quick
-def test_rewards_are_data():
+def test_rewards_have_no_gradient():
     gradient = jax.grad(lambda r: jnp.sum(compute_advantages(r, scale_rewards="none") ** 2))(jnp.array([[1.0, 0.0]]))
     np.testing.assert_array_equal(gradient, 0.0)
 
@@ -189,8 +189,8 @@ def test_zero_signal_groups():
     rewards = np.array(
         [
             [[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]],  # both constant
-            [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]],  # sums constant, functions not
-            [[1.0, 0.0], [nan, 0.0], [1.0, 0.0]],  # one not scored by the first: its sum differs
+            [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]],  # the sum is constant, each function is not
+            [[1.0, 0.0], [nan, 0.0], [1.0, 0.0]],  # the first function skips one completion, so its sum differs
             [[nan, nan], [nan, nan], [nan, nan]],
             [[0.0, 0.0], [0.0, 0.0], [0.0, 1e-3]],
         ]
@@ -203,7 +203,7 @@ def test_zero_signal_groups():
         True,
         False,
     ]
-    # The second function does not count.
+    # The second function has weight 0.
     first_only = [1.0, 0.0]
     for aggregation in AGGREGATIONS:
         signal = zero_signal_groups(rewards[[0, 1, 4]], weights=first_only, multi_objective_aggregation=aggregation)
@@ -232,37 +232,37 @@ def test_estimators_by_hand():
     rewards = np.array([[3.0, 0.0, 0.0, 1.0], [2.0, nan, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
     lengths = np.array([[2, 2, 1, 3], [1, 9, 2, 1], [1, 1, 1, 1]])
     expected = {
-        # Against the mean of the three others, or of the two others that were scored.
+        # The baseline is the mean of the three other rewards, or of the two other scored rewards.
         "rloo": [[3 - 1 / 3, -4 / 3, -4 / 3, 0], [1.5, 0, -1.5, 0], [0, 0, 0, 0]],
         "maxrl": [[2, -1, -1, 0], [1, 0, -1, 0], [0, 0, 0, 0]],
         # Baselines (2·3 + 3·1) / 8 and (1·2 + 1·1) / 4.
         "opo": [[3 - 9 / 8, -9 / 8, -9 / 8, 1 - 9 / 8], [1.25, 0, -0.75, 0.25], [0, 0, 0, 0]],
     }
     centred = np.array([[2.0, -1, -1, 0], [1, 0, -1, 0], [0, 0, 0, 0]])
-    # Eleven were scored, and their squares sum to 8.
+    # Eleven completions are scored, and their squared deviations sum to 8.
     expected["reinforce_pp"] = centred / (np.sqrt(8 / 10) + 1e-4)
     for name, table in expected.items():
-        found = compute_advantages(rewards, estimator=name, lengths=lengths)  # by the estimator's own scale
+        found = compute_advantages(rewards, estimator=name, lengths=lengths)  # with its default scaling
         np.testing.assert_allclose(found, table, atol=1e-6, err_msg=name)
-    # A baseline from one token, and a group without any.
+    # One group with a single token, and one group without tokens.
     rewards, lengths = np.array([[2.0, 0.0], [2.0, 0.0]]), np.array([[1, 0], [0, 0]])
     np.testing.assert_allclose(estimated(rewards, "opo", lengths=lengths), [[0, -2], [1, -1]], atol=1e-6)
-    np.testing.assert_allclose(estimated(rewards, "rloo"), [[2, -2], [2, -2]], atol=1e-6)  # against the other one
+    np.testing.assert_allclose(estimated(rewards, "rloo"), [[2, -2], [2, -2]], atol=1e-6)  # baseline: the other
 
 
-def test_maxrl_leaves_out_groups_whose_mean_is_not_above_zero():
+def test_maxrl_skips_groups_without_a_positive_mean():
     rewards = np.array([[1.0, -1.0, 0.0], [-3.0, 0.0, 0.0], [4.0, -1.0, 0.0]])
     expected = [[0, 0, 0], [0, 0, 0], [3, -2, -1]]
     np.testing.assert_allclose(estimated(rewards, "maxrl"), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("estimator", OTHERS)
-def test_estimators_of_equal_or_unscored_rewards_are_zero(estimator):
+def test_equal_or_unscored_rewards_give_zero_for_every_estimator(estimator):
     for rewards in ([[1000.1] * 3, [1000.1] * 3], [[np.nan] * 3, [7.0, np.nan, np.nan]]):
         np.testing.assert_array_equal(estimated(np.array(rewards), estimator, lengths=np.full((2, 3), 4)), 0.0)
 
 
-def test_equal_lengths_make_opo_the_plain_baseline_of_which_rloo_is_a_multiple():
+def test_opo_with_equal_lengths_is_unscaled_grpo_and_rloo_a_multiple():
     rewards = np.random.default_rng(0).normal(size=(5, 4, 2))
     settings = {"weights": [1.0, -2.0]}
     plain = compute_advantages(rewards, scale_rewards="none", **settings)
@@ -274,7 +274,7 @@ GROUP = 4
 
 
 def expected_gradient(theta, rewards, estimator):
-    """E over groups of four draws from softmax(theta) of (1/G) Σ A_i ∇log π(i): the sum over all 3⁴ groups."""
+    """Return E[(1/G) Σ A_i ∇log π(i)] for groups of four draws from softmax(theta), summed over all 3⁴ groups."""
     pi = np.exp(theta) / np.exp(theta).sum()
     groups = np.array(list(itertools.product(range(len(theta)), repeat=GROUP)))
     advantages = np.asarray(estimated(rewards[groups], estimator))
@@ -282,8 +282,8 @@ def expected_gradient(theta, rewards, estimator):
     return np.einsum("n,ng,nga->a", np.prod(pi[groups], axis=1), advantages, scores) / GROUP
 
 
-def test_what_the_estimators_expect():
-    """The expected gradients are ∇E[r] for rloo, (G − 1)/G of it for grpo, and that of a truncated log p for maxrl.
+def test_expected_gradients_of_estimators():
+    """The expected gradient is ∇E[r] for rloo, (G − 1)/G · ∇E[r] for grpo, and ∇ of a truncated log p for maxrl.
 
     −Σ_{k<G} (1 − p)^k / k has the gradient Σ_{k<G−1} (1 − p)^k ∇p, and log p is its limit.
     """

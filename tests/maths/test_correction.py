@@ -1,4 +1,4 @@
-"""The weights of another engine's completions: by hand, and by the gradients that they are there for."""
+"""Importance weights for completions sampled by another engine: values by hand, and expected gradients."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from test_enumeration import DTYPES, NO_CLIP, assert_gradient, complex_gradient,
 from grpo_jax.maths.losses import grpo_loss
 from grpo_jax.maths.surrogates import SAMPLER_WEIGHT_MODES, sampler_weights
 
-# Ratios π_old / π_sampler of two completions of at most three tokens.
+# Ratios π_old / π_sampler for two completions of up to three tokens.
 RATIOS = np.array([[2.0, 0.5, 4.0], [0.25, 1.0, np.nan]])
 MASK = np.array([[1, 1, 1], [1, 1, 0]])
 
@@ -41,7 +41,7 @@ def test_weights_by_hand(mode, clip_max, clip_min, expected):
 
 @pytest.mark.parametrize("mode", SAMPLER_WEIGHT_MODES)
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf, 1e30])
-def test_what_stands_under_the_mask_is_ignored(mode, rubbish):
+def test_masked_values_are_ignored(mode, rubbish):
     old, sampling = jnp.full((2, 3), -1.0), jnp.full((2, 3), -1.5)
     fill = lambda x, value: jnp.where(MASK == 1, x, value)
     got = [
@@ -52,13 +52,13 @@ def test_what_stands_under_the_mask_is_ignored(mode, rubbish):
         np.testing.assert_array_equal(got[0], other)
 
 
-def test_a_token_that_one_side_cannot_score_or_excludes():
+def test_tokens_with_nan_or_infinite_log_probs_on_one_side():
     old, sampling = jnp.array([[-1.0, -2.0]]), jnp.array([[jnp.nan, -2.5]])
     mask = jnp.ones((1, 2))
     by_token = sampler_weights(old, sampling, mask, mode="token_truncate")
     np.testing.assert_allclose(by_token, [[1.0, np.exp(0.5)]], rtol=1e-5)
     assert float(sampler_weights(old, sampling, mask)[0]) == pytest.approx(np.exp(0.5))
-    assert np.isnan(sampler_weights(sampling, old, mask)[0]), "what the trainer itself could not score is a fault"
+    assert np.isnan(sampler_weights(sampling, old, mask)[0]), "a NaN in the trainer's own log-probs must propagate"
     old, sampling = jnp.array([[-jnp.inf, -1.0]]), jnp.array([[-1.0, -jnp.inf]])
     found = sampler_weights(old, sampling, jnp.ones((1, 2)), mode="token_mask", clip_max=None)
     assert np.isfinite(found).all()
@@ -74,15 +74,15 @@ def test_dtypes_and_the_gradient():
         assert not any(x.any() for x in gradients), "the weights are constants"
 
 
-# By enumeration: an engine samples at another temperature, and returns its own log-probs ------------------------------
+# By enumeration: an engine samples at another temperature and returns its own log-probs -------------------------------
 
 PARAMS = np.array([[0.4, -0.3, 0.9], [0.2, 0.7, -0.5], [-0.6, 0.1, 0.3], [1.0, 0.0, -1.0]])  # first; second after each
 HOT = 1.6
 PAIRS = np.array(list(itertools.product(range(3), repeat=2)))
-STOPS = PAIRS[:, 0] == 2  # token 2 ends the completion: of its continuations the first stands for all
+STOPS = PAIRS[:, 0] == 2  # token 2 ends the completion; the first continuation represents all of them
 REWARD = np.array([1.0, -0.5, 0.3, 2.0, 0.0, -1.0, 0.7, 9.0, 9.0])
 KEPT = ~STOPS | (PAIRS[:, 1] == 0)
-# (tokens, mask, reward) of all completions: of up to two tokens, and of one token.
+# (tokens, mask, reward) for all completions of up to two tokens, and for all completions of one token.
 TWO = PAIRS[KEPT], np.stack([np.ones(9, bool), ~STOPS], axis=1)[KEPT], REWARD[KEPT]
 ONE = PAIRS[::3], np.array([[True, False]] * 3), REWARD[:3]
 
@@ -101,7 +101,7 @@ def objective(params, rows=TWO):
 
 
 def expected_loss(mode, old=PARAMS, explicit=True, rows=TWO):
-    """θ ↦ Σ_completions π_engine·loss, the weights by `mode` without bounds; None: no weights."""
+    """Return θ ↦ Σ_completions π_engine·loss with unbounded weights of `mode`; None means no weights."""
     engine, (tokens, there, reward) = old / HOT, rows
 
     def function(params):
@@ -130,8 +130,8 @@ ON_POLICY = -complex_gradient(objective, PARAMS)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("updates", "explicit"), [(0, True), (0, False), (1, True)])
-def test_with_the_sequence_weights_the_expected_gradient_is_the_on_policy_one(dtype, updates, explicit):
-    """Sequence weights give the on-policy gradient, also after further updates."""
+def test_sequence_weights_give_the_on_policy_gradient(dtype, updates, explicit):
+    """Sequence weights give the on-policy expected gradient, including after further updates."""
     assert np.exp(numpy_logs(PARAMS / HOT, TWO).sum(1)).sum() == pytest.approx(1.0)
     mode, old = [("sequence_mask", PARAMS), ("sequence_truncate", PARAMS[::-1])][updates]
     assert_gradient(expected_loss(mode, old=old, explicit=explicit), PARAMS, ON_POLICY, dtype)
@@ -142,13 +142,13 @@ def off_by(mode, on_policy, rows=TWO):
     return np.linalg.norm(gradient - on_policy) / np.linalg.norm(on_policy)
 
 
-def test_without_a_correction_it_is_another_and_by_token_it_is_nearer():
+def test_token_weights_reduce_the_error_of_uncorrected_gradients():
     off = {mode: off_by(mode, ON_POLICY) for mode in (None, "token_mask")}
     assert off[None] > 0.1
-    assert 1e-2 < off["token_mask"] < off[None], "token weights leave out the tokens before: near, and not exact"
+    assert 1e-2 < off["token_mask"] < off[None], "token weights ignore earlier tokens: closer, but not exact"
 
 
-def test_for_completions_of_one_token_the_token_weights_are_exact():
+def test_token_weights_are_exact_for_one_token_completions():
     expected = -complex_gradient(lambda params: objective(params, ONE), PARAMS)
     assert_gradient(expected_loss("token_truncate", explicit=False, rows=ONE), PARAMS, expected)
     assert off_by(None, expected, ONE) > 1e-2

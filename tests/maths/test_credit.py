@@ -1,4 +1,4 @@
-"""Credit of turns and tokens: by hand, in special cases, and in expectation over all groups."""
+"""Advantages per turn and token: values by hand, special cases, and expected gradients over all groups."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ TURNS = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1], [0, -1, -1, -1]]])
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        # to go: (1 + 3, 3), (2 + 0, 0), (6): means 4 of the first turn, 1.5 of the second
+        # rewards-to-go (1 + 3, 3), (2 + 0, 0), (6): the means are 4 for the first turn and 1.5 for the second
         ({}, [[0, 0, 0, 1.5], [-2, 0, -1.5, -1.5], [2, 0, 0, 0]]),
         ({"estimator": "rloo", "scale_rewards": None}, [[0, 0, 0, 3], [-3, 0, -3, -3], [3, 0, 0, 0]]),
         ({"weights": [2.0]}, [[0, 0, 0, 3], [-4, 0, -3, -3], [4, 0, 0, 0]]),
@@ -31,8 +31,8 @@ def test_by_hand(settings, expected):
 
 
 @pytest.mark.quick
-def test_rewards_inside_of_a_turn_and_of_what_was_observed():
-    """A token is not credited with earlier rewards of its turn; rewards of observations belong to the turn before."""
+def test_rewards_inside_turns_and_on_observations():
+    """A token is not credited with earlier rewards in its turn; rewards on observations count for the turn before."""
     rewards = jnp.zeros((1, 3, 4, 1)).at[0, 0, :, 0].set(jnp.array([0.5, 1.0, 2.0, 4.0]))
     found = turn_advantages(rewards, TURNS, scale_rewards="none")
     first, second = 7.5 - 2.5, 4 - 2.0
@@ -41,7 +41,7 @@ def test_rewards_inside_of_a_turn_and_of_what_was_observed():
     two = jnp.concatenate([rewards, 3 * rewards], axis=-1)
     weighed = turn_advantages(two, TURNS, scale_rewards="none", weights=[2.0, 1.0])
     np.testing.assert_allclose(weighed[0, 0], 5 * np.array([first, first - 0.5, 0, second]), atol=1e-5)
-    # Divided by a std, which has another unit, a turn is credited as a whole.
+    # With scaling by the std of whole turns, all tokens in a turn get the same advantage.
     divided = turn_advantages(rewards, TURNS)
     assert divided[0, 0, 0] == divided[0, 0, 1]
 
@@ -50,7 +50,7 @@ def test_rewards_inside_of_a_turn_and_of_what_was_observed():
     ("scale_rewards", "aggregation"),
     [*((scale, "sum_then_normalize") for scale in ("group", "batch", "none")), ("group", "normalize_then_sum")],
 )
-def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggregation):
+def test_single_turn_has_the_advantage_of_its_completion(scale_rewards, aggregation):
     """With one turn, every token has exactly the advantage of the completion."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 6, (3, 4))
@@ -66,10 +66,10 @@ def test_with_one_turn_it_is_the_advantage_of_the_completion(scale_rewards, aggr
     np.testing.assert_array_equal(found, np.where(turns == 0, expected[..., None], 0))
 
 
-# Two turns of one token each, two actions: logits [2] of the first, [2, 2] of the second by the first. Completions that
-# begin with action 1 may end there.
+# Two turns of one token each and two actions: logits [2] for the first action, [2, 2] for the second given the first.
+# If `ends_early`, completions that begin with action 1 end there.
 G, PARAMS = 2, jnp.array([0.3, -0.2, 0.5, -0.4, -0.1, 0.2])
-EARNED = np.array([[0.7, -0.4], [0.2, 1.1]]), np.array([[1.3, 0.1], [-0.8, 0.6]])  # r_0, r_1 by both actions
+EARNED = np.array([[0.7, -0.4], [0.2, 1.1]]), np.array([[1.3, 0.1], [-0.8, 0.6]])  # r_0, r_1 by pair of actions
 
 
 def log_pi(params, actions):
@@ -79,7 +79,7 @@ def log_pi(params, actions):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def expected_gradient(ends_early, credit):
-    """Σ over all groups of their chance times (1/G) Σ_i Σ_t A_it ∇log π(t); and ∇E[R], by the same list."""
+    """Return E[(1/G) Σ_i Σ_t A_it ∇log π(t)] over all groups, ∇E[R], and the total probability of the groups."""
     all_actions = list(itertools.product(range(2), repeat=2))
     if ends_early:  # action 1 ends the completion, so that it has no second turn
         all_actions = [(0, 0), (0, 1), (1, None)]
@@ -117,8 +117,8 @@ def of_episodes(rewards, turns):
         (True, to_go(estimator="rloo"), None),
     ],
 )
-def test_what_each_credit_expects(ends_early, credit, factor):
-    """The expected gradient of each credit is a multiple of ∇E[R], or differs in direction."""
+def test_expected_gradients_of_turn_advantages(ends_early, credit, factor):
+    """The expected gradient is the documented multiple of ∇E[R], or has another direction if completions end early."""
     found, truth, total = expected_gradient(ends_early, credit)
     assert total == pytest.approx(1.0, abs=1e-6)
     if factor is not None:
@@ -128,8 +128,8 @@ def test_what_each_credit_expects(ends_early, credit, factor):
         assert cosine < 0.999
 
 
-def test_rewards_inside_of_a_turn_expect_the_same():
-    """Rewards inside of a turn do not change the expected gradient."""
+def test_expected_gradient_with_rewards_inside_a_turn():
+    """With rewards inside a turn, the expected gradient of rloo is ∇E[R]."""
 
     def inside(rewards, turns):
         return turn_advantages(rewards, jnp.zeros_like(turns), scale_rewards="none", estimator="rloo")

@@ -1,4 +1,4 @@
-"""Divergences from a teacher: expected gradients by enumeration, limits, bounds, and TRL's numbers."""
+"""Divergences from a teacher: expected gradients by enumeration, limits, bounds, and TRL's values."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from grpo_jax.maths.surrogates import LOSS_TYPES
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "distillation.npz")
 
-# One state, five tokens, the policy as softmax(θ); closed forms worked out by hand in NumPy.
+# One state, five tokens, and the policy softmax(θ); the closed forms are derived by hand and computed in NumPy.
 THETA = np.array([0.3, -0.8, 0.5, 0.1, -0.2])
 OLD = np.array([0.1, -0.2, 0.4, -0.5, 0.6])
 softmax = lambda x: np.exp(x) / np.exp(x).sum()
@@ -32,7 +32,7 @@ def kl(p, q):
 
 
 def pulled(weights):
-    """Σ_a weights_a ∇θ p_a, with ∇θ p_a = p_a (e_a − p)."""
+    """Return Σ_a weights_a ∇θ p_a, with ∇θ p_a = p_a (e_a − p)."""
     return P * weights - P * np.sum(P * weights)
 
 
@@ -46,7 +46,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_value_and_gradient_are_the_closed_forms(kind):
+def test_value_and_gradient_equal_the_closed_forms(kind):
     of = lambda theta: divergence(jax.nn.log_softmax(theta), jnp.log(jnp.asarray(Q)), kind=kind, alpha=0.3)
     value, gradient = jax.value_and_grad(of)(jnp.asarray(THETA, jnp.float32))
     np.testing.assert_allclose(value, VALUES[kind], atol=1e-6)
@@ -54,8 +54,8 @@ def test_value_and_gradient_are_the_closed_forms(kind):
 
 
 @pytest.mark.parametrize("old", [None, OLD], ids=["on-policy", "off-policy"])
-def test_the_drawn_token_has_the_value_and_gradient_of_the_reverse_kl_in_expectation(old):
-    """In expectation, the sampled divergence has the value and the gradient of the reverse KL."""
+def test_sampled_divergence_is_the_reverse_kl_in_expectation(old):
+    """The sampled divergence equals the reverse KL in expectation, in value and gradient."""
     drawn_by = P if old is None else P_OLD
 
     def of(theta):
@@ -69,8 +69,8 @@ def test_the_drawn_token_has_the_value_and_gradient_of_the_reverse_kl_in_expecta
     np.testing.assert_allclose(gradient, GRADIENTS["reverse_kl"], atol=1e-6)
 
 
-def test_neither_follows_the_states_that_a_token_leads_to():
-    """The sampled and the whole divergence have the same expected gradient, unlike the KL of completions."""
+def test_divergences_ignore_the_effect_of_a_token_on_later_states():
+    """The sampled and the full divergence have the same expected gradient, unlike the KL of completions."""
     rng = np.random.default_rng(1)
     logits, teacher = rng.normal(size=(4, 3)), rng.normal(size=(4, 3))  # state 0 leads to state 1 + token
     log_q = jax.nn.log_softmax(jnp.asarray(teacher))
@@ -96,7 +96,7 @@ def test_neither_follows_the_states_that_a_token_leads_to():
     assert np.abs(jax.grad(whole)(jnp.asarray(logits, jnp.float32)) - full).max() > 1e-2
 
 
-def test_jsd_tends_to_either_kl():
+def test_jsd_converges_to_either_kl():
     log_p, log_q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in (P, Q))
     near = lambda alpha: float(divergence(log_p, log_q, kind="jsd", alpha=alpha))
     assert near(1e-3) / 1e-3 == pytest.approx(VALUES["forward_kl"], rel=0.01)
@@ -105,8 +105,8 @@ def test_jsd_tends_to_either_kl():
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_k_tokens_and_the_rest_are_within_the_stated_bound(kind, k):
-    """The divergence of k tokens and the rest is less than the whole divergence by the documented amount."""
+def test_top_k_divergence_is_within_the_documented_bound(kind, k):
+    """The divergence over the top k tokens and the rest is below the full divergence by the documented amount."""
     top = np.argsort(-Q)[:k]
     rest = np.setdiff1d(np.arange(5), top)
     log_p, log_q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in (P, Q))
@@ -118,11 +118,11 @@ def test_k_tokens_and_the_rest_are_within_the_stated_bound(kind, k):
         assert -1e-6 < less <= (0.7 * r + 0.3 * s) * np.log(2)
     else:
         assert less == pytest.approx(exact[kind], abs=1e-6)
-    assert (abs(less) < 1e-6) == (k == 4)  # a single other token is no loss
+    assert (abs(less) < 1e-6) == (k == 4)  # a rest of one token loses nothing
 
 
 @pytest.mark.quick
-def test_the_rest_of_a_whole_distribution_is_next_to_nothing_and_finite():
+def test_rest_of_a_full_distribution_is_tiny_and_finite():
     log_probs = jax.nn.log_softmax(jnp.array([30.0, 0.0, -30.0]))
     value, gradient = jax.value_and_grad(lambda x: with_rest(x)[-1])(log_probs)
     assert -17 < float(value) < -15
@@ -131,14 +131,14 @@ def test_the_rest_of_a_whole_distribution_is_next_to_nothing_and_finite():
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_what_a_distribution_excludes_is_bounded(kind):
+def test_divergence_is_finite_for_excluded_tokens(kind):
     log_p = jnp.array([0.0, -jnp.inf])
     value, gradient = jax.value_and_grad(lambda x: divergence(x, jnp.log(jnp.array([0.5, 0.5])), kind=kind))(log_p)
     assert np.isfinite(value)
     assert np.isfinite(gradient).all()
 
 
-def test_what_stands_under_the_mask_does_not_count():
+def test_masked_tokens_do_not_affect_the_distillation_loss():
     l, mask = jnp.array([[-1.0, jnp.nan]]), jnp.array([[1, 0]])
     of = lambda l: distillation_loss_terms(sampled_divergence(l, l, jnp.array([[-2.0, jnp.inf]]), mask), mask)[0]
     value, gradient = jax.value_and_grad(of)(l)
@@ -147,7 +147,7 @@ def test_what_stands_under_the_mask_does_not_count():
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_parts_add_up_to_the_loss_of_the_whole(loss_type):
+def test_losses_of_parts_add_up_to_the_loss_of_the_batch(loss_type):
     rng = np.random.default_rng(0)
     per_token = rng.random((4, 6)).astype(np.float32)
     mask = np.arange(6) < np.array([[6], [2], [1], [4]])
@@ -173,8 +173,8 @@ COMPARED = GOLDEN["mask"] & GOLDEN["taught"][:, None]
 
 @pytest.mark.parametrize("trainer", ["gkd", "distillation", "sdpo"])
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_whole_distributions_as_in_trl(trainer, kind):
-    """The mean of SDPO is over completions, and of the other two trainers over tokens."""
+def test_full_divergences_equal_trl(trainer, kind):
+    """Divergences of full distributions equal TRL's: SDPO averages over completions, the other trainers over tokens."""
     mask, loss_type = (COMPARED, "grpo") if trainer == "sdpo" else (GOLDEN["mask"], "dapo")
 
     def of(logits):
@@ -185,8 +185,8 @@ def test_whole_distributions_as_in_trl(trainer, kind):
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_k_tokens_and_the_rest_as_in_trl(kind):
-    """TRL's k tokens are the policy's most probable."""
+def test_top_k_divergences_equal_trl(kind):
+    """Divergences over the top k tokens equal TRL's, which selects the policy's most probable tokens."""
     ids = jax.lax.top_k(jnp.asarray(GOLDEN["logits"]), 4)[1]
     take = lambda x: jnp.take_along_axis(x, ids, -1)
 
@@ -197,8 +197,8 @@ def test_k_tokens_and_the_rest_as_in_trl(kind):
     assert_golden(f"sdpo_topk_{kind}", of)
 
 
-def test_the_drawn_token_as_in_trl():
-    """The gradient equals TRL's. The values differ: TRL's is d·l, and ours estimates the KL."""
+def test_sampled_divergence_has_the_gradient_of_trl():
+    """The sampled divergence has TRL's gradient; the values differ, because TRL's is d·l and ours estimates the KL."""
     take = lambda x: jnp.take_along_axis(x, jnp.asarray(GOLDEN["tokens"])[..., None], -1)[..., 0]
 
     def of(logits):

@@ -1,8 +1,8 @@
 """Expected gradients by enumeration: every action, completion or group, weighted by its probability under π_old.
 
-The public functions are differentiated by JAX; what they are compared with is worked out here in NumPy from closed
-forms, or from the objective itself by complex step. The claims are about the *expectation*, so no tolerance has to
-cover sampling noise: 1e-6 in float32, 1e-12 in float64.
+JAX differentiates the public functions. The expected values are computed here in NumPy, from closed forms or from the
+objective by complex step. There is no sampling, so the tolerances only cover rounding: 1e-6 in float32, 1e-12 in
+float64.
 """
 
 import itertools
@@ -28,7 +28,7 @@ def softmax(x):
 
 
 def assert_gradient(function, theta, expected, dtype=jnp.float64):
-    """jax.grad(function)(theta) is `expected`, to the precision of dtype."""
+    """Assert that jax.grad(function)(theta) equals `expected` to the precision of dtype."""
     with x64():
         got = jax.jit(jax.grad(function))(jnp.asarray(theta, dtype))
         assert got.dtype == dtype
@@ -36,7 +36,7 @@ def assert_gradient(function, theta, expected, dtype=jnp.float64):
 
 
 def complex_gradient(function, theta):
-    """Gradient of a NumPy function by complex step."""
+    """Differentiate a NumPy function by complex step."""
     gradient = np.zeros_like(theta)
     for i in np.ndindex(theta.shape):
         moved = theta.astype(complex)
@@ -56,7 +56,7 @@ D = np.log(PI / REF)
 
 
 def score_sum(weights):
-    """Σ_a weights_a ∇ log π(a), with ∇ log π(a) = e_a − π."""
+    """Return Σ_a weights_a ∇ log π(a), with ∇ log π(a) = e_a − π."""
     return weights - weights.sum() * PI
 
 
@@ -66,20 +66,20 @@ POLICY = score_sum(PI * REWARD)  # ∇J, J = E_π[R]
 
 
 @pytest.mark.quick
-def test_the_closed_forms_are_the_gradients_of_their_divergences():
+def test_closed_forms_are_the_gradients_of_the_divergences():
     reverse = lambda x: np.sum(softmax(x) * np.log(softmax(x) / REF))
     forward = lambda x: np.sum(REF * np.log(REF / softmax(x)))
     np.testing.assert_allclose(complex_gradient(reverse, THETA), REVERSE, atol=1e-14)
     np.testing.assert_allclose(complex_gradient(forward, THETA), FORWARD, atol=1e-14)
     np.testing.assert_allclose(complex_gradient(lambda x: np.sum(softmax(x) * REWARD), THETA), POLICY, atol=1e-14)
-    # The four are told apart by far more than any tolerance below.
+    # The four directions differ by far more than any tolerance below.
     directions = [x / np.linalg.norm(x) for x in (REVERSE, FORWARD, POLICY, score_sum(OLD))]
     for a, b in itertools.combinations(directions, 2):
         assert abs(a @ b) < 0.999
 
 
 def expected_loss(old, *, explicit_old=True, advantages=(0.0,) * 4, **settings):
-    """θ ↦ Σ_a π_old(a)·loss(a): each action is a batch of one completion of one token."""
+    """Return θ ↦ Σ_a π_old(a)·loss(a), where each action is a batch with one completion of one token."""
 
     def function(theta):
         l = jax.nn.log_softmax(theta)
@@ -100,21 +100,21 @@ def kl_settings(estimator, corrected):
     return {"beta": 1.0, "kl_estimator": estimator, "use_bias_correction_kl": corrected, "kl_placement": "loss"}
 
 
-# What the expected gradient of each estimator in the loss is, with the ratio in front ("corrected") or not.
+# Expected gradient of each estimator in the loss, with the importance ratio ("corrected") or without.
 ON_POLICY = {
-    ("k1", False): np.zeros(4),  # noise around nothing, whatever the reference is
+    ("k1", False): np.zeros(4),  # zero-mean noise, whatever the reference is
     ("k2", False): REVERSE,
-    ("k3", False): FORWARD,  # the other direction
+    ("k3", False): FORWARD,  # KL in the other direction
     ("k1", True): REVERSE,
     ("k2", True): REVERSE,
     ("k3", True): REVERSE,
 }
 OFF_POLICY = {
-    ("k1", False): score_sum(OLD),  # π_old − π: drawn to the old policy, blind to the reference
-    ("k2", False): score_sum(OLD * D),  # weighted by the wrong policy
+    ("k1", False): score_sum(OLD),  # π_old − π: pulls to the old policy and ignores the reference
+    ("k2", False): score_sum(OLD * D),  # weighted by π_old instead of π
     ("k3", False): score_sum(OLD * (1 - REF / PI)),  # ∇KL(ref‖π) only where π_old = π
     ("k1", True): REVERSE,
-    ("k2", True): REVERSE,  # with w constant: differentiated, it would be ∇E_π[d²/2], which is no KL
+    ("k2", True): REVERSE,  # with w held constant; otherwise it would be ∇E_π[d²/2], which is not a KL
     ("k3", True): REVERSE,
 }
 
@@ -123,7 +123,7 @@ OFF_POLICY = {
 @pytest.mark.parametrize("explicit_old", [True, False])
 @pytest.mark.parametrize(("estimator", "corrected"), ON_POLICY)
 def test_kl_in_the_loss_on_policy(estimator, corrected, explicit_old, dtype):
-    """The expected gradients of the KL terms on-policy, by enumeration."""
+    """On-policy, each KL estimator in the loss has the documented expected gradient."""
     function = expected_loss(PI, explicit_old=explicit_old, **kl_settings(estimator, corrected))
     assert_gradient(function, THETA, ON_POLICY[estimator, corrected], dtype)
 
@@ -134,7 +134,7 @@ def test_kl_in_the_loss_off_policy(estimator, corrected):
 
 
 @pytest.mark.quick
-def test_off_policy_only_the_corrected_estimators_follow_a_kl():
+def test_only_corrected_estimators_have_a_kl_gradient_off_policy():
     right = {name for name, gradient in OFF_POLICY.items() if np.abs(gradient - REVERSE).max() < 1e-12}
     assert right == {("k1", True), ("k2", True), ("k3", True)}
     for name, gradient in OFF_POLICY.items():
@@ -143,14 +143,14 @@ def test_off_policy_only_the_corrected_estimators_follow_a_kl():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
-def test_default_correction_is_right_at_every_level_for_one_token(level):
+def test_default_correction_is_exact_at_every_level_for_one_token(level):
     assert_gradient(expected_loss(OLD, beta=1.0, importance_sampling_level=level), THETA, REVERSE)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("estimator", "expected"), [("k3", FORWARD), ("k2", REVERSE), ("k1", np.zeros(4))])
-def test_a_constant_ratio_in_front_is_right_for_k2_only(estimator, expected):
-    """sg(w)·k3 has the gradient of the forward KL, although the samples are corrected."""
+def test_constant_ratio_corrects_only_k2(estimator, expected):
+    """sg(w)·k3 has the gradient of the forward KL, even though the ratio corrects for the samples."""
 
     def function(theta):
         l = jax.nn.log_softmax(theta)
@@ -166,7 +166,7 @@ def test_a_constant_ratio_in_front_is_right_for_k2_only(estimator, expected):
     ("estimator", "level"),
     [("k1", "token"), ("k2", "token"), ("k3", "token"), ("k3", "sequence"), ("k3", "trajectory")],
 )
-def test_kl_in_the_reward_is_the_reverse_kl_whatever_the_estimator(estimator, level, old):
+def test_kl_in_the_reward_is_the_reverse_kl_for_every_estimator(estimator, level, old):
     function = expected_loss(
         old, beta=1.0, kl_placement="reward", kl_estimator=estimator, importance_sampling_level=level
     )
@@ -174,8 +174,8 @@ def test_kl_in_the_reward_is_the_reverse_kl_whatever_the_estimator(estimator, le
 
 
 @pytest.mark.quick
-def test_kl_frozen_at_the_old_policy_is_off_by_a_kl_to_the_old_policy():
-    """A KL in the advantages at the old log-probs, as usually implemented, has a biased gradient."""
+def test_kl_at_the_old_log_probs_is_off_by_the_kl_to_the_old_policy():
+    """A KL computed from the old log-probs and put into the advantages, as is common, has a biased gradient."""
     d_old = np.log(OLD / REF)
     to_old = score_sum(PI * np.log(PI / OLD))
     function = expected_loss(OLD, advantages=-d_old, **NO_CLIP)
@@ -185,16 +185,16 @@ def test_kl_frozen_at_the_old_policy_is_off_by_a_kl_to_the_old_policy():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_every_surrogate_is_the_policy_gradient_on_policy(loss_type, dtype):
-    """Every surrogate is the policy gradient on-policy, whatever the baseline; without the clip also off-policy."""
+def test_every_surrogate_has_the_policy_gradient_on_policy(loss_type, dtype):
+    """On-policy, the gradient of every surrogate is the policy gradient, whatever the baseline."""
     function = expected_loss(PI, advantages=REWARD - 0.7, loss_type=loss_type, epsilon_high=5.0)
     assert_gradient(function, THETA, -POLICY, dtype)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
 @pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
-def test_unclipped_ratios_are_the_policy_gradient_off_policy(loss_type, level):
-    # cispo too: −sg(w)·A·∇l is −A·∇π/π_old.
+def test_unclipped_surrogates_have_the_policy_gradient_off_policy(loss_type, level):
+    # This includes cispo: −sg(w)·A·∇l = −A·∇π/π_old.
     function = expected_loss(
         OLD, advantages=REWARD - 0.7, loss_type=loss_type, importance_sampling_level=level, **NO_CLIP
     )
@@ -211,15 +211,15 @@ def test_clipping_drops_the_clipped_actions_from_the_policy_gradient():
 
 
 # Two tokens ---------------------------------------------------------------------------------------------------------
-# Action 0 may end the completion ("stop"): then the second token is masked and NaN stands there.
+# With `stop`, action 0 ends the completion: the second token is then masked and its values are NaN.
 
-PARAMS = np.array([[0.4, -0.3], [0.2, 0.7], [-0.6, 0.1]])  # first token; second after 0; second after 1
+PARAMS = np.array([[0.4, -0.3], [0.2, 0.7], [-0.6, 0.1]])  # first token; second token after 0; second token after 1
 PARAMS_OLD = np.array([[-0.1, 0.2], [0.5, 0.3], [0.2, -0.2]])
 PARAMS_REF = np.array([[0.0, 0.6], [-0.3, 0.4], [0.9, 0.3]])
 
 
 class Game:
-    """All completions of two tokens over two actions, or three completions if action 0 stops."""
+    """All four completions of two tokens over two actions, or three completions if action 0 ends the completion."""
 
     def __init__(self, stop):
         pairs = [(0, 0), (1, 0), (1, 1)] if stop else [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -228,7 +228,7 @@ class Game:
         self.reward = np.array([1.0, -0.5, 0.3, 2.0])[: len(pairs)]
 
     def tokens(self, params):
-        """Log-prob of each token, [completions, 2]; NumPy, may be complex."""
+        """Return the log-prob of each token, [completions, 2], in NumPy; `params` may be complex."""
         l = np.log(softmax(params))
         return np.stack([l[0, self.first], l[1 + self.first, self.second]], 1)
 
@@ -236,12 +236,12 @@ class Game:
         return np.sum(np.where(self.mask, self.tokens(params), 0), 1)
 
     def objective(self, params, beta):
-        """E[R] − beta·KL(π‖ref) over whole completions."""
+        """Return E[R] − beta·KL(π‖ref) for whole completions."""
         l = self.total(params)
         return np.sum(np.exp(l) * (self.reward - beta * (l - self.total(PARAMS_REF))))
 
     def expected_loss(self, old, beta, advantages=None, **settings):
-        """θ ↦ Σ_completions π_old·loss; dr_grpo with constant 1 sums over tokens."""
+        """Return θ ↦ Σ_completions π_old·loss; dr_grpo with max_completion_length=1 sums over tokens."""
 
         def function(params):
             dtype = params.dtype
@@ -280,28 +280,28 @@ def game(request):
 
 
 @pytest.mark.quick
-def test_the_games_are_probability_spaces(game):
+def test_completion_probabilities_sum_to_one(game):
     for params in (PARAMS, PARAMS_OLD, PARAMS_REF):
         assert np.exp(game.total(params)).sum() == pytest.approx(1.0, abs=1e-15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("old", [PARAMS, PARAMS_OLD], ids=["on-policy", "off-policy"])
-def test_trajectory_level_with_kl_in_the_reward_is_the_full_gradient(game, old, dtype):
-    """The KL in the reward at trajectory level is exact at any μ, at token level only on-policy."""
+def test_trajectory_level_with_kl_in_the_reward_has_the_full_gradient(game, old, dtype):
+    """With trajectory-level ratios and the KL in the reward, the gradient is exact on-policy and off-policy."""
     beta = 0.4
     function = game.expected_loss(old, beta, game.reward, importance_sampling_level="trajectory", kl_placement="reward")
     assert_gradient(function, PARAMS, -complex_gradient(lambda x: game.objective(x, beta), PARAMS), dtype)
 
 
-def test_token_level_with_kl_in_the_reward_is_full_on_policy_only(game):
+def test_token_level_with_kl_in_the_reward_is_exact_only_on_policy(game):
     beta = 0.4
     full = -complex_gradient(lambda x: game.objective(x, beta), PARAMS)
     token = {"importance_sampling_level": "token", "kl_placement": "reward"}
     assert_gradient(game.expected_loss(PARAMS, beta, game.reward, **token), PARAMS, full)
 
-    # Off-policy it keeps the weight of the own token and drops the weights of the states before it and of the returns
-    # after it: a sum over completions drawn by π_old, each token with its own ratio only.
+    # Off-policy, each token keeps only its own ratio, in a sum over completions from π_old. The ratios of the earlier
+    # tokens (its state) and of the later tokens (its return) are missing.
     l, old = game.tokens(PARAMS), game.tokens(PARAMS_OLD)
     d = np.where(game.mask, l - game.tokens(PARAMS_REF), 0)
     togo = d[:, ::-1].cumsum(1)[:, ::-1]
@@ -315,7 +315,7 @@ def test_token_level_with_kl_in_the_reward_is_full_on_policy_only(game):
 @pytest.mark.parametrize("old", [PARAMS, PARAMS_OLD], ids=["on-policy", "off-policy"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_token_level_correction_is_the_kl_of_each_token_in_states_of_the_old_policy(game, level, estimator, old):
+def test_token_level_correction_is_the_kl_per_token_in_states_of_the_old_policy(game, level, estimator, old):
     function = game.expected_loss(old, 1.0, importance_sampling_level=level, kl_estimator=estimator)
     visits = np.exp(game.tokens(old))[:, 0]  # probability of the first token; each first action counted once below
 
@@ -329,14 +329,14 @@ def test_token_level_correction_is_the_kl_of_each_token_in_states_of_the_old_pol
         return total
 
     assert_gradient(function, PARAMS, complex_gradient(states_of_old, PARAMS))
-    # It is not the gradient of the KL of completions: the effect of the first token on where it leads is missing.
+    # It is not the gradient of the KL of completions, because the first token's effect on the next state is missing.
     full = complex_gradient(lambda x: -game.objective(x, 1.0) + game.objective(x, 0.0), PARAMS)
     assert np.abs(complex_gradient(states_of_old, PARAMS) - full).max() > 1e-2
 
 
 @pytest.mark.parametrize("old", [PARAMS, PARAMS_OLD], ids=["on-policy", "off-policy"])
 def test_sequence_level_correction_is_biased(game, old):
-    """TRL's correction by the geometric mean of the ratios is biased."""
+    """Correcting the KL by the geometric mean of the ratios, as TRL does, biases the gradient."""
     level = {"importance_sampling_level": "sequence", "kl_correction_level": "importance_sampling_level"}
     function = game.expected_loss(old, 1.0, **level)
     p_old, n = np.exp(game.total(old)), game.mask.sum(1)
@@ -362,7 +362,7 @@ def test_sequence_level_correction_is_biased(game, old):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
-def test_policy_term_off_policy_is_unbiased_at_trajectory_level_only(level):
+def test_policy_term_is_unbiased_off_policy_only_at_trajectory_level(level):
     game = GAMES["two tokens"]
     l, old = game.tokens(PARAMS), game.tokens(PARAMS_OLD)
     p_old, A = np.exp(game.total(PARAMS_OLD)), game.reward
@@ -377,26 +377,26 @@ def test_policy_term_off_policy_is_unbiased_at_trajectory_level_only(level):
     assert distance < 1e-14 if level == "trajectory" else distance > 1e-2
 
 
-# How far off: four draws of a problem of two tokens over three words, the figures that the documentation quotes -------
+# Size of the error, as the documentation quotes it: four draws of a problem with two tokens and three words -----------
 
 WORDS = np.array(list(itertools.product(range(3), repeat=2)))
 
 
 def whole_kl(params, ref):
-    """KL(π‖ref) of completions; params [4, 3]: logits of the first token, and of the second after each word."""
+    """Return KL(π‖ref) of completions; params [4, 3] are logits for the first token and for the second after each."""
     kl = np.sum(softmax(params) * (np.log(softmax(params)) - np.log(softmax(ref))), -1)
     return kl[0] + np.sum(softmax(params)[0] * kl[1:])
 
 
 def kl_by_token(params, ref, old, reverse=True):
-    """The same, each token in the states that π_old comes to: no effect of a token on the state after it."""
+    """Return the KL per token, summed over states visited by π_old; it ignores a token's effect on later states."""
     p, q = (softmax(params), softmax(ref)) if reverse else (softmax(ref), softmax(params))
     kl = np.sum(p * (np.log(p) - np.log(q)), -1)
     return kl[0] + np.sum(softmax(old)[0] * kl[1:])
 
 
 def kl_term_gradients(thetas, olds, refs, **settings):
-    """Expected gradient of the KL term of `grpo_loss` (advantages 0), [draws, 4, 3] float64."""
+    """Return the expected gradient of the KL term in `grpo_loss` (advantages are 0), [draws, 4, 3] float64."""
 
     def tokens(theta):
         l = jax.nn.log_softmax(theta)
@@ -413,13 +413,13 @@ def kl_term_gradients(thetas, olds, refs, **settings):
 
 
 def off_by(gradients, right):
-    """Norm of the error of each draw's gradient, relative."""
+    """Return the relative error (norm) of each draw's gradient."""
     right = np.stack(right)
     return np.linalg.norm(gradients - right, axis=(1, 2)) / np.linalg.norm(right, axis=(1, 2))
 
 
 def four_draws():
-    """(θ_old, θ_ref, a move of θ) of four draws, [4, 4, 3] float64 each; the notebook has the same."""
+    """Return (θ_old, θ_ref, a step in θ) for four draws, [4, 4, 3] float64 each, as in the notebook."""
     draws = [jax.random.normal(jax.random.key(seed), (3, 4, 3), jnp.float32) for seed in range(4)]
     return np.stack(draws, axis=1).astype(np.float64)
 
@@ -428,9 +428,9 @@ off_policy = pytest.mark.parametrize("far", [0, 1], ids=["on-policy", "off-polic
 
 
 @off_policy
-def test_the_correction_is_exact_token_by_token_and_4_to_47_percent_off_for_whole_completions(far):
-    """The corrected KL term is exact token by token; for whole completions it is 4 to 47 % off on-policy, and the KL
-    in the reward at trajectory level is not.
+def test_corrected_kl_is_exact_per_token_but_4_to_47_percent_off_for_whole_completions(far):
+    """The corrected KL term in the loss has the exact gradient of the KL per token. Compared with the KL of whole
+    completions, its on-policy gradient is off by 4 to 47 %.
     """
     olds, refs, away = four_draws()
     thetas = olds + far * away
@@ -445,7 +445,7 @@ def test_the_correction_is_exact_token_by_token_and_4_to_47_percent_off_for_whol
 
 @pytest.mark.quick
 @off_policy
-def test_the_kl_in_the_reward_at_trajectory_level_is_that_of_whole_completions(far):
+def test_trajectory_level_kl_in_the_reward_is_exact_for_whole_completions(far):
     olds, refs, away = four_draws()
     thetas = olds + far * away
     got = kl_term_gradients(thetas, olds, refs, kl_placement="reward", importance_sampling_level="trajectory")
@@ -453,8 +453,8 @@ def test_the_kl_in_the_reward_at_trajectory_level_is_that_of_whole_completions(f
     assert off_by(got, whole).max() < 1e-12
 
 
-def test_plain_k3_has_the_gradient_of_the_other_direction_at_the_first_update_already():
-    """Plain k3 has the gradient of KL(ref‖π) at the first update already."""
+def test_uncorrected_k3_has_the_gradient_of_the_forward_kl():
+    """Uncorrected k3 has the gradient of KL(ref‖π), even at the first update."""
     thetas, refs, _ = four_draws()
     got = kl_term_gradients(thetas, thetas, refs, use_bias_correction_kl=False)
     cases = list(zip(thetas, refs, strict=True))
@@ -475,7 +475,7 @@ ARM_GRADIENT = ARM_PI * (ARM_REWARD - ARM_PI @ ARM_REWARD)  # ∇J
 
 
 def expected_group_loss(advantages):
-    """θ ↦ Σ_groups π(group)·loss(group); groups are batches of their own, [1, G, 1]."""
+    """Return θ ↦ Σ_groups π(group)·loss(group), where each group is a batch [1, G, 1]."""
 
     def function(theta):
         l = jax.nn.log_softmax(theta)
@@ -497,13 +497,13 @@ def group_advantages(dtype=jnp.float64, **settings):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_group_mean_as_baseline_is_the_policy_gradient_times_g_minus_one_over_g(dtype):
-    # The own reward is in the mean, so that a G-th part of the signal cancels itself.
+def test_group_mean_baseline_scales_the_policy_gradient_by_g_minus_one_over_g(dtype):
+    # The mean includes the completion's own reward, which cancels 1/G of the signal.
     function = expected_group_loss(group_advantages(dtype, scale_rewards="none"))
     assert_gradient(function, ARM, -(G - 1) / G * ARM_GRADIENT, dtype)
 
 
-def test_the_mean_of_the_others_as_baseline_is_the_policy_gradient():
+def test_leave_one_out_baseline_has_the_policy_gradient():
     rewards = ARM_REWARD[GROUPS]
     leave_one_out = rewards - (rewards.sum(1, keepdims=True) - rewards) / (G - 1)
     scaled = group_advantages(scale_rewards="none") * G / (G - 1)
@@ -511,8 +511,8 @@ def test_the_mean_of_the_others_as_baseline_is_the_policy_gradient():
     assert_gradient(expected_group_loss(scaled), ARM, -ARM_GRADIENT)
 
 
-def test_division_by_the_std_of_the_group_turns_the_gradient():
-    """Division by the std of the group changes the direction of the gradient (the bias that Dr. GRPO describes)."""
+def test_division_by_the_group_std_changes_the_direction_of_the_gradient():
+    """Dividing by the group's std changes the direction of the gradient (the bias that Dr. GRPO describes)."""
     rewards = ARM_REWARD[GROUPS]
     A = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
     score = np.eye(3)[GROUPS] - ARM_PI
@@ -522,8 +522,8 @@ def test_division_by_the_std_of_the_group_turns_the_gradient():
     assert 0.5 < cosine < 0.999
 
 
-def test_std_of_the_batch_rescales_every_group_alike():
-    # All 81 groups as one batch: one std for all, so the direction is that of no division at all.
+def test_division_by_the_batch_std_keeps_the_direction_of_the_gradient():
+    # All 81 groups form one batch with one std, so the direction is the same as without division.
     A, plain = group_advantages(scale_rewards="batch"), group_advantages(scale_rewards="none")
     std = ARM_REWARD[GROUPS].std(ddof=1) + 1e-4
     np.testing.assert_allclose(A, plain / std, atol=1e-6)

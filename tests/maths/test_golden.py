@@ -1,4 +1,4 @@
-"""Advantages, losses and gradients beside the numbers of TRL 1.16 and verl 0.9.1, and where they differ and why."""
+"""Advantages, losses and gradients compared with TRL 1.16 and verl 0.9.1, with the reasons where they differ."""
 
 import functools
 import sys
@@ -29,7 +29,7 @@ def advantages(rewards=made.REWARDS, **settings):
 
 
 def loss_and_gradient(old="old", **settings):
-    """(loss, gradient) of the golden inputs, in float64."""
+    """Compute (loss, gradient) for the golden inputs in float64."""
     given = {name.removeprefix("inputs/"): value for name, value in golden().items() if name.startswith("inputs/")}
     with_entropy = settings.get("entropy_coef") or settings.get("top_entropy_quantile", 1) < 1
 
@@ -57,7 +57,7 @@ def assert_golden(name, value, gradient, tolerance):
 
 
 @pytest.mark.quick
-def test_the_inputs_are_those_of_the_script():
+def test_stored_inputs_are_those_of_the_script():
     for name, value in made.make_inputs().items():
         np.testing.assert_array_equal(golden()[f"inputs/{name}"], value)
 
@@ -67,7 +67,7 @@ def test_the_inputs_are_those_of_the_script():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("case", made.TRL_ADVANTAGES)
-def test_advantages_of_trl(case):
+def test_advantages_equal_trl(case):
     settings = made.TRL_ADVANTAGES[case]
     if settings is None:
         settings = {"estimator": "rloo", "scale_rewards": "none"}
@@ -77,7 +77,7 @@ def test_advantages_of_trl(case):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("case", made.VERL_ADVANTAGES)
-def test_advantages_of_verl(case):
+def test_advantages_equal_verl(case):
     none = {"scale_rewards": "none"}
     settings = {
         "grpo": {"epsilon": 1e-6},  # verl's; here and in TRL it is 1e-4
@@ -90,10 +90,10 @@ def test_advantages_of_verl(case):
     if case != "reinforce_pp":
         np.testing.assert_allclose(got, expected, atol=2e-6)
         return
-    # Both divide what is left of the group's mean by the std of the batch. Ours is the std over completions; verl's
-    # is that over tokens, whose mean it takes off too: long completions count more, and a group of equal rewards,
-    # which says nothing, gets an advantage. Of completions of one length the two differ by the ddof alone: 12
-    # completions, or 60 tokens.
+    # Both subtract the group's mean and divide by the std of the batch. Ours is the std over completions. verl uses the
+    # std over tokens and also subtracts the mean over tokens, so long completions count more, and a group of equal
+    # rewards gets a nonzero advantage. If all completions have the same length, only the ddof differs: 12 completions
+    # compared with 60 tokens.
     one_length = golden()["verl/advantages/reinforce_pp, one length"]
     np.testing.assert_allclose(got, one_length * np.sqrt((60 / 59) * (11 / 12)), atol=1e-6)
     assert np.abs(expected[2]).min() > 0.05
@@ -108,25 +108,25 @@ def test_advantages_of_verl(case):
 
 
 @pytest.mark.parametrize("case", made.TRL_LOSSES)
-def test_losses_of_trl(case):
+def test_losses_equal_trl(case):
     settings = {"loss_type": case, **made.TRL_LOSSES[case]}
     value, gradient = loss_and_gradient(**settings)
-    assert_golden(f"trl/{case}", value, gradient, 1e-6)  # its epsilon and the like are float32
+    assert_golden(f"trl/{case}", value, gradient, 1e-6)  # TRL's epsilon and similar constants are float32
 
 
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
-        # The dual clip, a cap of the ratio where the advantage is negative, is delta.
+        # verl's dual clip, a cap on the ratio for negative advantages, is our delta.
         ("vanilla", {"loss_type": "dapo", "epsilon_high": 0.3, "delta": 1.6}),
-        # Its gradient goes through the token's own log-prob, ours through the mean: the same in sum, as all tokens of
-        # a completion have the same weight.
+        # verl's gradient flows through each token's log-prob, ours through their mean. The sums are equal because all
+        # tokens in a completion have the same weight.
         ("gspo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
         ("sapo", {"loss_type": "sapo"}),
-        # verl clips the weight on both sides, by 1 ± ε; the paper has no lower end, and neither has ours.
+        # verl clips the weight to 1 ± ε; the paper, like our implementation, has no lower bound.
         ("cispo", {"loss_type": "cispo", "epsilon_high": 1.5}),
     ],
 )
-def test_losses_of_verl(case, settings):
+def test_losses_equal_verl(case, settings):
     value, gradient = loss_and_gradient(**settings)
-    assert_golden(f"verl/{case}", value, gradient, 1e-7)  # it adds 1e-8 to the lengths
+    assert_golden(f"verl/{case}", value, gradient, 1e-7)  # verl adds 1e-8 to the lengths

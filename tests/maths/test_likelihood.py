@@ -1,4 +1,4 @@
-"""The loss of SFT by hand, by NumPy, and as GRPO with advantages of 1."""
+"""The SFT loss compared with NumPy, and with GRPO with advantages of 1."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ L = -RNG.exponential(1.0, (3, 5)).astype(np.float32)
 MASK = np.array([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
 
 
-def test_values_and_the_gradient_of_dft_are_those_of_numpy():
+def test_values_and_the_gradient_of_dft_equal_numpy():
     l = L.astype(np.float64)[MASK == 1]
     np.testing.assert_allclose(likelihood_loss(L, MASK), -l.mean(), rtol=1e-6)
     np.testing.assert_allclose(likelihood_loss(L, MASK, loss_type="dft"), -(np.exp(l) * l).mean(), rtol=1e-6)
@@ -30,7 +30,7 @@ def test_nothing_under_the_mask_counts():
     assert np.isfinite(grads).all()
 
 
-def test_parts_add_up():
+def test_likelihood_losses_of_parts_add_up():
     H = RNG.uniform(0, 1, L.shape).astype(np.float32)
     first = (RNG.uniform(0, 1, L.shape) < 0.5).astype(np.float32)
     arrays = (L, H, first, MASK)

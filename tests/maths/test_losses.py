@@ -1,4 +1,4 @@
-"""`grpo_loss` against an independent NumPy version (derivatives by complex step), by hand tables, and by symmetries."""
+"""`grpo_loss` compared with an independent NumPy version (complex-step derivatives) and hand tables; symmetries."""
 
 import dataclasses
 import functools
@@ -34,9 +34,9 @@ SURROGATES = [name for name in TYPES if name not in ONLY_REDUCED]
 NAN, INF = float("nan"), float("inf")
 
 
-# An independent version ---------------------------------------------------------------------------------------------
-# One completion and one token at a time, in Python numbers. `l` is the list of lists that is differentiated and may be
-# complex; `l0` is the same point held constant, which is what stop_gradient means.
+# An independent implementation --------------------------------------------------------------------------------------
+# It loops over completions and tokens in Python numbers. `l` is a list of lists, which is differentiated and may be
+# complex; `l0` holds the same values as constants and stands for stop_gradient(l).
 
 
 def smaller(a, b):
@@ -48,7 +48,7 @@ def larger(a, b):
 
 
 def numpy_loss(l, l0, c):
-    """Returns the loss and the metrics, by the table of the design."""
+    """Return the loss and the metrics, from the documented formulas."""
     rows = [[t for t in range(c.T) if c.mask[i][t]] for i in range(c.R)]
     n_tokens = sum(map(len, rows))
     eps_high = c.epsilon if c.epsilon_high is None else c.epsilon_high
@@ -181,7 +181,7 @@ def numpy_loss(l, l0, c):
 
 
 def complex_step(c):
-    """Loss, metrics and d loss / d l of the NumPy version; exact to rounding, no difference is taken."""
+    """Return the NumPy version's loss, metrics and d loss / d l; complex steps are exact up to rounding."""
     l0 = c.l
     loss, metrics = numpy_loss([[x + 0j for x in row] for row in l0], l0, c)
     gradient = np.zeros((c.R, c.T))
@@ -201,7 +201,7 @@ MASK = np.array(
 
 
 def data(seed=0):
-    """Six completions: one full, two short, one of one token, one all masked, one with a hole; ratios 0.5 to 2."""
+    """Return six completions: full, two short, one token, all masked, with a hole in the mask; ratios are 0.5 to 2."""
     rng = np.random.default_rng(seed)
     l = -rng.uniform(0.1, 2.0, (R, T))
     old = l - rng.uniform(-0.7, 0.7, (R, T))
@@ -259,7 +259,7 @@ SETTINGS = {
 
 
 def case(loss_type, level, settings, arrays=None):
-    """The arguments for the NumPy version."""
+    """Return the arguments for the NumPy version."""
     settings = dict(settings)
     use = settings.pop("use", ["old", "ref", "A"])
     arrays = data() if arrays is None else arrays
@@ -275,14 +275,14 @@ def case(loss_type, level, settings, arrays=None):
 
 
 def loss_by_terms(*arrays, **arguments):
-    """`grpo_loss` with the counts of a whole minibatch as further arguments, which `grpo_loss_terms` has."""
+    """Call `grpo_loss_terms` like `grpo_loss`, with the counts of a whole minibatch as additional arguments."""
     settings = LossSettings(**{name: arguments.pop(name) for name in FIELDS.keys() & arguments.keys()})
     loss, metrics = grpo_loss_terms(*arrays, settings, **arguments)
     return loss, finalize_metrics(metrics)
 
 
 def jax_loss(c, dtype=jnp.float32, loss=grpo_loss, junk=NAN, shape=None):
-    """Loss, metrics and gradients of the real thing; `junk` is under the mask, `shape` are the leading axes."""
+    """Return the JAX loss, metrics and gradients; `junk` fills masked tokens, `shape` sets the leading axes."""
 
     shape = (c.R,) if shape is None else shape
 
@@ -323,7 +323,7 @@ def assert_equal_to_numpy(c, dtype, tolerance, **kwargs):
     assert value.dtype == dtype
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
     close(value, loss)
-    assert np.abs(gradient).max() > 1e-3, "the case must have a gradient"
+    assert np.abs(gradient).max() > 1e-3, "the expected gradient must not be near 0"
     close(got_gradient, gradient)
     assert set(got) == set(metrics)
     for name in metrics:
@@ -333,7 +333,7 @@ def assert_equal_to_numpy(c, dtype, tolerance, **kwargs):
         step = 1e-3
         expected = np.zeros((R, T))
         if c.entropy_coef:
-            # The loss is linear in each entropy as long as the selection does not change: a difference is exact.
+            # The loss is linear in each entropy while the selection is fixed, so a finite difference is exact.
             for i, t in np.argwhere(MASK):
                 moved = SimpleNamespace(**vars(c))
                 moved.H = c.H.copy()
@@ -348,8 +348,8 @@ def assert_equal_to_numpy(c, dtype, tolerance, **kwargs):
 
 LEVEL_MATTERS = ["plain", "one update", "delta", "k3 corrected", "k3 corrected as in TRL", "kl in reward", "everything"]
 
-# Types with the surrogate of "grpo" differ from it in the reduction alone, and the KL, the masks and the entropies do
-# not depend on the surrogate.
+# The types in ONLY_REDUCED differ from "grpo" only in the reduction. The KL, masks and entropies do not depend on the
+# surrogate. Their settings are therefore a subset.
 REDUCED = ["plain", "length and normalizer", "part of a batch", "token weights", "top entropy of a part", "everything"]
 POLICY_TERM = [*REDUCED, "one update", "asymmetric clip", "delta", "k3 corrected", "kl in reward", "token advantages",
                "row weights", "other shapes of the gate"]  # fmt: skip
@@ -360,7 +360,7 @@ GRID += [(loss_type, name) for loss_type in ONLY_REDUCED for name in REDUCED]
 
 @pytest.mark.parametrize(("loss_type", "name"), GRID)
 def test_equal_to_numpy_in_float64(loss_type, name):
-    # All three levels where they can make a difference; elsewhere they take turns.
+    # All three levels are tested where they matter; elsewhere each combination uses one of them in turn.
     turn = (TYPES.index(loss_type) + list(SETTINGS).index(name)) % len(LEVELS)
     with x64():
         for level in LEVELS if name in LEVEL_MATTERS else [LEVELS[turn]]:
@@ -374,8 +374,8 @@ def test_equal_to_numpy_in_float32(loss_type):
 
 
 @pytest.mark.quick
-def test_the_settings_meet_every_branch():
-    """In the grid above, some tokens are clipped, dropped and bounded."""
+def test_settings_of_the_grid_exercise_every_branch():
+    """The settings in the grid above exercise every clip, the off-policy mask, the entropy selection and the KL."""
     seen = set()
     for name, settings in SETTINGS.items():
         metrics = numpy_loss(data()["l"] + 0j, data()["l"], case("grpo", "token", settings))[1]
@@ -387,7 +387,7 @@ def test_the_settings_meet_every_branch():
     assert seen >= {"clip_fraction_low", "clip_fraction_high", "clip_fraction_delta", "entropy_bonus", "kl"}
 
 
-# Hand tables --------------------------------------------------------------------------------------------------------
+# Tables by hand -----------------------------------------------------------------------------------------------------
 # ε = 0.2, ε_high = 0.3, delta = 2 (the cap of cispo is 2). Value p and derivative dp/dl at each ratio w, for A = +1 and
 # A = −1. As dw/dl = w, an unclipped −w·A has the derivative −w·A.
 
@@ -430,7 +430,7 @@ TABLES = {
 @pytest.mark.parametrize("loss_type", SURROGATES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_hand_table(loss_type, level):
-    # One completion of one token: all levels and all reductions are the same thing.
+    # With one completion of one token, all levels and all reductions are equal.
     @jax.jit
     def loss(l, A):
         cap = 2.0 if loss_type == "cispo" else 0.3
@@ -446,15 +446,15 @@ def test_hand_table(loss_type, level):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("A", [1.0, -1.0])
-def test_on_the_edge_of_the_clip_the_gradient_is_whole(A):
-    # ε = 0 makes the ratio 1 lie on both edges; jnp.minimum and jnp.clip would each halve the gradient there.
+def test_gradient_on_the_edge_of_the_clip_is_not_halved(A):
+    # With ε = 0 the ratio 1 is on both bounds, where jnp.minimum and jnp.clip would each halve the gradient.
     l = jnp.full((1, 1), -1.0)
     for delta in (None, 1.0):
         loss = lambda l: grpo_loss(l, None, None, jnp.full(1, A), jnp.ones((1, 1)), epsilon=0.0, delta=delta)[0]
         assert float(jax.grad(loss)(l)[0, 0]) == -A
 
 
-def test_what_lies_on_the_edge_or_has_no_advantage_is_not_counted_as_clipped():
+def test_tokens_on_a_clip_bound_or_without_advantage_are_not_counted_as_clipped():
     def fractions(ratio, A, **settings):
         l = jnp.array([[-1.0]])
         old = None if ratio == 1 else l - math.log(ratio)
@@ -471,7 +471,7 @@ def test_what_lies_on_the_edge_or_has_no_advantage_is_not_counted_as_clipped():
     assert fractions(3.0, -1.0, delta=2.0) == [0, 0, 0, 1]
 
 
-# Special case = general case ----------------------------------------------------------------------------------------
+# Special cases -------------------------------------------------------------------------------------------------------
 
 
 def outcome(c, **kwargs):
@@ -487,8 +487,8 @@ def assert_same(a, b, tolerance=1e-6, metrics=True):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", *ONLY_REDUCED])
-def test_a_custom_surrogate_replaces_that_of_the_loss_type(loss_type):
-    """A custom surrogate replaces the surrogate of the loss type, but not its reduction."""
+def test_custom_surrogate_replaces_the_surrogate_of_the_loss_type(loss_type):
+    """A custom surrogate replaces the loss type's surrogate but not its reduction."""
 
     def of(surrogate, *names):
         loss = functools.partial(grpo_loss, surrogate=surrogate)
@@ -503,7 +503,7 @@ def test_a_custom_surrogate_replaces_that_of_the_loss_type(loss_type):
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
-def test_special_cases(loss_type):
+def test_neutral_settings_do_not_change_the_loss(loss_type):
     plain = outcome(case(loss_type, "token", {"use": ["old", "ref", "A", "H"]}))
     for neutral in (
         {"delta": 1e9},
@@ -534,7 +534,7 @@ def test_nothing_under_the_mask_counts(loss_type):
     for level in LEVELS:
         c = case(loss_type, level, EVERYTHING)
         reference = outcome(c, junk=-1.0)
-        for shift in (0, 1):  # each masked token holds another value in turn
+        for shift in (0, 1):  # so that each masked token gets two different values
             junk = np.resize(np.roll([NAN, INF, -INF, 1e30, 3.0], shift), R * T).reshape(R, T)
             assert_same(reference, outcome(c, junk=junk), tolerance=0)
         np.testing.assert_array_equal(np.asarray(reference[1])[~MASK], 0.0)
@@ -553,14 +553,14 @@ def test_padding_and_order_of_rows_change_nothing(loss_type):
     assert_same((value, gradient[order], metrics), outcome(shuffled))
 
 
-def test_leading_axes_are_free():
+def test_leading_axes_may_have_any_shape():
     for c, shapes in (
         (case("grpo", "sequence", EVERYTHING), ((2, 3), (1, 6, 1))),
         (case("vespo", "token", {"use": ["old", "A", "weights_row"]}), ((2, 3),)),
     ):
         for shape in shapes:
             assert_same(outcome(c), jax.jit(functools.partial(outcome, c, shape=shape))())
-    # And none at all: one completion.
+    # No leading axis: a single completion.
     c = case("luspo", "token", {})
     one = lambda l, old: grpo_loss(l, old, None, jnp.asarray(c.A[1]), MASK[1], loss_type="luspo")[0]
     alone = outcome(SimpleNamespace(**vars(c) | {"A": np.where(np.arange(R) == 1, c.A, 0)}))[0]
@@ -568,7 +568,7 @@ def test_leading_axes_are_free():
 
 
 @pytest.mark.quick
-def test_row_weights_may_keep_their_token_axis():
+def test_row_weights_may_have_a_token_axis():
     l, A = jnp.asarray(data()["l"]), jnp.asarray(data()["A"])
     weights = jnp.asarray(data()["weights_row"])
     for loss_type in ("grpo", "vespo"):
@@ -585,7 +585,7 @@ def test_masks_of_any_dtype(mask_dtype):
 
 
 def with_every_term(loss_type="grpo"):
-    """A case with every term, its arrays by name, and the loss as a function of the arrays."""
+    """Return a case with every term, its arrays by name, and the loss as a function of these arrays."""
     c = case(loss_type, "token", EVERYTHING)
     arrays = {n: jnp.asarray(getattr(c, n), jnp.float32) for n in ("l", "old", "ref", "A", "sampling", "weights", "H")}
     settings = {name: getattr(c, name) for name in DEFAULTS if name not in COUNTS}
@@ -597,7 +597,7 @@ def with_every_term(loss_type="grpo"):
     return c, arrays, objective
 
 
-def test_everything_but_log_probs_and_entropies_is_constant():
+def test_only_log_probs_and_entropies_have_a_gradient():
     _, arrays, objective = with_every_term()
     gradients = jax.grad(lambda a: objective(a)[0])(arrays)
     moved = {name for name, gradient in gradients.items() if np.any(gradient != 0)}
@@ -616,7 +616,7 @@ def test_metrics_carry_no_gradient():
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
-def test_any_cut_into_micro_batches_gives_the_same(loss_type):
+def test_micro_batches_do_not_change_the_result(loss_type):
     """Loss, gradient and metrics do not depend on the split into micro-batches."""
     names = ("l", "old", "ref", "sampling", "H", "weights_token", "A")
     l, old, ref, sampling, H, weights, A = (jnp.asarray(data(3)[name], jnp.float32) for name in names)
@@ -645,12 +645,12 @@ def test_any_cut_into_micro_batches_gives_the_same(loss_type):
     for (_, more), _ in parts[1:]:
         merged = merge_metrics(merged, more)
     chex.assert_trees_all_close(finalize_metrics(merged), finalize_metrics(metrics), rtol=1e-5, atol=1e-7)
-    # Each part by its own counts is another objective.
+    # Parts that use their own counts give a different objective.
     alone = sum(float(part(l[i : i + step], H[i : i + step], slice(i, i + step))[0]) for i in range(0, R, step))
     assert abs(alone - float(whole)) > 1e-3
 
 
-def test_normalizer_alone_makes_dapo_exact_under_cuts():
+def test_normalizer_makes_dapo_exact_in_micro_batches():
     l, old, A = (jnp.asarray(data()[name], jnp.float32) for name in ("l", "old", "A"))
     run = lambda rows: grpo_loss(l[rows], old[rows], None, A[rows], MASK[rows], normalizer=int(MASK.sum()))[0]
     parts = sum(float(run(slice(i, i + 2))) for i in range(0, R, 2))
@@ -660,7 +660,7 @@ def test_normalizer_alone_makes_dapo_exact_under_cuts():
 def test_batch_totals():
     totals = batch_totals(MASK.reshape(2, 3, T))
     assert {name: int(value) for name, value in totals.items()} == {"num_rows": 6, "num_tokens": 17}
-    selected = np.arange(R * T).reshape(R, T) % 3 == 0  # under the mask too, where it does not count
+    selected = np.arange(R * T).reshape(R, T) % 3 == 0  # includes masked tokens, which must not be counted
     totals = batch_totals(MASK, selected.astype(int))
     assert set(totals) == {"num_rows", "num_tokens", "num_selected_tokens"}
     assert int(totals["num_selected_tokens"]) == (selected & MASK).sum()
@@ -669,20 +669,20 @@ def test_batch_totals():
     assert {name: int(value) for name, value in totals.items()} == {"num_rows": 2, "num_tokens": 4}
 
 
-def test_metrics_at_their_edges():
-    """The metrics are right at their bounds: ratios below 1, a KL at its bound, one selected token."""
+def test_metrics_in_edge_cases():
+    """Metrics are correct in edge cases: all ratios below 1, a KL exactly at its bound, one selected token."""
     old = np.zeros((1, 3), np.float32)
     l = np.log(np.array([[0.5, 0.25, 0.7]], np.float32))
     H = np.array([[2.0, 1.0, 9.0]], np.float32)
     loss = jax.jit(functools.partial(grpo_loss, entropies=H, entropy_coef=0.5), static_argnames="top_entropy_quantile")
     _, metrics = loss(l, old, l + MAX_LOG_RATIO, [1.0], [[1, 1, 0]])
-    assert float(metrics["ratio_max"]) == pytest.approx(0.5), "neither the token under the mask nor 1"
-    assert float(metrics["kl_bounded_tokens"]) == 0, "at the bound is not beyond it"
+    assert float(metrics["ratio_max"]) == pytest.approx(0.5), "the maximum is neither the masked token's ratio nor 1"
+    assert float(metrics["kl_bounded_tokens"]) == 0, "a KL at the bound is not counted as bounded"
     value, metrics = loss(l, None, None, [0.0], [[1, 1, 0]], top_entropy_quantile=0.2)
-    assert (float(metrics["entropy_bonus"]), float(value)) == (1.0, -1.0), "one token, divided by 1"
+    assert (float(metrics["entropy_bonus"]), float(value)) == (1.0, -1.0), "one selected token: the sum is divided by 1"
 
 
-def test_nothing_is_sorted_where_every_token_is_kept():
+def test_entropies_are_not_sorted_when_every_token_is_kept():
     l = jnp.zeros((2, 3))
     for quantile, sorts in ((1.0, False), (0.5, True)):
         loss = lambda l, quantile=quantile: grpo_loss(
@@ -697,7 +697,7 @@ def test_metrics_merge_by_sum_and_maximum():
     second = MetricSums({"a_sum": jnp.float32(5.0), "tokens": jnp.float32(0.0)}, {"ratio_max": jnp.float32(1.5)})
     merged = {name: float(value) for name, value in finalize_metrics(merge_metrics(first, second)).items()}
     assert merged == {"a": 1.5, "tokens": 4.0, "ratio_max": 2.0}
-    assert float(finalize_metrics(second)["a"]) == 5.0, "no token: divided by 1, not by 0"
+    assert float(finalize_metrics(second)["a"]) == 5.0, "without tokens, the sum is divided by 1 instead of 0"
     for selected, mean in ((0.0, 3.0), (1.0, 3.0), (2.0, 1.5)):
         sums = {"selected_entropy_sum": jnp.float32(3.0), "selected_tokens": jnp.float32(selected), "tokens": 9.0}
         assert float(finalize_metrics(MetricSums(sums, {}))["selected_entropy"]) == mean
@@ -718,15 +718,15 @@ def test_top_entropy_threshold_is_the_linear_quantile(quantile):
 
 
 @pytest.mark.parametrize("quantile", [0.0, 0.1, 0.35, 0.8, 1.0])
-def test_the_top_entropy_mask_is_that_of_the_quantile(quantile):
-    H = np.where(MASK, np.round(data()["H"], 1), NAN)  # ties, and nothing under the mask
+def test_top_entropy_mask_selects_by_the_quantile(quantile):
+    H = np.where(MASK, np.round(data()["H"], 1), NAN)  # rounding creates ties; masked entropies are NaN
     got = top_entropy_mask(jnp.asarray(H, jnp.float32), jnp.asarray(MASK), quantile)
     expected = MASK & (np.nan_to_num(H) >= np.quantile(H[MASK], 1 - quantile) - 1e-6)
     np.testing.assert_array_equal(got, expected)
     assert expected.any()
 
 
-def test_the_top_entropy_mask_keeps_some_token_however_the_quantile_is_rounded():
+def test_top_entropy_mask_keeps_a_token_however_the_quantile_is_rounded():
     """The top-entropy mask keeps at least one token, even if a + f·(b − a) rounds above b."""
     rng = np.random.default_rng(0)
     pairs = np.sort(rng.uniform(0, 2, (2400, 2)), axis=1).astype(np.float32)
@@ -734,8 +734,8 @@ def test_the_top_entropy_mask_keeps_some_token_however_the_quantile_is_rounded()
     assert bool(some.all())
 
 
-def test_a_selection_that_is_given_is_that_of_this_call():
-    """A given selection replaces the quantile of this call."""
+def test_explicit_selection_overrides_the_quantile():
+    """An explicit selection overrides the quantile."""
     l, H = jnp.asarray(data()["l"]), jnp.asarray(data()["H"])
     selected = np.arange(T)[None] == np.array([0, 2, 1, 0, 0, 3])[:, None]
     loss = lambda l, selected=selected: loss_by_terms(l, None, None, data()["A"], MASK, entropies=H, selected=selected,
@@ -747,7 +747,7 @@ def test_a_selection_that_is_given_is_that_of_this_call():
         loss(l, selected[:, 1:])
 
 
-def test_totals_are_sums_whatever_the_length():
+def test_token_totals_are_sums_for_every_length():
     for t in (1, 2, 3, 7, 12):
         x, mask = np.arange(2.0 * t, dtype=np.float32).reshape(2, t) + 1, np.arange(2 * t).reshape(2, t) % 3 > 0
         totals = jax.jit(token_totals)({"x": x, "y": -x}, mask)
@@ -769,8 +769,8 @@ def test_update_entropy_coef():
     settings = {"target": 0.5, "delta": 0.25, "minimum": 0.1, "maximum": 0.6}
     step = lambda coef, entropy: tuple(float(x) for x in update_entropy_coef(coef, entropy, **settings))
     assert step(0.25, 0.4) == (0.5, 0.5)
-    assert step(0.25, 0.5) == (0.5, 0.5), "at the target the bonus is on"
-    assert step(0.5, 0.6) == (0.25, 0.0), "above it the coefficient falls and is not applied"
+    assert step(0.25, 0.5) == (0.5, 0.5), "at the target, the bonus is applied"
+    assert step(0.5, 0.6) == (0.25, 0.0), "above the target, the coefficient falls and no bonus is applied"
     assert step(0.5, 0.1) == pytest.approx((0.6, 0.6))
     assert step(0.25, 0.9) == pytest.approx((0.1, 0.0))
     low = update_entropy_coef(0.001, 9.0, target=0.2, delta=0.005)
@@ -783,7 +783,7 @@ def test_update_entropy_coef():
     assert float(gradient) == 0.0
 
 
-def test_a_traced_entropy_coef_and_beta_are_the_numbers_they_hold():
+def test_traced_entropy_coef_and_beta_act_like_numbers():
     l, A, H, ref = (jnp.asarray(data()[name], jnp.float32) for name in ("l", "A", "H", "ref"))
     loss = lambda coef, beta: grpo_loss(l, None, ref, A, MASK, entropies=H, entropy_coef=coef, beta=beta)[0]
     for coef, beta in ((0.0, 0.0), (0.3, 0.2)):
@@ -799,7 +799,7 @@ def all_finite(*trees):
 
 @pytest.mark.parametrize("loss_type", SURROGATES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_finite_with_extreme_log_probs(loss_type, level):
+def test_extreme_log_probs_give_finite_results(loss_type, level):
     """Extreme log-probs give finite values and gradients."""
     extremes = [0.0, -1e-30, -1.0, -80.0, -1e3, -1e30, -INF]
     grid = np.array([[a, b, c] for a in extremes for b in extremes for c in extremes])
@@ -830,19 +830,19 @@ def test_finite_with_extreme_log_probs(loss_type, level):
         assert all_finite(run(l, sign))
 
 
-def test_the_gradient_of_an_overflowing_ratio_and_kl_lives():
+def test_overflowing_ratio_and_kl_keep_a_gradient():
     old, ref, A, mask = jnp.array([[-200.0]]), jnp.array([[-1.0]]), -jnp.ones(1), jnp.ones((1, 1))
     run = lambda l, **settings: jax.value_and_grad(lambda l: grpo_loss(l, old, ref, A, mask, **settings)[0])(l)
     value, gradient = run(jnp.array([[-1.0]]))
     assert float(value) == pytest.approx(math.exp(20), rel=1e-5)
     assert float(gradient[0, 0]) == pytest.approx(math.exp(20), rel=1e-5)
-    # d = −99: bounded to −20, derivative 1 − e²⁰; the policy term at ratio e¹⁰⁰ is cut off by delta.
+    # d = −99 is bounded to −20, with derivative 1 − e²⁰; delta clips the policy term at ratio e¹⁰⁰.
     _, gradient = run(jnp.array([[-100.0]]), beta=1.0, delta=3.0, use_bias_correction_kl=False)
     assert float(gradient[0, 0]) == pytest.approx(1 - math.exp(20), rel=1e-5)
 
 
 @pytest.mark.quick
-def test_a_token_excluded_by_old_and_new_policy_has_ratio_one():
+def test_token_excluded_by_old_and_new_policy_has_ratio_one():
     excluded = jnp.full((1, 1), -INF)
     metrics = grpo_loss(excluded, excluded, excluded, jnp.ones(1), jnp.ones((1, 1)))[1]
     assert float(metrics["ratio_max"]) == 1.0
@@ -855,22 +855,22 @@ def test_bounded_tokens_are_counted():
     assert float(grpo_loss(l, None, ref, jnp.ones(1), mask)[1]["kl_bounded_tokens"]) == 2.0
 
 
-def test_a_trajectory_ratio_within_its_bound_is_the_product():
+def test_trajectory_ratio_within_its_bound_is_the_product_of_ratios():
     l = jnp.full((R, T), -1.0)
     metrics = grpo_loss(l, l - 3.0, None, jnp.ones(R), jnp.ones((R, T)), importance_sampling_level="trajectory")[1]
     assert float(metrics["ratio_max"]) == pytest.approx(math.exp(15), rel=1e-5)
 
 
 def test_vespo_bounds_its_log_weight():
-    # φ ≈ eˢ for k = 1, λ → 0 (λ·eˢ = 0.4 at the upper bound). Old log-probs, weights and φ of rows with l = −1:
+    # φ ≈ eˢ for k = 1, λ → 0 (λ·eˢ = 0.4 at the upper bound). Each row has l = −1 and (old log-probs, weights, φ):
     none = [1.0, 1.0]
     cases = [
         ([-4.0, -4.0], none, math.exp(6)),
         ([-16.0, -16.0], none, math.exp(20 - 1e-9 * math.exp(20))),
         ([14.0, 14.0], none, 1e-8),  # s ≥ log 1e-8
-        ([-26.0, 21.0], none, 1.0),  # token by token ±20 first: +25 and −22 make 20 − 20 = 0, not 3
+        ([-26.0, 21.0], none, 1.0),  # tokens are bounded to ±20 first: +25 and −22 give 20 − 20 = 0, not 3
         ([-1.0, -1.0], [0.0, 1.0], 1e-8),  # a zero weight counts as 1e-8
-        ([9.0, 9.0], [1e30, 1.0], 1.0),  # and a huge one as e²⁰
+        ([9.0, 9.0], [1e30, 1.0], 1.0),  # and a huge weight as e²⁰
         ([-3.0, -1.0], [0.5, 0.25], math.exp(2) / 8),
     ]
     old, weights, phi = (jnp.array(x) for x in zip(*cases, strict=True))
@@ -897,7 +897,7 @@ def test_half_precision_is_computed_in_float32(dtype):
     assert all_finite(gradient)
 
 
-def test_the_dtype_of_log_probs_decides():
+def test_results_have_the_dtype_of_log_probs():
     _, arrays, objective = with_every_term()
     with x64():
         arrays = {name: jnp.asarray(x, jnp.float64) for name, x in arrays.items()}
@@ -908,7 +908,7 @@ def test_the_dtype_of_log_probs_decides():
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", *ONLY_REDUCED])
-def test_nothing_but_masked_rows(loss_type):
+def test_only_masked_rows_give_zero_loss_and_gradient(loss_type):
     junk = jnp.full((R, T), NAN)
     run = lambda l: grpo_loss(l, junk, junk, jnp.full(R, NAN), jnp.zeros((R, T)), beta=0.1, loss_type=loss_type,
                               off_policy_mask_threshold=0.1, entropies=junk, top_entropy_quantile=0.5,
@@ -920,7 +920,7 @@ def test_nothing_but_masked_rows(loss_type):
 
 
 def test_gradients_pass_through_masked_logits():
-    # −inf logits (banned tokens) under a log-softmax; the sampled token is allowed, the reference bans it.
+    # Banned tokens have −inf logits before the log-softmax. The policy allows the sampled token; the reference bans it.
     logits = jnp.array([[[1.0, -INF, 0.5], [0.2, 0.1, -INF]]])
     tokens = jnp.array([[0, 1]])
 
@@ -933,7 +933,7 @@ def test_gradients_pass_through_masked_logits():
 
 
 def test_kl_in_the_reward_skips_a_hole_in_the_mask():
-    # d = 1, (hole), 2: rewards-to-go 3 and 2; the hole has one too, but no loss.
+    # d = 1, (hole), 2: the KLs-to-go are 3 and 2. The hole also has a value, but no loss.
     l, ref = jnp.full((R, T), -1.0), jnp.full((R, T), NAN).at[0, :3].set(jnp.array([-2.0, NAN, -3.0]))
     mask = jnp.zeros((R, T)).at[0, jnp.array([0, 2])].set(1)
     for loss_type, denominator in {"grpo": 2 * R, "bnpo": 2, "dapo": 2, "luspo": R, "dr_grpo": R * T}.items():
@@ -944,21 +944,21 @@ def test_kl_in_the_reward_skips_a_hole_in_the_mask():
         np.testing.assert_allclose(gradient[0, :3], np.array([3.0, 0.0, 2.0]) / denominator, rtol=1e-6)
 
 
-def test_a_nan_that_counts_is_seen():
+def test_a_nan_in_an_unmasked_token_propagates():
     l = jnp.asarray(data()["l"], jnp.float32)
     assert np.isnan(grpo_loss(l.at[0, 0].set(NAN), None, None, jnp.ones(R), MASK)[0])
 
 
-def test_a_token_without_a_sampler_log_prob_is_no_evidence():
+def test_token_without_a_sampler_log_prob_is_no_evidence_of_drift():
     l = jnp.full((R, T), -1.0)
     sampling = l.at[:2, :2].set(jnp.array([[NAN, -0.9], [NAN, -0.5]]))
     metrics = grpo_loss(l, None, None, -jnp.ones(R), np.arange(T) + np.zeros((R, 1)) < 2, sampling_log_probs=sampling,
                         off_policy_mask_threshold=0.2)[1]  # fmt: skip
-    assert float(metrics["off_policy_fraction"]) == pytest.approx(1 / R), "the second row only"
+    assert float(metrics["off_policy_fraction"]) == pytest.approx(1 / R), "only the second row is masked"
 
 
 @pytest.mark.parametrize(("drift", "kept"), [(0.25, True), (0.2499, True), (0.2501, False)])
-def test_the_off_policy_threshold_belongs_to_the_kept(drift, kept):
+def test_rows_at_the_off_policy_threshold_are_kept(drift, kept):
     l, sampling = jnp.array([[-1.0]]), jnp.array([[-1.0 + drift]])
     run = lambda A: grpo_loss(l, None, None, jnp.array([A]), jnp.ones((1, 1)), sampling_log_probs=sampling,
                               off_policy_mask_threshold=0.25)[0]  # fmt: skip
@@ -967,7 +967,7 @@ def test_the_off_policy_threshold_belongs_to_the_kept(drift, kept):
 
 
 @pytest.mark.quick
-def test_advantage_zero_is_kept_by_the_off_policy_mask_and_takes_vespos_positive_side():
+def test_zero_advantage_is_kept_by_the_off_policy_mask():
     l, sampling = jnp.array([[-1.0]]), jnp.array([[-0.1]])
     metrics = grpo_loss(l, None, None, jnp.zeros(1), jnp.ones((1, 1)), sampling_log_probs=sampling,
                         off_policy_mask_threshold=0.25)[1]  # fmt: skip
@@ -994,8 +994,8 @@ class VariantsTest(chex.TestCase, parameterized.TestCase):
         assert metrics.keys() == expected_metrics.keys()
 
 
-def test_metrics_of_many_tokens_keep_their_digits():
-    """Means over many tokens are exact to float32; a sequential sum would be off by 9e-7."""
+def test_means_over_many_tokens_are_accurate():
+    """Means over many tokens are accurate to float32 precision; a sequential sum would be off by 9e-7."""
     rng = np.random.default_rng(0)
     entropies = rng.uniform(4.8, 4.9, (8, 4, 70)).astype(np.float32)
     zeros, mask = jnp.zeros(entropies.shape), jnp.ones(entropies.shape, bool)

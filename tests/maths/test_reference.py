@@ -15,7 +15,7 @@ REF = {"a": {"w": jnp.array([[0.0, 2.0], [4.0, -8.0]])}, "b": jnp.array([1.0, 1.
 NEW = {"a": {"w": jnp.array([[1.0, 2.0], [0.0, 8.0]])}, "b": jnp.array([-1.0, 3.0])}
 
 
-def test_end_points_are_exact():
+def test_mixup_is_exact_at_its_end_points():
     quarter = {"a": {"w": jnp.array([[0.25, 2.0], [3.0, -4.0]])}, "b": jnp.array([0.5, 1.5])}
     chex.assert_trees_all_equal(mixup(REF, NEW, 0.25), quarter)
     chex.assert_trees_all_equal(mixup(REF, NEW, 1.0), NEW)
@@ -24,20 +24,20 @@ def test_end_points_are_exact():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_leaf_dtype_of_the_reference_is_kept(dtype):
+def test_leaves_keep_the_dtype_of_the_reference(dtype):
     other = jnp.float32 if dtype != jnp.float32 else jnp.bfloat16
     mixed = mixup({"w": jnp.ones(3, dtype)}, {"w": jnp.zeros(3, other)}, 0.5)
     assert mixed["w"].dtype == dtype
     np.testing.assert_array_equal(mixed["w"].astype(jnp.float32), 0.5)
 
 
-def test_arithmetic_is_float32_between_bfloat16_leaves_and_float64_between_its_own():
-    # 1.02 rounds to a bfloat16 once; step by step in bfloat16 (8 bits) another number comes out.
+def test_arithmetic_is_float32_for_bfloat16_leaves_and_float64_for_float64_leaves():
+    # 1.02 is rounded to bfloat16 once; rounding each step to bfloat16 (8 bits) would give another value.
     ref, new, alpha = 1.0, 3.0, 0.01
     mixed = mixup({"w": jnp.array([ref], jnp.bfloat16)}, {"w": jnp.array([new], jnp.bfloat16)}, alpha)
     exact = jnp.asarray(alpha * new + (1 - alpha) * ref, jnp.float32).astype(jnp.bfloat16)
     in_bfloat16 = jnp.bfloat16(alpha) * jnp.bfloat16(new) + (jnp.bfloat16(1) - jnp.bfloat16(alpha)) * jnp.bfloat16(ref)
-    assert float(exact) != float(in_bfloat16), "the case must tell the two apart"
+    assert float(exact) != float(in_bfloat16), "the two ways of rounding must differ for these values"
     assert float(mixed["w"][0]) == float(exact)
     with x64():
         mixed = mixup({"w": jnp.array([1.0], jnp.float64)}, {"w": jnp.array([2.0], jnp.float64)}, 0.1)
@@ -53,15 +53,15 @@ def test_none_leaves_and_containers_are_kept():
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_result_shares_no_buffer_with_either(alpha):
+def test_result_shares_no_buffer_with_its_inputs(alpha):
     # A state in which two trees share a buffer cannot be donated.
     mixed = mixup(REF, NEW, alpha)
     buffers = [{leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)} for tree in (mixed, REF, NEW)]
     assert not buffers[0] & (buffers[1] | buffers[2])
 
 
-def test_n_syncs_with_fixed_params_contract_by_one_minus_alpha_each():
-    """The reference moves by α, in float32, and n syncs contract by (1 − α)ⁿ."""
+def test_each_sync_shrinks_the_distance_by_one_minus_alpha():
+    """n syncs to fixed params shrink the reference's distance to them by (1 − α)ⁿ."""
     ref, new, alpha = REF, NEW, 0.3
     for step in range(1, 11):
         ref = sync_reference(ref, new, step, every=2, alpha=alpha)
@@ -81,6 +81,6 @@ def test_schedule_is_traced_once_for_all_steps():
         chex.assert_trees_all_close(sync(REF, NEW, jnp.asarray(step)), expected, rtol=1e-7)
 
 
-def test_between_syncs_params_are_not_looked_at():
+def test_params_are_ignored_between_syncs():
     ref = sync_reference({"w": jnp.ones(2)}, {"w": jnp.full(2, jnp.nan)}, 1, every=2, alpha=0.5)
     np.testing.assert_array_equal(ref["w"], 1.0)

@@ -1,4 +1,4 @@
-"""Sampling: the distribution is the requested one, log-probs are exact, and excluded tokens are never drawn."""
+"""Sampling: tokens follow the requested distribution, log-probs are exact, and excluded tokens are never drawn."""
 
 import chex
 import jax
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def reference_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=None):
-    """The processed distribution in NumPy float64, token by token, by the definition."""
+    """Compute the processed distribution by its definition, token by token, in NumPy float64."""
     probs = np.exp(logits.astype(np.float64) / temperature)
     probs /= probs.sum()
     order = np.argsort(-probs, kind="stable")
@@ -44,7 +44,7 @@ def reference_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=No
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("vocab", [7, 100])
-def test_processed_distribution_is_that_of_the_definition(name, vocab):
+def test_processed_distribution_equals_its_definition(name, vocab):
     logits = np.random.default_rng(vocab).normal(size=vocab) * 2
     probs = jax.nn.softmax(process_logits(jnp.array(logits), Sampling(**SETTINGS[name])))
     np.testing.assert_allclose(probs, reference_distribution(logits, **SETTINGS[name]), atol=2e-6)
@@ -52,7 +52,7 @@ def test_processed_distribution_is_that_of_the_definition(name, vocab):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_frequencies_pass_a_chi_square(name):
-    """The frequencies of 50,000 draws fit the distribution; with fixed keys the test is deterministic."""
+    """The frequencies of 50,000 draws with fixed keys pass a chi-squared test against the distribution."""
     vocab, draws = 50, 50_000
     logits = np.random.default_rng(3).normal(size=vocab) * 1.5
     expected = reference_distribution(logits, **SETTINGS[name])
@@ -64,8 +64,8 @@ def test_frequencies_pass_a_chi_square(name):
     assert stats.chisquare(counts[kept], expected[kept] * draws).pvalue > 1e-4
 
 
-def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should():
-    """Rare tokens of a large vocabulary are drawn uniformly, over blocks and inside of them."""
+def test_rare_tokens_in_a_large_vocabulary_have_the_expected_frequency():
+    """Rare tokens in a large vocabulary are drawn uniformly, both across blocks and within each block."""
     vocab, draws = 32768, 100_000
     logits = jnp.full((vocab,), jnp.log(1e-3 / (vocab - 1))).at[0].set(jnp.log(1 - 1e-3))
     u = jax.random.uniform(jax.random.key(0), (draws, 2))
@@ -77,7 +77,7 @@ def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should():
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((100, 500), 0), ((5, 100, 100), 1)])
-def test_the_vocabulary_may_stand_anywhere(shape, axis):
+def test_vocabulary_may_be_any_axis(shape, axis):
     logits = jax.random.normal(jax.random.key(0), shape).at[3 if axis == 0 else np.s_[:, 3]].set(-jnp.inf)
     u = jax.random.uniform(jax.random.key(1), (*np.delete(shape, axis), 2))
     tokens, log_probs = jax.jit(draw_tokens, static_argnames="axis")(u, logits, axis=axis)
@@ -87,7 +87,7 @@ def test_the_vocabulary_may_stand_anywhere(shape, axis):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_log_prob_is_that_of_the_processed_distribution(name):
+def test_log_probs_are_those_of_the_processed_distribution(name):
     logits = jax.random.normal(jax.random.key(0), (40, 33)) * 3
     tokens, log_probs = sample_tokens(jax.random.key(1), logits, **SETTINGS[name])
     for row, token, log_prob in zip(np.asarray(logits), tokens, log_probs, strict=True):
@@ -105,7 +105,7 @@ def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-24])
-def test_a_token_of_probability_zero_is_never_drawn_however_the_uniform_falls(u):
+def test_token_with_probability_zero_is_never_drawn(u):
     tokens, log_probs = jax.jit(draw_tokens)(np.full((10, 2), u, np.float32), jnp.where(np.eye(10), -3.0, -jnp.inf))
     np.testing.assert_array_equal(tokens, np.arange(10))
     np.testing.assert_allclose(log_probs, 0, atol=1e-6)
@@ -125,7 +125,7 @@ def test_extreme_logits_stay_finite_and_half_precision_is_computed_in_float32():
 
 
 @pytest.mark.quick
-def test_a_kept_token_survives_every_cut():
+def test_kept_tokens_survive_every_filter():
     logits = jnp.array([[5.0, 1.0, 0.0, -4.0]])
     processed = process_logits(logits, Sampling(top_k=1, top_p=0.5, min_p=0.9), keep=jnp.array([3]))
     np.testing.assert_array_equal(processed, [[5.0, -jnp.inf, -jnp.inf, -4.0]])

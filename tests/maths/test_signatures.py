@@ -1,4 +1,4 @@
-"""Signatures that other code calls by name, and what each function of `maths` says about arguments that don't fit."""
+"""Documented signatures, and the error messages of the functions in `maths` for invalid arguments."""
 
 import dataclasses
 import inspect
@@ -38,8 +38,8 @@ PROMISED = {
 
 
 @pytest.mark.parametrize("function", PROMISED, ids=lambda function: function.__name__)
-def test_signature_is_the_promised_one(function):
-    """Names, order, kind and defaults of arguments are the documented ones."""
+def test_signatures_are_the_documented_ones(function):
+    """The names, order, kinds and defaults of arguments are as documented."""
     promised = inspect.signature(eval(f"(lambda {PROMISED[function]}: None)")).parameters
     found = inspect.signature(function).parameters
     plain = [(x.name, x.kind, x.default) for x in found.values()]
@@ -49,7 +49,7 @@ def test_signature_is_the_promised_one(function):
         assert default is not REQUIRED
 
 
-def test_both_forms_of_the_loss_take_the_same_arguments():
+def test_grpo_loss_and_grpo_loss_terms_take_the_same_arguments():
     whole = {name: x.default for name, x in inspect.signature(grpo_loss).parameters.items()}
     parts = {name: x.default for name, x in inspect.signature(grpo_loss_terms).parameters.items() if name != "settings"}
     fields = {field.name: field.default for field in dataclasses.fields(LossSettings)}
@@ -58,8 +58,8 @@ def test_both_forms_of_the_loss_take_the_same_arguments():
     assert not parts.keys() & fields.keys()
 
 
-def test_the_loss_passes_on_each_of_its_arguments(monkeypatch):
-    """`grpo_loss` passes each argument under its own name, to the settings or to the terms."""
+def test_grpo_loss_passes_on_all_of_its_arguments(monkeypatch):
+    """`grpo_loss` passes each argument to `LossSettings` or `grpo_loss_terms` under the same name."""
     given = {name: object() for name in inspect.signature(grpo_loss).parameters}
     terms = inspect.signature(grpo_loss_terms)
     monkeypatch.setattr(losses.LossSettings, "__post_init__", lambda settings: None)

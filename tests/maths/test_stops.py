@@ -1,4 +1,4 @@
-"""Stop strings by an automaton over tokens: what a plain search in the bytes finds, at the token that it finds."""
+"""The stop-string automaton over tokens ends turns at the same token as a plain search in the bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ PIECES = b"|a|b|ab|ba|aab| a|b.|..|abab|\xc3|\xa9|x\xc3|\xa9b|c".split(b"|")
 
 
 def searched(strings, pieces, turn):
-    """Tokens up to the one that completes a string, by reading all of the text again for each."""
+    """Return the number of tokens up to the first stop string, searching the whole text again after each token."""
     for count in range(1, len(turn) + 1):
         text = b"".join(pieces[i] for i in turn[:count])
         if any(string.encode() in text for string in strings):
@@ -25,8 +25,8 @@ STRINGS = [x.split("|") for x in ("a", "ab", "abab", "aab|bab", "é", "bé|ab", 
 
 
 @pytest.mark.parametrize("strings", STRINGS, ids=str)
-def test_it_ends_where_a_search_in_the_bytes_does(strings):
-    """A turn ends at the token where a search in its bytes finds a stop string, across tokens and characters."""
+def test_turn_ends_where_a_search_in_the_bytes_finds_a_stop_string(strings):
+    """A turn ends at the token that completes a stop string, which may span tokens and split characters."""
     stops, rng = make_stops(strings, PIECES), np.random.default_rng(0)
     assert stops.strings == tuple(strings)
     ends = set()
@@ -37,7 +37,7 @@ def test_it_ends_where_a_search_in_the_bytes_does(strings):
     assert len(ends) > 3
 
 
-def test_on_the_device_it_is_the_same_and_stays_found():
+def test_automaton_gives_the_same_ends_on_the_device_and_stays_in_the_found_state():
     stops, rng = make_stops(["aab", "é"], PIECES), np.random.default_rng(1)
     turns = rng.integers(0, len(PIECES), (8, 16, 20)).astype(np.int32)
     after = jax.jit(lambda state, tokens: stops.after(state, tokens))
@@ -54,14 +54,14 @@ def test_on_the_device_it_is_the_same_and_stays_found():
     assert 5 < (count < 21).sum() < 128
 
 
-def test_ids_that_no_token_has_spell_nothing():
+def test_ids_outside_the_vocabulary_match_nothing():
     stops = make_stops(["ab"], [b"a", b"b"])
     assert stops.end_of(np.array([0, 7, 2, 1, 0])) == 4
     assert stops.after(jnp.zeros(3, jnp.int32), jnp.array([0, 1, 9])).tolist() == [1, 0, 0]
 
 
-def test_a_large_vocabulary_has_few_kinds_of_tokens():
-    """The table is small, and the device holds one byte per token."""
+def test_large_vocabulary_has_few_kinds_of_tokens():
+    """For a large vocabulary the transition table stays small, and the device holds one byte per token."""
     rng = np.random.default_rng(2)
     letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz <>/.", np.uint8)
     pieces = [bytes(rng.choice(letters, n)) for n in rng.integers(1, 9, 20_000)] + [
@@ -77,8 +77,8 @@ def test_a_large_vocabulary_has_few_kinds_of_tokens():
     assert stops == make_stops(["</answer>", "."], pieces) != make_stops(["</answer>", "."], pieces[::-1])
 
 
-def test_what_no_tokens_spell_is_refused():
+def test_strings_that_no_tokens_can_form_are_refused():
     with pytest.raises(ValueError, match="the tokens of this vocabulary cannot form 'ac', 'cab'"):
         make_stops(["ab", "ac", "cab"], [b"a", b"xcb", b"b"])
     make_stops(["xcbab"], [b"a", b"xcb", b"b"])
-    make_stops(["cb"], [b"a", b"xcb", b"b"])  # in the middle of a token
+    make_stops(["cb"], [b"a", b"xcb", b"b"])  # in the middle of the token "xcb"
