@@ -1,4 +1,4 @@
-"""What an iteration costs, by XLA's own count of operations and bytes: numbers that do not jitter."""
+"""The cost of an iteration in XLA's counts of operations and bytes, which are deterministic, unlike times."""
 
 import collections
 
@@ -30,7 +30,7 @@ def config_of(beta, t):
 
 
 def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, tokens=512, model=MODEL, optimizer=None, beta=0.1):
-    """Programs of scoring and updating full rows, with how often each ran: name → (lowered, runs)."""
+    """Return the programs that score and update full rows, as name → (lowered, number of runs)."""
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
     runs, lowered = collections.Counter(), {}
@@ -61,28 +61,28 @@ def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, tokens=512, model=MODE
     return {name: (lowered[name], n) for name, n in runs.items()}
 
 
-def test_operations_of_an_iteration_are_those_of_the_shared_prompt(monkeypatch):
-    """Scoring and updating, by hand: 2 operations a weight and token forward, 4 backward, each prompt once."""
+def test_an_iteration_reads_each_shared_prompt_once(monkeypatch):
+    """Scoring and updating take 2 operations per weight and token forward and 4 backward, and read each prompt once."""
     b, g, t = 2, 4, 64
     layer = D * (H + 2 * KV) * WIDTH + H * WIDTH * D + 3 * D * F
-    attention = lambda keys: 2 * H * WIDTH * keys  # scores and values: a product each
-    # In the last layer a prompt has one state, and keys and values of every token.
+    attention = lambda keys: 2 * H * WIDTH * keys  # one product each for scores and values
+    # In the last layer, a prompt needs keys and values for every token but only one hidden state.
     keys = 2 * D * KV * WIDTH
     prompt = b * P * ((L - 1) * (layer + attention((P + 1) / 2)) + keys) + b * (layer - keys + attention(P))
-    # Each token sees its prompt and itself and what came before it; the head is for completions only.
+    # Each token attends to its prompt, earlier tokens and itself; only completions go through the head.
     completion = b * g * t * (L * layer + L * attention(P + (t + 1) / 2) + D * V)
     by_hand = 2 * (prompt + completion) + 6 * (prompt + completion)
     programs = programs_of_an_iteration(monkeypatch, b, g, t)
     counted = sum(lowered.cost_analysis()["flops"] * runs for lowered, runs in programs.values())
     unshared = 8 * b * g * (P + t) * (L * layer)
-    assert by_hand < unshared, "a case in which sharing makes a difference"
+    assert by_hand < unshared, "sharing the prompt must make a difference here"
     assert by_hand * 0.9 < counted <= by_hand * 1.08, counted / by_hand
 
 
-def test_memory_of_an_update_does_not_grow_with_the_batch(monkeypatch):
-    """A sequence of N tokens: activations of N tokens, logits of N tokens a few times, gradients of the params."""
+def test_update_memory_does_not_grow_with_the_batch(monkeypatch):
+    """An update needs memory for one sequence's activations, a few arrays of its logits, and the params' gradients."""
     n = 512
-    monkeypatch.setattr(packed, "PROMPT_TOKENS", 2 * P)  # two prompts of a part, whatever the batch is
+    monkeypatch.setattr(packed, "PROMPT_TOKENS", 2 * P)  # two prompts per part, whatever the batch size
 
     def temporaries(b, g):
         lowered, _ = programs_of_an_iteration(monkeypatch, b, g, 64, tokens=n)["add_gradients"]
@@ -95,12 +95,12 @@ def test_memory_of_an_update_does_not_grow_with_the_batch(monkeypatch):
     assert one < bound, (one, bound)
     many = temporaries(4, 16)
     whole_logits = 4 * 4 * 16 * 64 * V
-    assert many - one < whole_logits / 8, "eight times the rows: what grows is [B, G, T], not its logits"
+    assert many - one < whole_logits / 8, "with 8 times the rows, only [B, G, T] arrays grow, not the logits"
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_an_update_holds_the_policy_once(beta, monkeypatch):
-    """Params, two moments and gradients, and with beta the reference: no further copy, by XLA's account."""
+def test_update_makes_no_further_copy_of_the_policy(beta, monkeypatch):
+    """An update holds params, two moments and gradients, plus the reference if beta > 0, and no further copy."""
     shape = TransformerConfig(8192, 64, 64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
     model, optimizer = Transformer(shape), make_optimizer(config_of(beta, 8), 10)
     programs = programs_of_an_iteration(monkeypatch, b=1, g=8, t=8, model=model, optimizer=optimizer, beta=beta)
@@ -109,13 +109,13 @@ def test_an_update_holds_the_policy_once(beta, monkeypatch):
     copies = 5 if beta else 4
     given, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert copies * policy <= given <= (copies + 0.05) * policy
-    assert new < 0.05 * policy, "the next state stands where the present one stood"
-    assert memory.temp_size_in_bytes < 1.05 * policy, "optax's updates, and nothing else"
+    assert new < 0.05 * policy, "the next state reuses the buffers of the current one"
+    assert memory.temp_size_in_bytes < 1.05 * policy, "temporaries hold only optax's updates"
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 2), pytest.param((1, 8, 2), marks=pytest.mark.quick), (4, 2, 1)])
-def test_a_decode_writes_its_cache_where_it_stands(layout):
-    """Keys and values are written in place at every step, in layouts [prompts, rows] with heads, also of one."""
+def test_decode_writes_its_cache_in_place(layout):
+    """A decode writes keys and values in place at every step, including with one prompt, one row or one head."""
     prompts, rows, heads = layout
     shape = TransformerConfig(32, 16, 16, num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=8)
     model = Transformer(shape)
@@ -125,5 +125,5 @@ def test_a_decode_writes_its_cache_where_it_stands(layout):
     compiled = lower_call(decode_call(model, params, prompts, 4, **sizes, settings=DecodeSettings())).compile()
     cache = 2 * prompts * rows * heads * 8 * slots * 4
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= cache, "the new cache stands where the old one stood"
-    assert memory.temp_size_in_bytes < cache / 4, "no copy beside it"
+    assert memory.alias_size_in_bytes >= cache, "the new cache reuses the buffers of the old one"
+    assert memory.temp_size_in_bytes < cache / 4, "the cache is not copied"

@@ -1,4 +1,4 @@
-"""A skipped update: what was not finite is named with its place, params stay, and too many in a row end the run."""
+"""Skipped updates: the first non-finite value is named, params do not change, and too many in a row end the run."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ FINE = "although all advantages and log-probs in the batch are finite"
 
 
 class Bigram:
-    """Logits by the last token alone. The root has no derivative at 0, where a NaN gradient comes from."""
+    """A model whose logits depend on the last token only. At root = 0 its gradient is NaN."""
 
     def apply(self, variables, tokens):
         params = variables["params"]
@@ -73,7 +73,7 @@ UPDATER = choose_updater(Bigram(), CONFIG, micro=(B, G), optimizer=optax.sgd(0.1
         ({}, {"root": 0.0}, f"the metric grad_norm is nan, {FINE}"),
     ],
 )
-def test_the_first_value_that_is_not_finite_is_named(changes, of_params, words):
+def test_first_non_finite_value_is_named(changes, of_params, words):
     given = batch(**changes)
     after, metrics = UPDATER.update(state_of(**of_params), given)
     assert metrics["update_skipped"] == 1
@@ -81,13 +81,13 @@ def test_the_first_value_that_is_not_finite_is_named(changes, of_params, words):
 
 
 @pytest.mark.quick
-def test_masked_and_bounded_values_skip_nothing():
+def test_non_finite_masked_and_bounded_values_do_not_skip_the_update():
     fine = batch(sampling_log_probs=((0, 0, 2), NAN), ref_log_probs=((0, 0, 1), -INF))
     assert UPDATER.update(state_of(), fine)[1]["update_skipped"] == 0
 
 
-def test_too_many_skipped_updates_in_a_row_end_the_run_with_nothing_lost(tmp_path, monkeypatch):
-    """Two passes over each batch; all of the second and third iteration are bad."""
+def test_too_many_consecutive_skipped_updates_end_the_run(tmp_path, monkeypatch):
+    """A run ends after `max_skipped_updates` consecutive skips, keeps its params, and can be resumed."""
     calls, advantages, states = itertools.count(1), collect._jit_advantages, []
     update = PackedUpdater.update
 
@@ -114,12 +114,12 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_with_nothing_lost(tmp_pat
         pytest.raises(FloatingPointError, match=words),
     ):
         learn(tiny_policy(), run_dir=tmp_path)
-    assert len(warned) == 1, "one warning"
+    assert len(warned) == 1, "consecutive skips warn once"
     assert [line["update_skipped"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0, 0, 1, 1, 1]
     for after in states[2:]:
         chex.assert_trees_all_equal(after, states[1])
 
-    # Resumed: the second pass over the bad batch, then a good one.
+    # The resumed run continues with the second pass over the bad batch, then a good batch.
     del states[:]
     with pytest.warns(RuntimeWarning, match="step 6 was skipped"):
         state = learn(tiny_policy(), run_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""The objective of a batch: its terms, their weights and gradients; test_step has the parts of a batch."""
+"""The objective of a batch: its terms, their weights and gradients. test_step covers micro-batches."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from grpo_jax.update.step import apply_gradients
 
 
 def case(**changes):
-    """A batch, log-probs and entropies [B, G, T]."""
+    """Return a batch, and log-probs and entropies [B, G, T]."""
     l, h = np.random.default_rng(0).normal(-2, 0.3, (2, 4, G, T)).astype(np.float32)
     return batch(prompts=None, **changes), jnp.asarray(l), jnp.asarray(-h)
 
@@ -26,8 +26,8 @@ def state_of(**settings):
     return create_state({"w": jnp.ones(2)}, OPTIMIZER, jax.random.key(0), **settings)
 
 
-def test_the_load_balancing_loss_is_weighed_by_tokens():
-    """Parts of 1/4 and 3/4 of the tokens, with losses 2 and 4: their mean is 3.5, of which a tenth is minimised."""
+def test_load_balancing_loss_is_weighted_by_tokens():
+    """Parts with 1/4 and 3/4 of the tokens and losses 2 and 4 add their weighted mean 3.5, times the factor 0.1."""
     mask = jnp.asarray(np.arange(T) < np.array([2, 5, 1, 0])[:, None, None])
     batch, log_probs, entropies = case()
     one = lambda x: x[:, :1]
@@ -55,7 +55,7 @@ def test_the_load_balancing_loss_is_weighed_by_tokens():
 
 
 @pytest.mark.quick
-def test_the_factor_on_it_is_the_checkpoints_own_unless_it_is_given():
+def test_load_balancing_factor_defaults_to_that_of_the_checkpoint():
     experts = TransformerConfig(24, 16, 32, 2, 2, 1, 8, num_experts=4, num_experts_per_token=2, router_loss_coef=0.001)
     dense = TransformerConfig(24, 16, 32, 2, 2, 1, 8)
     of = lambda shape, given: router_coef_of(Transformer(shape), GRPOConfig(router_aux_loss_coef=given))
@@ -63,7 +63,7 @@ def test_the_factor_on_it_is_the_checkpoints_own_unless_it_is_given():
     assert of(dense, None) == of(dense, 0.0) == router_coef_of(lambda tokens: tokens, GRPOConfig()) == 0
 
 
-def test_the_entropy_has_a_gradient_only_as_a_bonus():
+def test_entropy_has_a_gradient_only_with_a_bonus():
     batch, log_probs, entropies = case()
     for coef, moves in ((0.0, False), (0.3, True)):
         config = GRPOConfig(max_completion_length=T, entropy_coef=coef)
@@ -76,8 +76,8 @@ def test_the_entropy_has_a_gradient_only_as_a_bonus():
 
 
 @pytest.mark.quick
-def test_groups_that_only_fill_the_batch_are_not_counted():
-    """Groups that only fill the batch have no share in what the losses divide by."""
+def test_filler_groups_are_not_counted():
+    """Filler groups, which only complete the batch, do not count in the losses' denominators."""
     batch, *_ = case()
     counted = jnp.array([True, True, False, False])
     filled = batch.replace(mask=batch.mask & counted[:, None, None], counted=counted)
@@ -85,8 +85,8 @@ def test_groups_that_only_fill_the_batch_are_not_counted():
     assert jax.tree.map(int, count_totals(filled)) == jax.tree.map(int, count_totals(two))
 
 
-def test_the_selected_tokens_are_given_and_not_found_again_by_their_entropies():
-    """Two programs that compute one entropy may differ by an ulp: a threshold would select nothing, or two tokens."""
+def test_selected_tokens_are_not_selected_again_by_entropy():
+    """The loss uses the given selection: recomputed entropies may differ by an ulp and change what a threshold selects."""
     batch, log_probs, entropies = case()
     selected = jnp.zeros(batch.mask.shape, bool).at[0, 0, 0].set(True)
     config = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0)
@@ -101,7 +101,7 @@ def test_the_selected_tokens_are_given_and_not_found_again_by_their_entropies():
 @pytest.mark.parametrize(
     ("gradient", "target", "after"), [(0.1, 10.0, (0.105, 0.105)), (0.1, 0.0, (0.095, 0.0)), (np.nan, 10.0, (0.1, 0.0))]
 )
-def test_the_adaptive_coefficient_follows_the_entropy_unless_the_update_is_skipped(gradient, target, after):
+def test_adaptive_coefficient_follows_the_entropy_unless_the_update_is_skipped(gradient, target, after):
     config = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.005, entropy_target=target)
     batch, *scores = case()
     state = state_of(entropy_coef=0.1, entropy_bonus=0.0)

@@ -1,4 +1,4 @@
-"""Schedules at hand-computed points, the clip in front of AdamW, and what decays."""
+"""Learning-rate schedules, gradient clipping before AdamW, and weight decay."""
 
 import chex
 import jax
@@ -32,7 +32,7 @@ def test_schedules(settings, expected):
 
 
 def test_norms_and_biases_do_not_decay():
-    """Where no gradient moves them, what decays shrinks by lr · weight_decay, and the rest stays as it is."""
+    """With zero gradients, matrices shrink by lr · weight_decay, and norms and biases do not change."""
     optimizer = make_optimizer(GRPOConfig(learning_rate=0.1, lr_scheduler_type="constant", weight_decay=0.5), 10)
     lora = add_lora(tiny_policy(), jax.random.key(0), rank=2).params
     linen = {"LayerNorm_0": {"scale": jnp.ones(2), "bias": jnp.ones(2)}, "Dense_0": {"kernel": jnp.ones((2, 2))}}
@@ -44,8 +44,8 @@ def test_norms_and_biases_do_not_decay():
         np.testing.assert_allclose(update, -0.05 * matrix * flatten_dict(params)[path], rtol=1e-6, err_msg=path)
 
 
-def test_no_second_gradient_is_held_to_clip_it():
-    """XLA would hold all clipped leaves together with the gradient, as it does for `optax.clip_by_global_norm`."""
+def test_clipping_does_not_copy_the_gradient():
+    """Clipping allocates no second gradient, unlike `optax.clip_by_global_norm`, where XLA holds all clipped leaves."""
     optimizer = make_optimizer(GRPOConfig(learning_rate=0.1), 10)
     params = {str(i): jnp.zeros((64, 64 + i)) for i in range(20)}
 
@@ -57,10 +57,10 @@ def test_no_second_gradient_is_held_to_clip_it():
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * sum(x.nbytes for x in jax.tree.leaves(params))
 
 
-def test_a_skipped_update_does_not_make_the_schedule_lag():
-    """Adam moves by its learning rate while the gradient stays the same: what was applied can be read off the params.
+def test_skipped_updates_do_not_delay_the_schedule():
+    """After a skipped update, the learning rate follows the run's step, even if the optimizer state's own count lags.
 
-    So it is with a state whose own count lags, from a checkpoint of an earlier version.
+    Such states are in older checkpoints. With a constant gradient, Adam's step is the learning rate.
     """
     config = GRPOConfig(learning_rate=1.0, lr_scheduler_type="linear", adam_epsilon=1e-12)
     optimizer, schedule = make_optimizer(config, 8), make_schedule(config, 8)
@@ -75,14 +75,14 @@ def test_a_skipped_update_does_not_make_the_schedule_lag():
 
 
 @pytest.mark.parametrize("bound", [0.5, 0])
-def test_updates_and_state_are_those_of_optax_adamw(bound):
-    """The gradient is clipped by its global norm, and checkpoints with the state of `optax.adamw` can be read."""
+def test_updates_and_state_equal_optax_adamw(bound):
+    """Updates equal optax.clip_by_global_norm with optax.adamw, and the state has the structure of `optax.adamw`."""
     config = GRPOConfig(learning_rate=0.1, warmup_steps=2, max_grad_norm=bound, adam_beta2=0.9, adam_epsilon=1e-3)
     adamw = optax.adamw(make_schedule(config, 6), b1=0.9, b2=0.9, eps=1e-3, weight_decay=0.0)
     ours, theirs = make_optimizer(config, 6), optax.chain(optax.clip_by_global_norm(bound or np.inf), adamw)
     params = {"w": jnp.array([0.3, -2.0]), "b": jnp.ones(3)}
     mine, other = ours.init(params), theirs.init(params)
-    for step in range(5):  # with norms below and above the bound
+    for step in range(5):  # gradient norms are below and above the bound
         grads = jax.tree.map(lambda x, step=step: 0.1 * 4**step * jnp.cos(x + step), params)
         updates, mine = ours.update(grads, mine, params, step=jnp.int32(step))
         expected, other = theirs.update(grads, other, params)

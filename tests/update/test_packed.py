@@ -1,4 +1,4 @@
-"""The packed update: the gradient of the plain `train_step`, whatever the lengths, the settings and the model."""
+"""The packed update equals the plain `train_step` for all lengths, settings and models."""
 
 import dataclasses
 
@@ -24,15 +24,15 @@ LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 G, T = 4, 12
 JITTED = jax.jit(train_step, static_argnames=("optimizer", "config", "on_policy", "micro"))
 DELTA = DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3)
-OPTIMIZER = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
+OPTIMIZER = optax.sgd(1.0)  # params change by exactly minus the gradient
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 4 tokens and sequences of 16: completions of 12 reach over several blocks, batches over sequences."""
+    """Use blocks of 4 and sequences of 16 tokens, so that completions of 12 span blocks and batches span sequences."""
     monkeypatch.setattr(packing, "BLOCK", 4)
     monkeypatch.setattr(packed, "CPU_TOKENS", 16)
-    monkeypatch.setattr(packed, "WIDE_TOKENS", 16)  # of bfloat16 on processors that have matrix units
+    monkeypatch.setattr(packed, "WIDE_TOKENS", 16)  # the size for bfloat16 on CPUs with matrix units
 
 
 def batch(seed=0, **changes) -> Batch:
@@ -50,7 +50,7 @@ def batch(seed=0, **changes) -> Batch:
 
 
 def step(model, params, b, config, *, packs, on_policy=False):
-    """(params, metrics) after an optimizer step, of packed sequences or of padded rows."""
+    """Return (params, metrics) after an optimizer step with packed sequences or padded rows."""
     state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True, entropy_coef=0.1)
     how = {"optimizer": OPTIMIZER, "on_policy": on_policy, "micro": (4, G)}
     if packs:
@@ -83,11 +83,11 @@ def assert_same_step(plain, packed_step, padding=None):
     ],
     ids=lambda settings: settings["loss_type"],
 )
-def test_an_update_is_that_of_train_step(monkeypatch, settings):
-    """The packed update is the padded one, for every kind of objective."""
+def test_packed_update_equals_train_step(monkeypatch, settings):
+    """The packed update equals the padded one for every kind of objective."""
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1 + ("top_p" in settings))
     config, b = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, **settings), batch()
-    if settings["loss_type"] == "grpo":  # a group that only fills the batch, and a metric of the initial policy
+    if settings["loss_type"] == "grpo":  # a filler group, and the metric kl_initial
         mask, counted = b.mask.at[1].set(False), jnp.array([True, False, True, True])
         b = b.replace(mask=mask, counted=counted, initial_log_probs=-3 * jnp.ones(mask.shape))
     if "sampler_correction" in settings:
@@ -98,7 +98,7 @@ def test_an_update_is_that_of_train_step(monkeypatch, settings):
 
 
 BIASES = {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich", "tie_word_embeddings": False}
-# The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps.
+# The norm after a recurrent memory amplifies the rounding of tiny values; a large eps reduces this.
 RECURRENT = {"delta": DELTA, "conv": ConvShape(16, bias=True), "attention_gate": True, "rms_norm_eps": 1e-2}
 
 
@@ -113,7 +113,7 @@ RECURRENT = {"delta": DELTA, "conv": ConvShape(16, bias=True), "attention_gate":
     ids=lambda shape: next(iter(shape)),
 )
 def test_every_kind_of_layer_is_packed(shape):
-    """The packed update is the padded one, for every kind of layer."""
+    """The packed update equals the padded one for every kind of layer."""
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(*tiny_model(**shape), batch(), config, on_policy=True))
 
@@ -122,8 +122,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8}
 
 
 def test_experts_are_balanced_over_the_tokens_of_completions(monkeypatch):
-    """Two roads to what the loss adds to the gradient: the update, and `router_loss` of whole rows read alone."""
-    monkeypatch.setattr(packed, "CPU_TOKENS", 256)  # all completions in one sequence, as in one micro-batch
+    """The load-balancing loss adds the gradient of `router_loss` for unshared rows, counted over completion tokens."""
+    monkeypatch.setattr(packed, "CPU_TOKENS", 256)  # all completions in one sequence, like one micro-batch
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
     model, params = tiny_model(**EXPERTS, expert_layers=(True, True), layers=2, remat=True, loop_layers=True)
     b, coef = batch(), 0.7
@@ -154,8 +154,8 @@ def test_adapters_are_packed():
     assert_same_step(*both(policy.model, params, batch(), config))
 
 
-# Two rows of twelve are two blocks; one row in sixteen is three blocks of four, and a fourth of nothing. Of short
-# rows, 28 tokens in blocks of four would take two sequences of 24; in blocks of two, two halves hold all.
+# "full": two rows of 12 tokens fill a sequence of 24. "a row each": one row of 12 leaves a block of a 16-token sequence
+# empty. "halves": short rows would take two sequences of 24 with blocks of 4, but with blocks of 2, two half sequences hold them all.
 FULL, SHORT = np.full((4, G), T), np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 0, 0], [0, 3, 1, 1]])
 
 
@@ -164,7 +164,7 @@ FULL, SHORT = np.full((4, G), T), np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 
     [(24, None, FULL, 0), (16, None, FULL, 1 - T / 16), (24, 12, SHORT, 1 - 22 / 24)],
     ids=["full", "a row each", "halves"],
 )
-def test_an_update_of_any_layout_is_that_of_train_step(monkeypatch, tokens, half, lengths, padding):
+def test_packed_update_equals_train_step_in_every_layout(monkeypatch, tokens, half, lengths, padding):
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1)  # one part
     if half is not None:
@@ -175,10 +175,10 @@ def test_an_update_of_any_layout_is_that_of_train_step(monkeypatch, tokens, half
 
 
 @pytest.mark.quick
-def test_a_sequence_has_the_tokens_of_a_micro_batch_up_to_a_limit():
+def test_sequence_has_the_size_of_a_micro_batch_up_to_a_limit():
     model, params = tiny_model(layers=1)
     sizes = {
         (micro, t): choose_updater(model, GRPOConfig(), micro=(1, micro)).shapes(params, (4, G, t))[0].size
         for micro, t in ((1, 8), (2, 8), (4, 8), (1, 40))
     }
-    assert sizes == {(1, 8): 8, (2, 8): 16, (4, 8): 16, (1, 40): 40}  # 16 tokens, or the longest completion
+    assert sizes == {(1, 8): 8, (2, 8): 16, (4, 8): 16, (1, 40): 40}  # at most 16 tokens, unless a completion is longer

@@ -1,4 +1,4 @@
-"""The programs of an update are described by shapes alone, and are the ones that run."""
+"""The programs described by shapes alone are the programs that an update runs."""
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ PACKED = ("add_gradients", "score_part")
 
 
 def case(kind):
-    """An updater and its state."""
+    """Return an updater and its state."""
     model, params = tiny_model(layers=1)
     if kind == "padded":
         model = Bare(model)
@@ -35,8 +35,8 @@ def case(kind):
 
 
 @pytest.mark.parametrize("kind", ["packed", "entropy", "dropout", pytest.param("padded", marks=pytest.mark.quick)])
-def test_what_an_update_of_whole_completions_runs_is_described(monkeypatch, kind):
-    """The text of each program, lowered from shapes before there is an update and from the arrays of one."""
+def test_described_programs_are_the_ones_that_run(monkeypatch, kind):
+    """Programs lowered from shapes have the same text as the programs lowered from the arrays of an update."""
     updater, state = case(kind)
     whole = batch(mask=np.ones(batch().mask.shape, bool))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, whole))

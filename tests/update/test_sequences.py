@@ -1,4 +1,4 @@
-"""Zero-signal groups have no gradient: their metrics take a forward pass, and nothing goes back through them."""
+"""Zero-signal groups have no gradient, so they take only a forward pass, for their metrics."""
 
 import itertools
 
@@ -24,7 +24,7 @@ MODEL, PARAMS = tiny_model(layers=1)
 
 
 def with_signal(*prompts, by_token=False):
-    """A batch whose other groups have no advantages."""
+    """Return a batch in which only the groups of the given prompts have nonzero advantages."""
     b = batch(prompts=make_prompts([[3 + i, 4, 5] * 3 for i in range(4)]))
     advantages = np.where(np.isin(np.arange(4), prompts)[:, None], b.advantages, np.float32(0))
     return b.replace(advantages=jnp.asarray(np.repeat(advantages[..., None], T, axis=-1) if by_token else advantages))
@@ -32,8 +32,8 @@ def with_signal(*prompts, by_token=False):
 
 @pytest.fixture
 def parts(monkeypatch):
-    """The parts of each update: how many of their sequences have a gradient, and how many are used."""
-    found, program = [], packed.add_gradients  # a list, to which several threads may append
+    """Record (sequences with a gradient, sequences used) for each part of an update."""
+    found, program = [], packed.add_gradients  # several threads may append to a list
 
     def call(updater, total, state, part, totals):
         found.append((int(part.num_trained), int(part.num_used)))
@@ -54,8 +54,8 @@ BNPO = {"loss_type": "bnpo", "importance_sampling_level": "sequence", "top_entro
     [((), {}), ((2,), {}), ((0, 1, 2, 3), {}), ((0, 3), VESPO), ((1, 2), BNPO)],
     ids=["none", "one", "all", "vespo", "bnpo"],
 )
-def test_the_step_is_that_of_train_step(monkeypatch, parts, learnt, settings, streams):
-    """Params and metrics, where none, some and all of the groups learn; back only through the prompts that do."""
+def test_step_with_zero_signal_groups_equals_train_step(monkeypatch, parts, learnt, settings, streams):
+    """The step equals `train_step`, with backward passes only through prompts with a signal: none, some or all."""
     monkeypatch.setattr(packed, "count_streams", lambda _, parts: min(streams, parts))
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0, num_iterations=2, **settings)
     b = with_signal(*learnt, by_token=bool(settings))
@@ -68,8 +68,8 @@ def test_the_step_is_that_of_train_step(monkeypatch, parts, learnt, settings, st
 
 
 @pytest.mark.parametrize("learnt", [(0,), (0, 1)], ids=str)
-def test_groups_without_a_trained_token_cost_nothing(parts, learnt):
-    """Fillers and completions that were cut off, with advantages and without: their prompts are not even read."""
+def test_groups_without_a_trained_token_are_skipped(parts, learnt):
+    """Groups without trained tokens (fillers, truncated completions) are skipped, prompts included."""
     b = with_signal(*learnt)
     b = b.replace(mask=b.mask.at[jnp.array([1, 3])].set(False))
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
@@ -78,7 +78,7 @@ def test_groups_without_a_trained_token_cost_nothing(parts, learnt):
 
 
 def test_groups_with_and_without_a_gradient_share_a_part(parts, monkeypatch):
-    """Their sequences are separate, unless these would take more operations."""
+    """Groups with and without a gradient are in separate sequences of a part, unless this takes more operations."""
     monkeypatch.setattr(packed, "PROMPT_TOKENS", 1024)
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
@@ -92,7 +92,7 @@ def test_groups_with_and_without_a_gradient_share_a_part(parts, monkeypatch):
 
 
 def test_dropout_is_applied_to_groups_without_a_gradient(parts):
-    """By the key of the update, and differently on every packed sequence."""
+    """Groups without a gradient also get dropout, from the update's key and different for every packed sequence."""
     policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
     params = jax.tree.map(lambda x: x + 0.1, policy.params)
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
@@ -115,7 +115,7 @@ def test_dropout_is_applied_to_groups_without_a_gradient(parts):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("seed", range(5))
-def test_every_prompt_is_in_one_part_and_those_that_learn_come_first(seed):
+def test_every_prompt_is_in_one_part_and_prompts_with_a_gradient_come_first(seed):
     rng = np.random.default_rng(seed)
     b, cells, each = rng.integers(1, 20), rng.integers(1, 4), rng.integers(1, 4)
     work, learns = rng.integers(0, 9, b), rng.random(b) < 0.5
@@ -138,7 +138,7 @@ OTHER_TERMS = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", OTHER_TERMS)
-def test_where_the_loss_has_other_terms_every_group_has_a_gradient(kind):
+def test_every_group_has_a_gradient_if_the_loss_has_other_terms(kind):
     experts = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True,)}
     model = tiny_model(layers=1, **experts)[0] if kind == "experts" else MODEL
     config = GRPOConfig(max_completion_length=T, **OTHER_TERMS[kind])
@@ -148,7 +148,7 @@ def test_where_the_loss_has_other_terms_every_group_has_a_gradient(kind):
 
 
 MORE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
-"""What two of the losses ask for."""
+"""Settings that two of the losses require."""
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ MORE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "
         ("dapo", {"off_policy_mask_threshold": 0.5}),
     ],
 )
-def test_a_loss_that_is_a_product_with_advantages_has_no_gradient_without_them(loss_type, settings):
-    """By the objective itself, far from the policy that sampled; one that is not, has."""
+def test_losses_proportional_to_advantages_have_no_gradient_at_zero(loss_type, settings):
+    """If `vanishes_without_advantage` is true, the loss has no gradient at zero advantages, even off-policy."""
     config = GRPOConfig(loss_type=loss_type, num_iterations=2, **MORE.get(loss_type, {}), **settings)
     rng = np.random.default_rng(0)
     log_probs, old = (jnp.asarray(-3 + rng.normal(size=(3, 6)), jnp.float32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The state and its transitions: nothing shared, nothing kept that is not needed, nothing moved that must stay."""
+"""`TrainState` and its transitions: no shared buffers, no unneeded copies, and exact float32 master params."""
 
 import functools
 
@@ -26,8 +26,8 @@ def pointers(tree):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.dtype != jax.random.key(0).dtype]
 
 
-def test_a_full_state_can_be_donated_and_the_callers_params_live_on():
-    """No two trees share a buffer, neither with each other nor with the caller."""
+def test_full_state_can_be_donated_without_the_callers_params():
+    """The trees of a state share no buffer with each other or with the caller's params, so it can be donated."""
     state = state_of(keep_old=True, keep_reference=True, keep_initial=True)
     held = pointers((PARAMS, state.params, state.old_params, state.ref_params, state.initial_params))
     assert len(held) == len(set(held)) == 10
@@ -43,7 +43,7 @@ def test_a_full_state_can_be_donated_and_the_callers_params_live_on():
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_what_an_optimizer_keeps_of_the_params_and_what_stands_twice_is_a_copy(donate):
+def test_shared_leaves_and_params_in_the_optimizer_state_are_copied(donate):
     twice = jnp.ones(3)
     params = {"a": twice, "b": twice, "c": np.ones(2, np.float32)}
     keeping = optax.GradientTransformation(lambda params: {"start": params}, OPTIMIZER.update)
@@ -54,7 +54,7 @@ def test_what_an_optimizer_keeps_of_the_params_and_what_stands_twice_is_a_copy(d
     assert twice.is_deleted() == donate
 
 
-def test_the_snapshot_of_an_iteration_is_held_where_it_is_needed():
+def test_old_params_are_kept_only_if_needed():
     state = finish_update(state_of(keep_old=True), GRADS, jnp.array(True), OPTIMIZER)
     assert not np.array_equal(state.params["a"]["w"], state.old_params["a"]["w"])
     chex.assert_trees_all_equal(begin_iteration(state).old_params, state.params)
@@ -71,7 +71,7 @@ def move(state, grads, ok=True, *, optimizer):
     return finish_update(state, grads, jnp.asarray(ok), optimizer)
 
 
-def test_params_are_the_rounded_params_of_a_float32_run():
+def test_bfloat16_params_are_the_rounded_params_of_a_float32_run():
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))
     params = jax.tree.map(lambda x: x.astype(jnp.float32), HALF)
     opt_state = optimizer.init(params)

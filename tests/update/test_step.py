@@ -1,4 +1,4 @@
-"""The update: the gradient of the written objective, however a batch is cut; params untouched if it is not finite."""
+"""The padded update: it follows the gradient of `grpo_loss` for any split into micro-batches."""
 
 import dataclasses
 import functools
@@ -44,8 +44,8 @@ def plain_log_probs(params, tokens):
 
 
 @pytest.mark.parametrize(("loss_type", "corrects"), [("grpo", False), ("dapo", True)])
-def test_params_move_by_the_gradient_of_grpo_loss(loss_type, corrects):
-    """Params move by the gradient of `grpo_loss`."""
+def test_params_change_by_the_gradient_of_grpo_loss(loss_type, corrects):
+    """An SGD step changes params by minus the gradient of `grpo_loss`, with and without sampler correction."""
     _, params = model_and_params()
     b, bounds = batch(), {"clip_max": 1.2, "clip_min": 0.8}
     c = config(
@@ -78,7 +78,7 @@ def test_params_move_by_the_gradient_of_grpo_loss(loss_type, corrects):
     ],
     ids=lambda settings: settings["loss_type"],
 )
-def test_the_update_does_not_depend_on_the_micro_batches(settings):
+def test_update_does_not_depend_on_micro_batches(settings):
     b, c = batch(), config(**settings)
     (whole, metrics), (state, others) = (step(b, c, micro=micro) for micro in ((4, 4), (2, 1)))
     chex.assert_trees_all_close(state.params, whole.params, atol=1e-5)
@@ -87,11 +87,11 @@ def test_the_update_does_not_depend_on_the_micro_batches(settings):
         np.testing.assert_allclose(others[name], value, atol=1e-5, rtol=1e-4, err_msg=name)
 
 
-def test_the_gradients_of_parts_in_bfloat16_are_summed_in_float32():
+def test_bfloat16_gradients_of_micro_batches_are_summed_in_float32():
     model, params = model_and_params()
     state = create_state(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), OPTIMIZER, jax.random.key(0))
     b = batch(ref_log_probs=None)
-    # The totals of the loss are those of the whole batch, so a part is the batch with the rest's advantages at zero.
+    # The loss divides by totals of the whole batch, so a part is the batch with all other advantages set to 0.
     updater = Updater(as_argument(model), config(beta=0.0), micro=(4, 4))
     total, _ = updater.replace(micro=(1, 4)).gradients(state, b)
     own = lambda i: b.replace(advantages=jnp.where(jnp.arange(4)[:, None] == i, b.advantages, 0.0))
@@ -103,7 +103,7 @@ def test_the_gradients_of_parts_in_bfloat16_are_summed_in_float32():
         assert np.linalg.norm(x - y) < 0.01 * np.linalg.norm(y)
 
 
-def test_score_gives_the_log_probs_of_any_params():
+def test_score_returns_log_probs_for_any_params():
     model, params = model_and_params()
     b = batch()
     expected = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
@@ -112,8 +112,8 @@ def test_score_gives_the_log_probs_of_any_params():
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_on_policy_is_the_ratio_of_one():
-    """With the sampler's log-probs equal to the trainer's the two ways agree, in value and in the step they take."""
+def test_on_policy_means_a_ratio_of_one():
+    """If the sampler's log-probs equal the trainer's, on_policy=True and on_policy=False take the same step."""
     _, params = model_and_params()
     b = batch()
     own = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
@@ -130,13 +130,13 @@ def test_on_policy_is_the_ratio_of_one():
 
 @pytest.mark.quick
 def test_every_loss_field_of_the_config_reaches_the_loss():
-    """Every field of the config that concerns the loss reaches it."""
+    """Every config field that is an argument of `grpo_loss` is passed to it."""
     changed = config(epsilon=0.11, epsilon_high=0.33, delta=4.0, kl_estimator="k2", off_policy_mask_threshold=0.5)
     settings = loss_settings(changed)
     assert (settings.epsilon, settings.epsilon_high) == (0.11, 0.33)
     assert (settings.delta, settings.kl_estimator, settings.off_policy_mask_threshold) == (4.0, "k2", 0.5)
     given = dict(vars(settings))
-    assert given.pop("surrogate") is None, "no field of the config"
+    assert given.pop("surrogate") is None, "surrogate is not a field of the config"
     assert all(value == getattr(changed, name) for name, value in given.items())
     assert given.keys() == {f.name for f in dataclasses.fields(GRPOConfig)} & set(LOSS_ARGUMENTS) - {"entropy_coef"}
 

@@ -1,4 +1,4 @@
-"""The teacher in an update: the gradient of divergences of whole logits, whatever the layout and the models."""
+"""Updates with a teacher: the gradient of the divergence over full logits, for all layouts and models."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from grpo_jax.update.step import Updater
 from grpo_jax.update.teaching import Teacher, logit_statistic
 
 B, V = 4, 24
-SGD = optax.sgd(1.0)  # params move by minus the gradient, which makes it visible
+SGD = optax.sgd(1.0)  # params change by exactly minus the gradient
 CONFIG = GRPOConfig(max_completion_length=T, max_grad_norm=0, distillation_coef=0.7, temperature=0.8)
 
 
@@ -39,7 +39,7 @@ FORMULAS = {
 
 
 def batch(**told):
-    """A batch without rewards."""
+    """Return a batch with zero advantages."""
     return random_batch(advantages=np.zeros((B, G), np.float32), ref_log_probs=None, **told)
 
 
@@ -48,7 +48,7 @@ STUDENT, PARAMS = tiny_model(layers=1)
 
 
 def by_whole_logits(model, params):
-    """[B, G, T, V] probabilities by whole logits, each completion written out behind its prompt."""
+    """Return probabilities [B, G, T, V] from full logits, with each completion appended to its prompt."""
     prompts = [prompt for prompt in LISTS for _ in range(G)]
     rows = np.zeros((B * G, 4 + T), np.int32)
     for row, prompt, tokens in zip(rows, prompts, np.asarray(BASE.tokens).reshape(-1, T), strict=True):
@@ -65,26 +65,26 @@ def reduced(far):
 
 @functools.cache
 def expected(kind):
-    """Loss and gradient by whole logits."""
+    """Return the loss and its gradient from full logits."""
     loss = lambda params: reduced(FORMULAS[kind](by_whole_logits(STUDENT, params), by_whole_logits(*larger())))
     return jax.jit(jax.value_and_grad(loss))(PARAMS)
 
 
 @functools.cache
 def larger():
-    """A teacher of another shape, whose vocabulary is padded by more."""
+    """Return a teacher with more layers and a vocabulary with more padding."""
     return tiny_model(vocab=V + 8, layers=2, seed=3)
 
 
-# The divergences differ in the loss alone, and the layouts in the forward pass alone.
+# Divergences differ only in the loss, and layouts only in the forward pass, so not every pair is tested.
 CASES = [("packed", kind) for kind in FORMULAS]
 CASES += [(layout, "jsd") for layout in ("padded", "padded student", "padded teacher")]
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_an_update_follows_the_gradient_of_the_divergence_of_whole_distributions(layout, kind):
-    """An update follows the divergence of whole logits: packed and padded, larger teachers, prompts of their own,
-    quantized, log-probs that were told, on a mesh.
+def test_update_follows_the_gradient_of_the_full_divergence(layout, kind):
+    """An update follows the gradient of the divergence over full logits, for packed and padded students and teachers,
+    with a teacher that has another shape.
     """
     alpha = {"distillation_alpha": 0.3} if kind == "jsd" else {}
     config = dataclasses.replace(CONFIG, distillation_divergence=kind, **alpha)
@@ -136,7 +136,7 @@ TELLERS = {
 
 
 @pytest.mark.parametrize(("mode", "packs"), [("sampled_token", True), ("topk_logits", True), ("topk_logits", False)])
-def test_an_update_follows_log_probs_that_a_teacher_has_told(mode, packs):
+def test_update_follows_log_probs_from_an_external_teacher(mode, packs):
     loss, settings, told = TELLERS[mode]
     config = dataclasses.replace(CONFIG, distillation_mode=mode, **settings)
     updater = (PackedUpdater if packs else Updater)(as_argument(STUDENT), config, (2, G), SGD)
@@ -145,11 +145,11 @@ def test_an_update_follows_log_probs_that_a_teacher_has_told(mode, packs):
 
 
 @pytest.mark.quick
-def test_without_a_teacher_nothing_is_compared():
+def test_no_logit_statistic_without_a_teacher():
     assert logit_statistic(CONFIG, BASE.tokens) is None
 
 
-def test_on_a_mesh_the_gradient_is_that_of_one_device():
+def test_teacher_gradient_on_a_mesh_equals_that_of_one_device():
     mesh = make_mesh({"data": 2, "fsdp": 2})
     grads = []
     for here in (None, mesh):

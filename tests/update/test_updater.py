@@ -1,4 +1,4 @@
-"""The one choice of a run: packed where the model allows it on one device, padded elsewhere; the same numbers."""
+"""The choice between the packed and the padded update, and minibatches without trained tokens."""
 
 import chex
 import jax
@@ -23,7 +23,7 @@ CONFIG = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     ("bare", "devices", "kind"),
     [(False, 0, PackedUpdater), (False, 1, PackedUpdater), (False, 2, PackedUpdater), (True, 0, Updater)],
 )
-def test_what_is_packed(bare, devices, kind):
+def test_choice_of_packed_or_padded_updates(bare, devices, kind):
     model = tiny_model(layers=1)[0]
     mesh = jax.make_mesh((devices,), ("data",)) if devices else None
     updater = choose_updater(Bare(model) if bare else model, CONFIG, micro=(4, G), mesh=mesh)
@@ -34,8 +34,8 @@ def test_what_is_packed(bare, devices, kind):
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["packed", "padded"])
-def test_a_minibatch_without_a_trained_token_moves_nothing(bare):
-    """As if it had not been there, but for the steps: no momentum, no decay, no step of the entropy's controller."""
+def test_minibatch_without_a_trained_token_changes_nothing(bare):
+    """A fully masked minibatch counts as a step but changes neither params, optimizer state nor entropy coefficient."""
     model, params = tiny_model(layers=1)
     adamw = optax.adamw(0.01, weight_decay=0.1)
     config = GRPOConfig(
