@@ -1,4 +1,4 @@
-"""Attention: rows side by side, rows end to end and each row by itself are the same rows."""
+"""Attention over rows side by side and over rows packed end to end equals attention over each row alone."""
 
 import functools
 
@@ -21,12 +21,12 @@ def arrays(seed=0):
 
 
 def compiled(attention, settings, **how):
-    """With these settings, as one program: operation by operation, each would be one."""
+    """Compile the attention with these settings as one program, instead of one program per operation."""
     return jax.jit(functools.partial(attention, **settings, **how))
 
 
 def one_by_one(q, k, v, prefix, lengths, *, scale, window, soft_cap, sinks=None):
-    """Every query of every row by a softmax over the keys that it sees, picked out one by one."""
+    """Compute attention for each query of each row by a softmax over its visible keys, one query at a time."""
     out = np.zeros(q.shape)
     for b, h, g, r in np.ndindex(B, H, G, R):
         p = int(prefix[2][b])
@@ -51,7 +51,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_side_by_side_is_one_by_one(settings):
+def test_rows_side_by_side_equal_rows_alone(settings):
     q, k, v, prefix, lengths = arrays()
     got = compiled(group_attention, settings, index=0)(q, k.swapaxes(-1, -2), v, prefix)
     real = (np.arange(T) < lengths[..., None]).reshape(B, 1, G, T, 1, 1)
@@ -60,7 +60,7 @@ def test_side_by_side_is_one_by_one(settings):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("full", "size", "block"), [(False, 40, 4), (True, 40, T // 2)])
-def test_end_to_end_is_one_by_one(settings, full, size, block):
+def test_rows_packed_end_to_end_equal_rows_alone(settings, full, size, block):
     q, k, v, prefix, lengths = arrays(1)
     if full:
         lengths[:] = T
@@ -76,7 +76,7 @@ def test_end_to_end_is_one_by_one(settings, full, size, block):
                 flat[:, start : start + n] = x[row, :, :n]
         lq, lk, lv = (np.float32(x)[None, :, None] for x in lay_out)
         got = np.asarray(attention(lq, lk, lv, prefix, sequence.segments))[0, :, 0]
-        assert np.isfinite(got).all(), "where no row stands, too"
+        assert np.isfinite(got).all(), "padding must be finite too"
         for row, start, n in placed:
             np.testing.assert_allclose(got[:, start : start + n], expected[row, :, :n], atol=1e-5)
             met += n
@@ -85,7 +85,7 @@ def test_end_to_end_is_one_by_one(settings, full, size, block):
 
 @pytest.mark.quick
 def test_infinite_keys_in_padding_give_finite_gradients():
-    """Slots at and after a prompt's length may hold anything: a masked key of inf must not turn into NaN."""
+    """Slots after a prompt's end may contain any value: a huge or infinite masked key does not make gradients NaN."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     q, k, v = draw(1, 1, 2, 3, 2, 4), draw(1, 1, 2, 4, 3), draw(1, 1, 2, 3, 4)
@@ -100,8 +100,8 @@ def test_infinite_keys_in_padding_give_finite_gradients():
 
 
 @pytest.mark.parametrize("form", ["side by side", "without prompts", "end to end"])
-def test_in_bfloat16_the_weights_and_the_result_are_all_that_is_rounded(form):
-    """Each by 2⁻⁹ of itself, so the result by 2 · 2⁻⁹ of the largest value; scores of 40 would be off by 0.125."""
+def test_only_weights_and_results_are_rounded_in_bfloat16(form):
+    """In bfloat16 only weights and results are rounded, so results are within 2 · 2⁻⁹ of the largest value."""
     half = lambda x: np.asarray(x, jnp.bfloat16)
     exact = lambda x: np.asarray(x, np.float64)
     q, k, v, (pk, pv, ends), _ = arrays(3)

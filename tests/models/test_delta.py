@@ -1,4 +1,4 @@
-"""The gated delta rule: a chunk of tokens at once is one token after another, in values and gradients."""
+"""The gated delta rule in chunks equals the rule token by token, in values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ ROWS, KEY, VALUE = (2, 3), 6, 5
 
 
 def make(n, *, forgets=1.0, seed=0):
-    """Queries, keys, values, decays, betas and a memory, of n tokens."""
+    """Return queries, keys, values, decays and betas for n tokens, and a memory."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal((*ROWS, *shape)).astype(np.float32)
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
@@ -39,8 +39,8 @@ def value_and_gradients(rule, given, weights):
 
 
 @pytest.mark.quick
-def test_a_step_is_the_formula():
-    """S = α (I − β k kᵀ) S + β k vᵀ, o = Sᵀ q, written out."""
+def test_delta_step_by_hand():
+    """A step computes S = α (I − β k kᵀ) S + β k vᵀ and o = Sᵀ q."""
     q, k, v, decay, beta, memory = (x[0, 0] for x in make(1))
     q, k, v, alpha, beta = q[0], k[0], v[0], np.exp(decay[0]), beta[0]
     wanted = alpha * (np.eye(KEY) - beta * np.outer(k, k)) @ memory + beta * np.outer(k, v)
@@ -52,22 +52,22 @@ def test_a_step_is_the_formula():
 @pytest.mark.parametrize(
     ("n", "forgets"), [(1, 1.0), (11, 1.0), (70, 20.0)], ids=["one token", "odd", "two chunks, forgetting all at once"]
 )
-def test_chunks_are_one_token_after_another(n, forgets):
-    """A recurrent layer read chunk by chunk is one token after another, in value and gradient."""
+def test_chunks_equal_single_tokens(n, forgets):
+    """A recurrent layer gives the same values and gradients in chunks as token by token."""
     given = make(n, forgets=forgets)
     weights = np.random.default_rng(1).standard_normal((*ROWS, n, VALUE)).astype(np.float32)
     slow, fast = (value_and_gradients(rule, given, weights) for rule in (one_by_one, delta_rule))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), slow, fast)
 
 
-def test_segments_in_a_row_begin_with_their_own_memory():
-    """Segments of 3, 6, 1 and 4 tokens in chunks of 4: one spans three chunks, two begin in one chunk."""
+def test_segments_start_with_their_own_memory():
+    """Packed segments start from their own memories, including segments that span chunks or share one."""
     lengths, chunk = (3, 6, 1, 4), 4
     n, starts = 16, np.cumsum([0, *lengths])
     *tokens, _ = make(n)
     position = np.concatenate([*map(np.arange, lengths), np.zeros(2, int)])[None, None]
     begins = np.random.default_rng(2).standard_normal((*ROWS, n // chunk, KEY, VALUE)).astype(np.float32)
-    nothing = np.full((*ROWS, KEY, VALUE), 7.0, np.float32)  # that nobody looks at
+    nothing = np.full((*ROWS, KEY, VALUE), 7.0, np.float32)  # must not be used
     reads, _ = jax.jit(delta_rule, static_argnames="chunk")(
         *tokens, nothing, position=position, begins=begins, chunk=chunk
     )
@@ -77,8 +77,8 @@ def test_segments_in_a_row_begin_with_their_own_memory():
         np.testing.assert_allclose(reads[:, :, start : start + length], wanted, atol=1e-5)
 
 
-def test_equal_keys_that_are_wholly_replaced_lose_no_digits():
-    """The worst case of a triangular inverse by powers: they would grow like binomials, and cancel."""
+def test_equal_keys_keep_full_precision():
+    """Equal keys with β = 1 keep full precision; inverting by powers would grow like binomials and cancel."""
     n = 64
     k = np.eye(1, KEY, dtype=np.float32).repeat(n, axis=0)
     v = make(n)[2][0, 0]

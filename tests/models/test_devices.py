@@ -1,4 +1,4 @@
-"""The devices choose the dtype of matrix products."""
+"""What is derived from the devices: the dtype of matrix products, memory, and the cost of programs."""
 
 import os
 
@@ -24,14 +24,14 @@ class Device:
 H100, T4, TPU = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("tpu")
 
 
-def test_the_devices_choose_the_dtype():
-    """An H100 and a TPU have units for bfloat16, and a T4 has not."""
+def test_default_dtype_depends_on_the_devices():
+    """The default dtype is bfloat16 on an H100 and a TPU, which have units for it, and float32 on a T4."""
     assert [compute_dtype("auto", [device]) for device in (H100, T4, TPU)] == ["bfloat16", "float32", "bfloat16"]
     assert [platform_of([device]) for device in (H100, TPU)] == [("gpu", 9.0), ("tpu", 0.0)]
     assert compute_dtype("float32", [H100]) == "float32"
 
 
-def test_without_devices_the_default_one_counts():
+def test_default_device_is_used_if_none_is_given():
     assert platform_of() == platform_of(jax.devices()) == ("cpu", 0.0)
     with jax.default_device(jax.devices()[1]):
         assert platform_of() == ("cpu", 0.0)
@@ -39,7 +39,7 @@ def test_without_devices_the_default_one_counts():
         assert compute_dtype("auto") == "bfloat16"
 
 
-def test_the_memory_is_that_of_the_device_and_of_a_cpu_that_of_its_machine(monkeypatch, tmp_path):
+def test_memory_of_a_device_and_of_a_cpu(monkeypatch, tmp_path):
     assert memory_of(Device("gpu", memory={"bytes_limit": 7, "bytes_in_use": 3})) == 7
     assert memory_of(Device("tpu")) is None
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

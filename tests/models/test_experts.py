@@ -1,4 +1,4 @@
-"""Experts on a mesh: each device sorts its own rows, and the numbers are those of one device."""
+"""Experts on a mesh: each device sorts its own rows, and the results equal those on one device."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ def value_and_gradients(shape, params, x):
 
 
 def assert_as_on_one_device(on_mesh, params, x):
-    """Values and gradients of a shape with a mesh are those of the shape without; returns the params on the mesh."""
+    """Assert that values and gradients are the same on the mesh and without; return the params on the mesh."""
     placed = place({"mlp": params}, on_mesh.mesh)["mlp"]
     (_, expected), (of_params, of_x) = value_and_gradients(dataclasses.replace(on_mesh, mesh=None), params, x)
     (_, y), (grads, grad_x) = value_and_gradients(on_mesh, placed, x)
@@ -52,14 +52,14 @@ def assert_as_on_one_device(on_mesh, params, x):
 
 
 def gathers_kernels(shape, placed, x):
-    """Whether the compiled program gathers as much as half of a kernel."""
+    """Return whether the compiled program gathers at least half of a kernel."""
     apply = jax.jit(lambda params, x: MixtureOfExperts(shape).apply({"params": params}, x))
     text = apply.lower(placed, x).compile().as_text()
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
     return any(math.prod(map(int, size.split(","))) >= placed["experts"]["gate_proj"].size // 2 for size in gathered)
 
 
-ONE_EACH = X[:, :1, :1]  # as a decode has them, one token a completion
+ONE_EACH = X[:, :1, :1]  # one token per completion, as in a decode
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ ONE_EACH = X[:, :1, :1]  # as a decode has them, one token a completion
         ({"data": 2, "fsdp": 2, "tensor": 2}, ONE_EACH, BIASED, False),
     ],
 )
-def test_experts_on_a_mesh_are_those_of_one_device(axes, x, shape, gathered):
-    """Kernels are gathered where the rows are more than they; few rows travel, and the kernels stay."""
+def test_experts_on_a_mesh_equal_one_device(axes, x, shape, gathered):
+    """Experts on a mesh equal one device. Kernels are gathered if smaller than the rows; otherwise rows are sent."""
     on_mesh = dataclasses.replace(shape, mesh=make_mesh(axes))
     placed = assert_as_on_one_device(on_mesh, random_params_of(shape), x)
     if gathered is not None:
@@ -81,15 +81,15 @@ def test_experts_on_a_mesh_are_those_of_one_device(axes, x, shape, gathered):
 
 
 def dense_products(shape, x):
-    """How many products of a GPU would be of all rows with the matrices of all experts."""
+    """Count the products in a GPU program that multiply all rows by the matrices of all experts."""
     params = jax.eval_shape(MixtureOfExperts(shape).init, jax.random.key(0), x)["params"]
     jaxpr = jax.make_jaxpr(lambda params, x: MixtureOfExperts(shape).apply({"params": params}, x))(params, x)
     return str(jaxpr).count("ragged_dot_general[")
 
 
 @pytest.mark.parametrize(("channels", "fsdp", "dense"), [(64, 4, 0), (64, 8, 0), (40, 4, 3)], ids=str)
-def test_rows_travel_on_gpus_where_their_channels_have_a_kernel(channels, fsdp, dense):
-    """Of 64 channels each of four devices has 16, and each of eight 8: there the experts travel."""
+def test_rows_are_sent_on_gpus_if_their_channels_have_a_kernel(channels, fsdp, dense):
+    """Rows are sent if a device's channels (64 / 4 = 16) have a kernel; with 64 / 8 = 8, kernels are gathered."""
     shape = dataclasses.replace(SHAPE, hidden_size=channels, attention="interpreted")
     x = np.random.default_rng(2).standard_normal((8, 1, 1, channels), np.float32)
     params = jax.tree.map(lambda leaf: leaf / 3, random_params_of(shape))
@@ -100,8 +100,8 @@ def test_rows_travel_on_gpus_where_their_channels_have_a_kernel(channels, fsdp, 
 
 
 @pytest.mark.quick
-def test_partial_sums_of_few_rows_are_not_rounded_before_they_are_added():
-    """In bfloat16 the products of a device's channels stay float32 until those of all are added."""
+def test_partial_sums_are_not_rounded_before_they_are_added():
+    """In bfloat16, each device's partial products stay float32 until they are summed over devices."""
     shape = dataclasses.replace(SHAPE, dtype="bfloat16", mesh=make_mesh({"fsdp": 8}))
     apply = lambda params, x: MixtureOfExperts(shape).apply({"params": params}, x)
     jaxpr = str(jax.make_jaxpr(apply)(random_params_of(SHAPE), X[:, :1, :1]))
@@ -110,4 +110,4 @@ def test_partial_sums_of_few_rows_are_not_rounded_before_they_are_added():
     alone = dataclasses.replace(shape, mesh=make_mesh({"data": 8}))
     apply = lambda params, x: MixtureOfExperts(alone).apply({"params": params}, x)
     jaxpr = jax.make_jaxpr(apply)(random_params_of(SHAPE), X[:, :1, :1])
-    assert "psum" not in str(jaxpr), "an axis of one device has nothing to add"
+    assert "psum" not in str(jaxpr), "an axis with one device needs no sum"

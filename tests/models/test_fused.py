@@ -1,4 +1,4 @@
-"""Fused attention: the values and gradients of the scores written out, in memory that is linear in the length."""
+"""Fused attention: the same values and gradients as materialized scores, with memory linear in the length."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ def arrays(*shapes, seed=0):
 
 
 def assert_same(ours, plain, given):
-    """Values of each kind, and the gradients of a weighted sum with respect to all arguments."""
+    """Assert that values and the gradients of a weighted sum with respect to all arguments agree for each kind."""
     (weights,) = arrays(jax.eval_shape(plain, *given).shape, seed=1)
 
     def whole(f):
@@ -49,11 +49,11 @@ def assert_same(ours, plain, given):
     [
         (None, None, 3, 8, False, True),
         (5, None, 2, 12, True, True),  # a head size that is not a power of two
-        (None, 2.0, 4, 160, True, False),  # tiles of the size for wide heads
+        (None, 2.0, 4, 160, True, False),  # the tile size for wide heads
     ],
 )
 def test_completions_side_by_side(window, soft_cap, group, d, shared, sinks):
-    b, h, g, t = 2, 2, 3, 20  # 60 tokens of 1 to 4 heads: over several tiles
+    b, h, g, t = 2, 2, 3, 20  # 60 tokens with 2 or 3 queries per head: several tiles
     settings = {"scale": d**-0.5, "window": window, "soft_cap": soft_cap}
     given = arrays((b, h, g, t, group, d), (b, h, g, t, d), (b, h, g, t, d), (b, h, d, P), (b, h, P, d))
     given += arrays((h, group)) if sinks else []
@@ -73,7 +73,7 @@ def test_completions_side_by_side(window, soft_cap, group, d, shared, sinks):
 
 @pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, fused.LEAST_PART)])
 def test_packed_sequences(window, least_part, monkeypatch):
-    """Packed segments of several prompts with padding have the plain values and gradients."""
+    """Fused attention over packed segments with several prompts and padding equals plain attention."""
     monkeypatch.setattr(fused, "LEAST_PART", least_part)
     h, group, d, size = 2, 2, 8, 48
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
@@ -97,8 +97,8 @@ def test_packed_sequences(window, least_part, monkeypatch):
 
 
 @pytest.mark.parametrize("windows", [(None, None), (3, None), (4, 4)])
-def test_tiles_in_which_nothing_is_seen_are_left_out(windows):
-    """Tiles without visible keys are skipped: about half of a causal square, all but a band of a window."""
+def test_tiles_without_visible_keys_are_skipped(windows):
+    """Tiles without visible keys are skipped: about half for causal attention, all but a band with a window."""
     kernel, t = Kernel("tiles", 16, 16), 128
     tile_mask = make_tile_mask((1, 1, t), None, None, kernel, windows=set(windows), group=1)
     for window in set(windows):
@@ -110,7 +110,7 @@ def test_tiles_in_which_nothing_is_seen_are_left_out(windows):
 RICH = {"windows": (3, 20), "attention_soft_cap": 5.0, "remat": True, "qk_norm": "head"}
 
 
-def test_log_probs_and_gradients_of_a_model():
+def test_fused_model_has_the_plain_log_probs_and_gradients():
     model, params = tiny_model(**RICH)
     rows = completions()
 
@@ -125,8 +125,8 @@ def test_log_probs_and_gradients_of_a_model():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, reference)
 
 
-def test_memory_grows_with_the_length_and_not_with_its_square():
-    """The temporaries of a gradient, as counted by XLA, grow linearly with the length."""
+def test_memory_is_linear_in_the_length():
+    """A gradient's temporaries, as counted by XLA, grow linearly with the length."""
 
     def temporaries(kind, t):
         model, params = tiny_model(layers=1, attention=kind)
@@ -144,7 +144,7 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
     model, params = tiny_model(**RICH, attention="triton")
     loss = lambda params, tokens: model.apply({"params": params}, tokens, method="hidden")[0].sum()
     with contextlib.ExitStack() as stack:
-        if jax.__version_info__ >= (0, 11):  # where Pallas lowers for a GPU that it knows
+        if jax.__version_info__ >= (0, 11):  # Pallas takes the GPU's name from the mesh
             h100 = jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu")
             stack.enter_context(jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h100)))
         traced = jax.jit(jax.grad(loss)).trace(params, np.zeros((1, 2, 70), np.int32))
@@ -154,8 +154,8 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
 
 
 @pytest.mark.quick
-def test_the_devices_choose_the_implementation():
-    """An H100 uses the kernels, and a T4 does not."""
+def test_default_implementation_depends_on_the_devices():
+    """By default an H100 uses the Triton kernels, and a T4 or a TPU uses tiles."""
     assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
     assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == ["triton", "tiles", "tiles"]
     assert implementation("auto", [H100, H100]) == "triton"
@@ -164,8 +164,8 @@ def test_the_devices_choose_the_implementation():
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}])
-def test_each_device_of_a_mesh_computes_its_own(axes):
-    """Each device of a mesh computes its own rows and heads, without gathering any."""
+def test_each_device_in_a_mesh_computes_its_own_rows_and_heads(axes):
+    """Each device in a mesh computes its own rows and heads without an all-gather."""
     b, h, group, t, d = 8, 2, 2, 12, 8
     mesh = make_mesh(axes)
     kernel = Kernel.of("tiles", d)._replace(rows=16, columns=16, scale=0.3)

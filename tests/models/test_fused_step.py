@@ -1,4 +1,4 @@
-"""A decode step's attention as a kernel: the values of the scores written out."""
+"""The attention kernel for a decode step gives the same values as materialized scores."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def of_both(*, slots, p=40, d=16, index=5, start=None, window=None, soft_cap=Non
     shapes = (B, H, G, 1, R, d), (B, H, G, d, slots), (B, H, G, slots, d), (B, H, d, p), (B, H, p, d), (H, R)
     q, k, v, pk, pv, scores = arrays(*shapes)
     sinks, lengths = scores if sinks else None, np.array([p, p // 3])
-    # What has never been written is not looked at: a number that is none would be seen in the sums.
+    # Unwritten slots must not be read: a NaN in them would appear in the sums.
     for x, at in zip((k, v), own, strict=False):
         x[(..., *at)] = np.nan
     mesh = None if axes is None else make_mesh(axes)
@@ -46,22 +46,22 @@ LATER = ((slice(None), slice(64, None)), (slice(64, None), slice(None)))
     [
         pytest.param({"slots": 512, "index": 300, "d": 64}, id="several tiles"),
         pytest.param({"slots": 50, "index": 49, "p": 37}, id="sizes that no tile divides"),
-        pytest.param({"slots": 64, "index": 70, "start": np.array([20, 60])}, id="a ring that has gone round"),
-        pytest.param({"slots": 64, "index": 40, "start": np.array([[0, 3, 40], [7, 39, 38]])}, id="each its start"),
+        pytest.param({"slots": 64, "index": 70, "start": np.array([20, 60])}, id="a wrapped ring buffer"),
+        pytest.param({"slots": 64, "index": 40, "start": np.array([[0, 3, 40], [7, 39, 38]])}, id="a start for each"),
         pytest.param({"slots": 64, "index": 40, "window": 9, "soft_cap": 2.0}, id="a window, a soft cap"),
         pytest.param({"slots": 256, "index": 3, "window": 17, "d": 256, "sinks": True}, id="a window into the prompt"),
-        pytest.param({"slots": 32, "index": np.array([4, 31]), "sinks": True}, id="an index of each, sinks"),
-        pytest.param({"slots": 256, "index": 63, "d": 64, "own": LATER}, id="slots that wait for their token"),
+        pytest.param({"slots": 32, "index": np.array([4, 31]), "sinks": True}, id="an index per prompt, sinks"),
+        pytest.param({"slots": 256, "index": 63, "d": 64, "own": LATER}, id="unwritten slots"),
         pytest.param({"slots": 64, "axes": MESH}, id="a mesh", marks=pytest.mark.skipif(ONE, reason="one device")),
     ],
 )
-def test_the_scores_written_out(given):
+def test_step_kernel_equals_materialized_scores(given):
     ours, plain = of_both(**given)
     np.testing.assert_allclose(ours, plain, atol=2e-6)
 
 
-def test_several_turns(monkeypatch):
-    """The kernel handles completions with slots of their own in several turns."""
+def test_step_kernel_in_several_turns(monkeypatch):
+    """A rollout with several turns, where completions have their own slots, gives the same tokens with the kernel."""
     shape = dataclasses.replace(test_turns.SHAPE, num_layers=2, windows=(None, 9), mixers=None)
     params = random_params(Transformer(shape))
     plain, _ = test_turns.play(model=Transformer(shape), params=params)
@@ -76,7 +76,7 @@ def test_several_turns(monkeypatch):
 
 
 @pytest.mark.quick
-def test_few_completions_and_other_sizes_have_no_kernel():
+def test_step_kernel_needs_many_completions_and_supported_sizes():
     def has(**other):
         return has_step_kernel("triton", **{"head_dim": 64, "keys": (512, 100), "programs": 128} | other)
 

@@ -1,4 +1,4 @@
-"""Layers as a loop: the numbers of the layers one after another, in a program that does not grow with their number."""
+"""Layers in a loop: the same results as unrolled layers, in a program whose size does not grow with their number."""
 
 import dataclasses
 import functools
@@ -42,12 +42,12 @@ HOW = {"sampling": Sampling(), "with_entropy": False}
 
 
 def padded(model, params):
-    """Log-probs of completions side by side, [2, 3, 8]."""
+    """Return log-probs of completions side by side, [2, 3, 8]."""
     return score_completions(model, params, PROMPTS, TOKENS, MASK, **HOW)[0] * MASK
 
 
 def packed(model, params):
-    """The same from a packed sequence."""
+    """Return the same log-probs from a packed sequence."""
     (sequence,) = pack(SequenceShape(40, 4, 8, whole=True), TOKENS, MASK)
     read = prefill_prompts(model, params, PROMPTS)
     log_probs, *_ = score_packed(model, params, read, PROMPTS.lengths, sequence, **HOW)
@@ -55,7 +55,7 @@ def packed(model, params):
 
 
 def assert_same(shape, other, params, tolerance):
-    """Padded and packed log-probs, and gradients of padded ones, are the packed ones of the other shape."""
+    """Assert that one shape's padded and packed log-probs and gradients equal the other shape's packed ones."""
 
     def loss(params, shape, way, also):
         found = [
@@ -74,14 +74,14 @@ def assert_same(shape, other, params, tolerance):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_loop_has_the_numbers_of_its_layers(name):
-    """Layers as a loop have the numbers of the layers, in a program that does not grow with them."""
+def test_looped_layers_equal_unrolled_layers(name):
+    """Layers in a loop give the same log-probs and gradients as unrolled layers."""
     shape = SHAPES[name]
     looped, params = dataclasses.replace(shape, loop_layers=True), random_params(Transformer(shape))
     assert_same(shape, looped, params, 0.15 if shape.dtype == "bfloat16" else 1e-5)
 
 
-def test_adapters_in_a_loop():
+def test_adapters_in_looped_layers():
     base = random_params(Transformer(PLAIN))
     adapters = init_adapters(jax.random.key(1), base, rank=2)
     adapters = jax.tree.map(lambda x: np.float32(np.random.default_rng(2).normal(0, 0.1, x.shape)), adapters)
@@ -89,10 +89,10 @@ def test_adapters_in_a_loop():
     of = lambda model, params: jax.jit(functools.partial(padded, model))(params)
     values = [of(LoraModel(base, model, 2.0), adapters) for model in (Transformer(PLAIN), looped)]
     np.testing.assert_allclose(*values, atol=1e-5)
-    assert np.abs(values[0] - of(Transformer(PLAIN), base)).max() > 0.05, "the adapters do something"
+    assert np.abs(values[0] - of(Transformer(PLAIN), base)).max() > 0.05, "the adapters must have an effect"
 
 
-def test_the_program_of_a_loop_does_not_grow_with_its_layers():
+def test_program_of_a_loop_does_not_grow_with_its_layers():
     def products(layers, looped):
         model = Transformer(dataclasses.replace(PLAIN, num_layers=layers, loop_layers=looped))
         loss = lambda params: model.apply({"params": params}, PROMPTS.tokens).sum()
@@ -103,10 +103,10 @@ def test_the_program_of_a_loop_does_not_grow_with_its_layers():
 
 
 @pytest.mark.quick
-def test_what_is_repeated():
+def test_period_and_number_of_repeats():
     local, full, sparse = LayerKind(window=4), LayerKind(), LayerKind(sparse=True)
     assert repeats([full] * 24) == (1, 24)
     assert repeats(([local] * 5 + [full]) * 4 + [local] * 2) == (6, 4)
-    assert repeats([full, sparse, sparse]) == (1, 1), "the first is alone, and the others come after it"
+    assert repeats([full, sparse, sparse]) == (1, 1), "the period must start at the first layer"
     assert repeats([sparse, sparse]) == (1, 2)
     assert repeats([]) == (1, 1)

@@ -1,4 +1,4 @@
-"""Adapters: base + adapter against the merged model, and what training them costs."""
+"""Adapters: base + adapter compared with the merged model, dropout, targets, and the adapters' reference."""
 
 import functools
 
@@ -44,7 +44,7 @@ def base_policy(kind="plain"):
 
 
 def lora_policy(kind="plain", **options):
-    """With adapters as training would leave them: B is not zero."""
+    """Return a policy with adapters as after training: B is not zero."""
     policy = add_lora(base_policy(kind), jax.random.key(1), **{"rank": 3, "alpha": 6.0, **options})
     draw = lambda leaf: 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)
     filled = lambda path, leaf: draw(leaf) if path[-1].key == "b" else leaf
@@ -61,8 +61,8 @@ def logits(policy, rngs=None):
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
-def test_fresh_adapters_are_the_base_and_others_the_merged_weights(kind):
-    """Adapters compute what the merged weights do."""
+def test_adapters_equal_the_merged_weights(kind):
+    """New adapters leave the logits unchanged, and trained adapters give the logits of the merged weights."""
     policy = add_lora(base_policy(kind), jax.random.key(1), rank=3)
     np.testing.assert_array_equal(logits(policy), logits(base_policy(kind)))
     trained = lora_policy(kind)
@@ -71,16 +71,16 @@ def test_fresh_adapters_are_the_base_and_others_the_merged_weights(kind):
 
 
 @pytest.mark.quick
-def test_one_projection_by_hand():
-    """y = x W + s (x A) B for the one that is adapted, through an MLP that a hand can follow."""
+def test_merged_projection_by_hand():
+    """Merging computes W + s A B."""
     base = {"q_proj": {"kernel": jnp.eye(2)}}
     adapters = {"q_proj": {"a": jnp.array([[1.0], [2.0]]), "b": jnp.array([[3.0, 4.0]])}}
     merged = merge_adapters(base, adapters, 0.5)
     np.testing.assert_allclose(merged["q_proj"]["kernel"], [[2.5, 2.0], [3.0, 5.0]])
 
 
-def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
-    """dL/dA = s (dL/dW) Bᵀ and dL/dB = s Aᵀ (dL/dW), with dL/dW of the merged model."""
+def test_adapter_gradients_follow_from_the_merged_weights():
+    """Gradients are dL/dA = s (dL/dW) Bᵀ and dL/dB = s Aᵀ (dL/dW), with dL/dW from the merged model."""
     policy, merged = lora_policy(), merge_lora(lora_policy())
 
     def loss(model, params):
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule():
         np.testing.assert_allclose(grad, policy.model.scale * expected, atol=1e-6, err_msg="/".join(path))
 
 
-def test_dropout_acts_on_the_adapters_only_and_only_with_a_key():
+def test_dropout_applies_only_to_adapters_and_only_with_a_key():
     policy = lora_policy(dropout=0.5)
     still = lora_policy()
     np.testing.assert_array_equal(logits(policy), logits(still))
@@ -108,7 +108,7 @@ def test_dropout_acts_on_the_adapters_only_and_only_with_a_key():
 
 
 def test_dropout_keeps_the_mean():
-    """One layer, one target, first order in B: the mean over keys comes near the value without dropout."""
+    """The mean over dropout keys is close to the logits without dropout, for one target in the last layer."""
     policy = lora_policy(dropout=0.25, targets=r"layers_1/mlp/down_proj")
     sampled = jax.jit(
         jax.vmap(lambda key: policy.model.apply({"params": policy.params}, TOKENS, rngs={"dropout": key}))
@@ -146,8 +146,8 @@ def test_bad_options_are_refused(options, message):
     [(0.9, 2, 12), (0.6, 4, 32), (1.0, 2, 2)],
     ids=["side by side", "as a matrix", "copied"],
 )
-def test_a_reference_of_adapters_moves_as_the_merged_weights_do(alpha, rank, columns):
-    """24 syncs, more than a reference has places for: its weights are those mixed one by one in float64."""
+def test_adapter_reference_moves_like_the_merged_weights(alpha, rank, columns):
+    """Over 24 syncs, more than its factors hold, the reference equals merged weights mixed in float64 at each sync."""
     base, scale, every = base_policy().params, 2.0, 2
     optimizer, key = optax.sgd(1.0), jax.random.key(1)
     adapters = init_adapters(key, base, rank=rank)
@@ -174,4 +174,4 @@ def test_a_reference_of_adapters_moves_as_the_merged_weights_do(alpha, rank, col
     if alpha < 1:
         path = ("layers_0", "self_attn", "q_proj", "kernel")
         off = np.linalg.norm(mixed_factors[path] - expected[path]) / np.linalg.norm(expected[path] - begin[path])
-        assert off > 1e-3, "factors that are mixed are other weights"
+        assert off > 1e-3, "mixing the factors A and B must give different weights"

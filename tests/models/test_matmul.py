@@ -1,4 +1,4 @@
-"""Products whose gradients are written by hand, and products of bfloat16 matrices with sums in float32."""
+"""Products with custom gradients, and products of bfloat16 matrices with float32 sums."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ CASES = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize("product", [matmul, scale_columns])
-def test_the_dtype_is_that_of_the_inputs(product):
+def test_products_have_the_dtype_of_the_inputs(product):
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 2), (2, 2) if product is matmul else (2,)))
 
     def value_and_gradients(x, w):
@@ -40,8 +40,8 @@ def test_the_dtype_is_that_of_the_inputs(product):
 
 @pytest.mark.parametrize(("product", "plain", "shape"), CASES, ids=["matmul", "transposed", "scale_columns"])
 @pytest.mark.parametrize(("i", "o"), [(6, 4), (1, 1)])
-def test_values_gradients_forwards_twice_and_mapped(product, plain, shape, i, o):
-    """Values and derivatives equal those of the plain expression, in all modes and under `vmap`."""
+def test_products_have_the_values_and_derivatives_of_plain_expressions(product, plain, shape, i, o):
+    """Values and first and second derivatives equal the plain expression's, in both modes and under `vmap`."""
     rng = np.random.default_rng(0)
     at, along = ((rng.standard_normal((5, i), np.float32), rng.standard_normal(shape(i, o), np.float32)) for _ in "ab")
 
@@ -64,8 +64,8 @@ def test_values_gradients_forwards_twice_and_mapped(product, plain, shape, i, o)
 
 
 @pytest.mark.parametrize("product", [matmul, matmul_transposed])
-def test_what_is_not_differentiated_costs_nothing(product):
-    """Frozen operands add no products to tangents and gradients."""
+def test_frozen_operands_add_no_products(product):
+    """Frozen operands add no products to the computation of tangents and gradients."""
     x = w = jnp.ones((8, 8))
     for of, frozen in ((lambda x: product(x, w), x), (lambda w: product(x, w), w)):
         for program in (lambda at, of=of: jax.jvp(of, (at,), (at,)), lambda at, of=of: jax.vjp(of, at)[1](at)):
@@ -74,8 +74,8 @@ def test_what_is_not_differentiated_costs_nothing(product):
 
 
 @pytest.mark.parametrize("product", [matmul, matmul_transposed, matmul_by_columns])
-def test_sums_are_not_rounded_to_the_dtype_of_the_operands(product):
-    """Sums of bfloat16 products are not rounded to bfloat16, and gradients have the dtype of the operands."""
+def test_float32_results_are_not_rounded_to_the_dtype_of_the_operands(product):
+    """With a float32 result, sums of bfloat16 products are not rounded, and gradients have the operands' dtype."""
     x, w = np.ones((2, 257), jnp.bfloat16), np.ones((257, 257), jnp.bfloat16)
     y, pullback = jax.vjp(lambda x, w: product(x, w, jnp.float32), x, w)
     assert y.dtype == jnp.float32
@@ -84,8 +84,8 @@ def test_sums_are_not_rounded_to_the_dtype_of_the_operands(product):
     np.testing.assert_array_equal(product(x, w).astype(jnp.float32), 256.0)
 
 
-def test_a_product_by_columns_is_the_product_and_stays_one_by_columns():
-    """XLA keeps the product by columns as it is."""
+def test_product_by_columns_is_not_transposed():
+    """The product by columns equals `matmul`, and XLA does not transpose it."""
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((3, 5), np.float32), rng.standard_normal((5, 7), np.float32)
     compiled = jax.jit(matmul_by_columns).lower(x, w.T).compile()
@@ -103,14 +103,14 @@ CONTRACTS = {(1, 0): ((5, 6), (6, 4)), (1, 1): ((5, 6), (4, 6)), (0, 0): ((6, 5)
 
 
 def pair(contract, dtype=BF16):
-    """Two matrices of small whole numbers, whose products and sums are exact in every dtype here."""
+    """Return two matrices of small integers, whose products and sums are exact in every dtype used here."""
     rng = np.random.default_rng(0)
     return tuple(rng.integers(-3, 4, shape).astype(dtype) for shape in CONTRACTS[contract])
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=str)
-def test_value_and_derivatives_are_those_of_the_plain_product(contract):
-    """Values and derivatives in both modes and under `vmap` equal those of the plain product."""
+def test_dot_rounded_has_the_values_and_derivatives_of_the_plain_product(contract):
+    """Values and derivatives of `dot_rounded` equal the plain product's, in both modes and under `vmap`."""
     sums, narrow = pair(contract), pair(contract, jnp.float32)
 
     def derivatives(product, at):
@@ -142,7 +142,7 @@ FORMS = {"matmul": (matmul, (48, 80)), "transposed": (matmul_transposed, (80, 48
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [None, jnp.float32], ids=["rounded", "sums"])
-def test_a_matmul_with_float32_sums_is_the_matmul(name, dtype):
+def test_matmul_with_float32_sums_equals_matmul(name, dtype):
     product, shape = FORMS[name]
     rng = np.random.default_rng(1)
     x, w, g = (rng.standard_normal(size, np.float32).astype(BF16) for size in ((32, 48), shape, (32, 80)))
@@ -155,11 +155,11 @@ def test_a_matmul_with_float32_sums_is_the_matmul(name, dtype):
     found = value_and_gradients(x, w, dtype, sums=True)
     assert found[0].dtype == (dtype or BF16)
     for ours, theirs in zip(found, value_and_gradients(*map(np.float32, (x, w)), jnp.float32), strict=True):
-        np.testing.assert_allclose(np.float32(ours), theirs, rtol=1e-2, atol=1e-2)  # 8 bits of mantissa
+        np.testing.assert_allclose(np.float32(ours), theirs, rtol=1e-2, atol=1e-2)  # bfloat16 has 8 bits of precision
 
 
 def operands(text):
-    """The dtypes of the operands of each product in an optimized program, which XLA may have put into a fusion."""
+    """Return the operands' dtypes for each product in an optimized program, including products inside fusions."""
     types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text)) | dict(re.findall(r"(%?[\w.]+): (\w+)\[", text))
     found = []
     for left, right in re.findall(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text):
@@ -167,12 +167,12 @@ def operands(text):
     return found
 
 
-def test_a_model_in_bfloat16_multiplies_by_no_weight_in_float32():
-    """A bfloat16 model's gradient multiplies bfloat16 weights without converting them."""
+def test_bfloat16_model_does_not_convert_weights_to_float32():
+    """A bfloat16 model's gradient multiplies by bfloat16 weights without converting them to float32."""
     x = jnp.ones((64, 64), BF16)
     text = jax.jit(lambda x, y: dot_float32(x, y, (1, 0))).lower(x, x).compile().as_text()
     if not has_fast_float32_sums() or operands(text) != [{"bf16"}]:
-        pytest.skip("XLA writes bfloat16 operands out in float32 on this machine, in every product")
+        pytest.skip("XLA converts bfloat16 operands to float32 on this machine")
     tokens, params = np.zeros((2, 16), np.int32), abstract_params(SHAPE)
     counts = []
     for sums in (True, False):
@@ -196,7 +196,7 @@ def test_float32_sums_are_used_on_cpus():
 
 
 @pytest.mark.quick
-def test_a_run_chooses_float32_sums_by_its_devices_unless_the_model_says(monkeypatch):
+def test_float32_sums_follow_the_devices_unless_the_model_sets_them(monkeypatch):
     config = GRPOConfig(compute_dtype="bfloat16")
     for named, here, asked in ((None, True, True), (None, False, False), (False, True, False), (True, False, True)):
         monkeypatch.setattr("grpo_jax.run.placement.has_fast_float32_sums", lambda devices, here=here: here)

@@ -1,4 +1,4 @@
-"""Packing: every token of every row stands once, where the segments says, and next to nothing is padding."""
+"""Packing: every token appears exactly once, where its segment says, and there is little padding."""
 
 import chex
 import jax
@@ -22,15 +22,15 @@ def packed(tokens, mask, size, block=BLOCK, longest=None, **how):
 
 
 def only(sequence):
-    """The sequence of the only device, without its axis."""
+    """Return the only device's sequence, without the device axis."""
     assert sequence.tokens.shape[0] == 1
     return jax.tree.map(lambda x: x[0], sequence)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("size", "block"), [(40, 8), (64, 16), (512, 4)])
-def test_every_token_stands_once(seed, size, block):
-    """Every token is in the packed sequences once, and little is padding."""
+def test_every_token_is_packed_once(seed, size, block):
+    """Every token appears exactly once in the packed sequences, at the position that the segments give."""
     tokens, mask = rows_of(seed=seed)
     sequences = packed(tokens, mask, size, block)
     seen = np.zeros(mask.shape, int).reshape(-1, mask.shape[2])
@@ -53,16 +53,16 @@ def test_every_token_stands_once(seed, size, block):
         assert (sequence.segments.number[~taken] == -1).all()
     np.testing.assert_array_equal(seen.reshape(mask.shape), mask)
     shapes = [[x.shape for x in (p.tokens, p.segments.prompt, p.completions, p.starts, p.lengths)] for p in sequences]
-    assert shapes == [shapes[0]] * len(sequences), "one program for all sequences"
+    assert shapes == [shapes[0]] * len(sequences), "sequences must have equal shapes to share a program"
 
 
-def test_a_packed_sequence_gives_completions_back():
+def test_completions_can_be_recovered_from_packed_sequences():
     (sequence,) = packed(np.ones((2, 2, 4), int), np.zeros((2, 2, 4), bool), size=4, block=2)
     assert sequence.lengths.sum() == 0
     assert (sequence.segments.number == -1).all(), "a batch without tokens is one empty sequence"
     hole = np.array([[[1, 0, 1, 0], [0, 0, 0, 0]]], bool)
     (sequence,) = packed(np.arange(8).reshape(1, 2, 4), hole, size=8, block=4)
-    assert sequence.lengths[sequence.lengths > 0].tolist() == [3], "a hole does not end a row"
+    assert sequence.lengths[sequence.lengths > 0].tolist() == [3], "a hole in the mask does not end a row"
     tokens, mask = rows_of()
     for sequence in packed(tokens, mask, size=64, block=8):
         real = sequence.lengths > 0
@@ -74,7 +74,7 @@ def test_a_packed_sequence_gives_completions_back():
         np.testing.assert_array_equal(np.asarray(sequence.mask)[~real], False)
 
 
-def test_a_packed_sequence_that_cannot_hold_a_completion_is_refused():
+def test_sequence_too_short_for_a_completion_is_refused():
     tokens, mask = rows_of(shortest=30)
     with pytest.raises(ValueError, match=r"size must be a multiple of 8 and at least the length of .* \(40\)"):
         packed(tokens, mask, size=32, block=8)
@@ -83,18 +83,18 @@ def test_a_packed_sequence_that_cannot_hold_a_completion_is_refused():
 
 
 @pytest.mark.parametrize(("t", "size", "expected"), [(128, 512, 128), (64, 512, 64), (384, 512, 128), (384, 768, 384)])
-def test_blocks_of_full_rows_are_as_long_as_rows_can_be_cut_into(t, size, expected):
+def test_blocks_of_full_rows_have_the_largest_possible_size(t, size, expected):
     for sequence in packed(np.ones((3, 4, t), int), np.ones((3, 4, t), bool), size):
         assert sequence.segments.prompt.shape == (1, size // expected)
         assert sequence.segments.reach == t // expected - 1
 
 
 @pytest.mark.parametrize("longest", [None, 20])
-def test_each_device_has_the_completions_of_its_own_prompts(longest):
-    """The sequences of a device are those of its own prompts alone."""
+def test_each_device_packs_its_own_prompts(longest):
+    """Each device's sequences are the ones packed from its own prompts alone."""
     tokens, mask = rows_of(b=6, seed=3)
     mask &= np.arange(40) < (longest or 40)
-    mask[4:, 1:] = False  # the last device has less to do
+    mask[4:, 1:] = False  # the last device has fewer tokens
     how = {"size": 64, "block": 8, "longest": longest}
     together = packed(tokens, mask, devices=3, **how)
     counts = []
@@ -119,16 +119,16 @@ def test_each_device_has_the_completions_of_its_own_prompts(longest):
 @pytest.mark.parametrize(
     ("lengths", "size", "count"),
     [
-        ([[3] * 8] * 8, 256, 1),  # groups of 24 tokens: a half block each
-        ([[3] * 8] * 7 + [[3] * 7 + [64]], 256, 2),  # 85 tokens are three half blocks
-        ([[8] * 8] * 8, 512, 1),  # 512 tokens of whole blocks: as many in one sequence as in two
-        ([[9] * 8] * 8, 256, 3),  # 72 tokens are three half blocks, or two whole ones: 768 tokens or 1,024
-        ([[8] * 7 + [9]] * 7 + [[0] * 8], 256, 3),  # 455 tokens, but 14 whole blocks: 1,024; 21 half ones: 768
+        ([[3] * 8] * 8, 256, 1),  # groups of 24 tokens: one half block each
+        ([[3] * 8] * 7 + [[3] * 7 + [64]], 256, 2),  # the group of 85 tokens needs three half blocks
+        ([[8] * 8] * 8, 512, 1),  # whole blocks: 512 tokens in one sequence or in two
+        ([[9] * 8] * 8, 256, 3),  # groups of 72 tokens: three half blocks (768 in all) or two whole (1,024)
+        ([[8] * 7 + [9]] * 7 + [[0] * 8], 256, 3),  # 14 whole blocks take 1,024 tokens, 21 half blocks 768
         ([[64] * 8] * 8, 512, 8),
         ([[0] * 8] * 8, 512, 1),
     ],
 )
-def test_the_shape_with_the_fewest_tokens_is_chosen(lengths, size, count):
+def test_shape_with_the_fewest_tokens_is_chosen(lengths, size, count):
     lengths = np.array(lengths)
     mask = np.arange(64) < lengths[..., None]
     shapes = sequence_shapes(512, 64, fused=False, batch_tokens=8 * 8 * 64)

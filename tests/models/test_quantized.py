@@ -1,4 +1,4 @@
-"""Quantized matrices: what they stand for, the product and its gradient, and what a program keeps of them."""
+"""Quantized matrices: dequantized values, the product and its gradient, and the memory of programs."""
 
 import functools
 
@@ -11,7 +11,7 @@ from grpo_jax.models.layers import NF4, Quantized, matmul_quantized
 
 
 def held(kind, fan_in=128, fan_out=96):
-    """A matrix of random codes, of each of the forms that there are."""
+    """Return a quantized matrix with random codes, in one of the supported formats."""
     rng = np.random.default_rng(0)
     how = {"shape": (fan_in, fan_out), "dtype": "float32"}
     if kind == "int8":
@@ -27,7 +27,7 @@ def held(kind, fan_in=128, fan_out=96):
 
 
 def by_hand(w):
-    """Wᵀ, weight by weight."""
+    """Dequantize Wᵀ weight by weight."""
     codes, scales = np.asarray(w.codes).ravel(), np.asarray(w.scales).ravel()
     if w.nested is not None:
         levels, outer, offset = (np.asarray(x) for x in w.nested)
@@ -41,7 +41,7 @@ def by_hand(w):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("kind", "fan_in"), [("nf4", 128), ("plain scales", 128), ("int8", 40)])
-def test_it_stands_for_the_products_of_values_and_scales_to_the_last_bit(kind, fan_in):
+def test_dequantized_values_are_exact(kind, fan_in):
     w = held(kind, fan_in)
     rows, rounded, whole = jax.jit(lambda w: (w.rows(jnp.float32), w.matrix(jnp.bfloat16), w.matrix()))(w)
     np.testing.assert_array_equal(rows, by_hand(w))
@@ -50,7 +50,7 @@ def test_it_stands_for_the_products_of_values_and_scales_to_the_last_bit(kind, f
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
-def test_the_product_and_its_gradients_are_those_of_the_matrix(dtype, wide):
+def test_product_and_gradients_equal_those_of_the_dequantized_matrix(dtype, wide):
     w, x = held("nf4"), np.random.default_rng(0).standard_normal((5, 128), np.float32).astype(dtype)
     plain = by_hand(w).T.astype(dtype)
     ours = lambda x: jnp.sin(matmul_quantized(x, w, jnp.float32, wide)).sum()
@@ -72,8 +72,8 @@ def temporaries(function, *given):
     return jax.jit(function).lower(*given).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_no_program_holds_all_matrices_written_out():
-    """Neither between the two passes of a gradient nor around a loop: one or two at a time, of eight."""
+def test_programs_dequantize_few_matrices_at_a_time():
+    """Of eight quantized matrices, a program dequantizes at most two at a time, in gradients and in loops."""
     size = 512
     weights = [held("nf4", size, size).replace(codes=held("nf4", size, size).codes + jnp.uint8(i)) for i in range(8)]
     x = jnp.ones((4, size))

@@ -1,4 +1,4 @@
-"""Products of rows by their group's matrix: the kernels are `jax.lax.ragged_dot`, in values and gradients."""
+"""Products of rows with their group's matrix: the kernels equal `jax.lax.ragged_dot` in values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,13 @@ def value_and_gradients(implementation, x, w, sizes, upstream):
     ("sizes", "inner", "outer"),
     [
         pytest.param([5, 0, 17, 40], 16, 32, id="an expert without rows, tiles of several groups"),
-        pytest.param([0, 0, 64, 0], 48, 16, id="all rows of one expert, a side that is no power of two"),
+        pytest.param([0, 0, 64, 0], 48, 16, id="all rows for one expert, a side that is not a power of two"),
         pytest.param([1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0], 32, 48, id="fewer rows than experts"),
         pytest.param([200, 56], 96, 160, id="groups of several tiles, sides of several tiles"),
         pytest.param([3], 16, 16, id="one expert"),
     ],
 )
-def test_kernels_are_the_ragged_products_of_jax(sizes, inner, outer):
+def test_kernels_equal_the_ragged_products_of_jax(sizes, inner, outer):
     n, e = sum(sizes), len(sizes)
     x, w, upstream = arrays((n, inner), (e, inner, outer), (n, outer))
     found = value_and_gradients(KERNEL, x, w, sizes, upstream)
@@ -48,7 +48,7 @@ def test_kernels_are_the_ragged_products_of_jax(sizes, inner, outer):
         np.testing.assert_allclose(ours, plain, atol=1e-4)
 
 
-def test_rows_in_bfloat16_are_summed_in_float32():
+def test_bfloat16_rows_are_summed_in_float32():
     """Products of bfloat16 rows are summed in float32: 512 ones give 512, not 256."""
     x, w = jnp.ones((16, 512), jnp.bfloat16), jnp.ones((1, 512, 16), jnp.bfloat16)
     out = ragged_dot(x, w, jnp.array([16]), KERNEL)
@@ -57,15 +57,15 @@ def test_rows_in_bfloat16_are_summed_in_float32():
 
 
 @pytest.mark.quick
-def test_what_no_tile_divides_is_left_to_jax(monkeypatch):
-    monkeypatch.setattr(ragged, "_ragged_dot", lambda *_: pytest.fail("a kernel"))
+def test_sizes_that_no_tile_divides_are_left_to_jax(monkeypatch):
+    monkeypatch.setattr(ragged, "_ragged_dot", lambda *_: pytest.fail("a kernel was used"))
     x, w = arrays((6, 12), (2, 12, 16))
     np.testing.assert_allclose(ragged_dot(x, w, jnp.array([2, 4]), "triton"), one_by_one(x, w, [2, 4]), atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "biases"), [(3, False), (70, True)])
-def test_a_mixture_by_kernels(tokens, biases):
-    """A mixture of experts has the plain values and gradients, for few tokens and for several tiles."""
+def test_mixture_of_experts_with_kernels(tokens, biases):
+    """A mixture of experts has the plain values and gradients with kernels, for few tokens and for several tiles."""
 
     def shape(attention):
         expert = {"expert_bias": True, "expert_swiglu": (1.7, 1.5)} if biases else {}

@@ -1,4 +1,4 @@
-"""Recomputed layers on a CPU: the compiler's own count of memory, and gradients."""
+"""Recomputed layers on a CPU: memory as counted by the compiler, and gradients."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ CONFIG = TransformerConfig(32, 64, 512, num_layers=6, num_heads=4, num_kv_heads=
 
 
 def compiled(**changes):
-    """The gradient of a loss with respect to the params, compiled; and the params."""
+    """Return the compiled gradient of a loss with respect to the params, and the params."""
     model = Transformer(dataclasses.replace(CONFIG, **changes))
     tokens = np.arange(4 * 64).reshape(4, 64) % 32
     params = random_params(model)
@@ -25,22 +25,22 @@ def compiled(**changes):
     return jax.jit(jax.grad(loss)).lower(params).compile(), params
 
 
-def test_recomputed_layers_hold_the_activations_of_one():
-    """Of 256 tokens and 6 layers: gate, up and their product have 512 numbers a token; attention keeps more."""
+def test_recomputation_keeps_the_activations_of_one_layer():
+    """With recomputation, the activations of only one of six layers are in memory at a time."""
     (kept, params), (again, _) = compiled(), compiled(remat=True, remat_on_cpu=True)
-    inner = 3 * 256 * 512 * 4  # bytes of a layer's MLP
+    inner = 3 * 256 * 512 * 4  # bytes in a layer's MLP: gate, up and their product
     temporaries = [program.memory_analysis().temp_size_in_bytes for program in (kept, again)]
     assert temporaries[0] > 5 * inner
     assert temporaries[1] < temporaries[0] / 3
     flops = [program.cost_analysis()["flops"] for program in (kept, again)]
-    assert 1.2 < flops[1] / flops[0] < 1.4, "a second forward pass besides the first and the backward pass"
+    assert 1.2 < flops[1] / flops[0] < 1.4, "one additional forward pass"
     chex.assert_trees_all_close(kept(params), again(params), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("bad", [1.0, np.inf, np.nan])
-def test_gradients_are_those_of_the_function_also_if_they_are_not_finite(bad):
-    """Whole numbers and None among the arguments have no gradient."""
+def test_recomputed_gradients_equal_the_plain_gradients(bad):
+    """Recomputed gradients equal the plain ones, also if not finite; integer and None arguments are allowed."""
 
     def gradients(wrap):
         def function(variables, x, context):

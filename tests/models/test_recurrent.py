@@ -1,4 +1,4 @@
-"""Recurrent layers: their state is that of the tokens that are there, on every way by which it comes about."""
+"""Recurrent layers: their state depends only on the real tokens, however they are computed."""
 
 import functools
 
@@ -15,15 +15,15 @@ from grpo_jax.models.transformer import projections
 from grpo_jax.rollout.ladder import BURST
 
 B, G, P, T = 2, 2, 6, 5
-LENGTHS = np.array([6, 2])  # the second is shorter than what the convolution looks at
+LENGTHS = np.array([6, 2])  # the second is shorter than the convolution's window
 
 
 @functools.cache
 def hybrid():
-    """A recurrent layer of either kind before and after a layer of attention.
+    """Return a model with one recurrent layer of each kind, before and after an attention layer.
 
-    The norm behind a memory blows up what is next to nothing, and its rounding: less so with such an eps. Gates
-    multiply roundings: less of them goes on where layers add less.
+    The norm after a memory amplifies the rounding of tiny values, so `rms_norm_eps` is large. Gates multiply rounding
+    errors, so `residual_scale` is small.
     """
     shapes = {"delta": DeltaShape(2, 4, key_dim=6, value_dim=5, kernel=4), "conv": ConvShape(16, kernel=4, bias=True)}
     settings = {"attention_gate": True, "residual_scale": 0.5, "rms_norm_eps": 1e-2}
@@ -49,9 +49,9 @@ def log_probs(hidden):
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-def test_completions_of_a_shared_prompt_are_whole_rows_read_alone():
-    """A prompt's state, shared by its completions, is that of whole rows read alone; padding and gaps leave it as it
-    is.
+def test_completions_of_a_shared_prompt_equal_unshared_rows():
+    """Completions that share a prompt's state have the log-probs of unshared rows, and padding does not change the
+    state.
     """
     prompt, rows = batch()
     last, prefix = call("prefill", prompt, LENGTHS)
@@ -65,11 +65,11 @@ def test_completions_of_a_shared_prompt_are_whole_rows_read_alone():
 
 
 @pytest.mark.quick
-def test_the_convolution_and_its_tail_by_hand():
+def test_convolution_and_its_tail_by_hand():
     rng = np.random.default_rng(0)
     x, tail = rng.standard_normal((1, 2, T, 3)), rng.standard_normal((1, 1, 3, 3))
     kernel = rng.standard_normal((4, 3))
-    before, count = np.array([[1, 3]]), np.array([[3, 1]])  # places before the tokens that are there, and those
+    before, count = np.array([[1, 3]]), np.array([[3, 1]])  # empty slots before the tokens, and tokens
     run = Positions(np.arange(T) - before[..., None], count)
     x, kernel, tail = map(np.float32, (x, kernel, tail))
     y, after = jax.jit(lambda: (convolve(x, kernel, tail, run), last_tokens(x, tail, run)))()
@@ -81,7 +81,7 @@ def test_the_convolution_and_its_tail_by_hand():
         np.testing.assert_allclose(after[0, g], line[-3:], atol=1e-6)
 
 
-def test_weights_and_states_are_counted():
+def test_counts_of_weights_and_states():
     model, params = hybrid()
     kernels = sum(kernel.size for _, kernel in projections(params))
     assert count_weights(model.config, head=False) == kernels
@@ -93,11 +93,11 @@ def test_weights_and_states_are_counted():
         for n in (100, 200)
     ]
     assert steps[0].state == steps[1].state == 2 * held / B
-    assert steps[1].own == 2 * steps[0].own == 200 * 2 * 2 * 8 * 4  # of the one layer that has keys
+    assert steps[1].own == 2 * steps[0].own == 200 * 2 * 2 * 8 * 4  # only one layer has keys
 
 
 def assert_scored_as_drawn(model, params):
-    """More prompts than slots: completions enter where others have ended, move together, and the cache grows."""
+    """Assert that sampled log-probs equal scores, with more prompts than slots, compaction, and a growing cache."""
     prompts = make_prompts([[3, 4, 5, 6, 7], [6], [7, 8], [9, 3, 2, 1], [1, 1], [2, 5]])
     how = {"num_generations": 4, "max_completion_length": 3 * BURST, "eos_token_ids": (3, 5)}
     some = generate(model, params, prompts, jax.random.key(0), batch_size=8, **how)
@@ -106,5 +106,5 @@ def assert_scored_as_drawn(model, params):
     np.testing.assert_allclose(scored(model, params, prompts, some), some.log_probs, atol=1e-5)
 
 
-def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
+def test_sampled_log_probs_equal_scores_in_every_slot():
     assert_scored_as_drawn(*hybrid())

@@ -1,4 +1,4 @@
-"""Log-probs: equal to a plain log-softmax of whole logits, in value and gradient, whatever the chunks."""
+"""Log-probs equal a plain log-softmax of full logits in value and gradient, for all chunk sizes."""
 
 import functools
 
@@ -24,7 +24,7 @@ def completions(seed=0, g=4, t=6, vocab=24):
 
 
 def whole_logits(model, params, tokens, temperature=1.0, lists=LISTS):
-    """Row by row: the whole logits of prompt + completion, one log-softmax, one gather."""
+    """Return log-probs row by row, from a log-softmax of the full logits of prompt + completion."""
     out = []
     for prompt, group in zip(map(jnp.array, lists), tokens, strict=True):
 
@@ -41,7 +41,7 @@ WEIGHTS = np.random.default_rng(5).standard_normal((3, 4, 6), np.float32)
 
 
 @pytest.mark.parametrize(("chunk", "temperature"), [(1024, 1.0), (7, 0.5)])
-def test_equal_to_whole_logits_in_value_and_gradient(chunk, temperature, monkeypatch):
+def test_log_probs_equal_full_logits_in_value_and_gradient(chunk, temperature, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", chunk)
     model, params = tiny_model(layers=1)
 
@@ -62,8 +62,8 @@ def test_equal_to_whole_logits_in_value_and_gradient(chunk, temperature, monkeyp
     jax.tree.map(close, grads, expected_grads)
 
 
-def test_log_probs_can_be_differentiated_forwards(monkeypatch):
-    """Forward and reverse mode agree for first and second derivatives, also in chunks."""
+def test_log_probs_support_forward_mode(monkeypatch):
+    """Forward and reverse mode agree for first and second derivatives, including in chunks."""
     monkeypatch.setattr(module, "CHUNK", 16)
     model, params = tiny_model(layers=1, remat=True)
     rows, rng = completions(g=2, t=4), np.random.default_rng(5)
@@ -77,7 +77,7 @@ def test_log_probs_can_be_differentiated_forwards(monkeypatch):
         tangent, linear = jax.linearize(of, params)[1](along), lambda params: jax.jvp(of, (params,), (along,))[1]
         gradient, curved = jax.jvp(jax.grad(of), (params,), (along,))
         forwards, twice = jax.jvp(linear, (params,), (along,))
-        # Terms of both signs: rounding is measured by what is summed, not by the sum.
+        # The terms have both signs, so the tolerance is relative to the sum of their absolute values.
         summed = sum(jnp.abs(x * y).sum() for x, y in zip(*map(jax.tree.leaves, (gradient, along)), strict=True))
         return (tangent, forwards, twice), (dot(gradient, along), dot(gradient, along), dot(curved, along)), summed
 
@@ -85,7 +85,7 @@ def test_log_probs_can_be_differentiated_forwards(monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * float(summed))
 
 
-def test_entropy_is_that_of_the_distribution():
+def test_entropy_of_scored_tokens():
     model, params = tiny_model(layers=1)
     rows = completions()
     score = functools.partial(score_completions, sampling=Sampling(temperature=0.8))
@@ -97,7 +97,7 @@ def test_entropy_is_that_of_the_distribution():
     np.testing.assert_allclose(entropy[b, g], np.where(rows.mask[b, g], -(p * np.log(p)).sum(-1), 0), atol=1e-5)
 
 
-def test_gradient_of_the_entropy_of_a_cut_distribution_is_finite():
+def test_gradient_of_the_entropy_with_top_k_is_finite():
     model, params = tiny_model(layers=1)
     rows = completions()
 
@@ -109,8 +109,8 @@ def test_gradient_of_the_entropy_of_a_cut_distribution_is_finite():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk():
-    """The logits of only one chunk are in memory at a time, by the temporaries that XLA counts."""
+def test_logits_of_only_one_chunk_are_in_memory():
+    """Only one chunk's logits are in memory at a time, by XLA's count of temporaries."""
     model, params = tiny_model(vocab=4096, layers=1)
 
     def temporaries(g):
@@ -123,8 +123,8 @@ def test_no_array_of_tokens_times_vocabulary_outlives_a_chunk():
     assert temporaries(32) - temporaries(8) < 0.5 * more_logits
 
 
-def test_the_gradient_writes_no_zeros_the_size_of_the_logits():
-    """The gradient does not scatter into an array the size of the logits, and works in forward mode too."""
+def test_gradient_does_not_scatter_into_the_logits():
+    """The gradient does not scatter into an array the size of the logits, and forward mode gives the same gradient."""
     logits, tokens = np.random.default_rng(0).standard_normal((3, 7), np.float32), np.array([1, 6, 1])
     of = lambda logits: token_log_probs(logits, tokens).sum()
     grads = np.eye(7)[tokens] - np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -137,7 +137,7 @@ def test_token_log_probs_by_hand():
     logits = np.log(np.float32([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
     log_probs = jax.jit(token_log_probs, static_argnames="temperature")
     np.testing.assert_allclose(log_probs(logits, np.array([1, 2])), np.log([0.25, 0.8]), atol=1e-6)
-    # at temperature 1/2 the probabilities are squared and normalised: 0.0625 / (0.25 + 2·0.0625)
+    # Temperature 1/2 squares and normalizes the probabilities: 0.0625 / (0.25 + 2·0.0625).
     cold = log_probs(logits[:1], np.array([1]), temperature=0.5)
     np.testing.assert_allclose(cold, np.log([0.0625 / 0.375]), atol=1e-6)
 

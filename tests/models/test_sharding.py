@@ -1,4 +1,4 @@
-"""The sharding table: it knows every parameter of every shape of decoder, and loading puts shards where it says."""
+"""The sharding table covers every parameter of a decoder, and checkpoints are loaded into these shards."""
 
 import functools
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def mesh_of(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def test_each_side_of_a_block_is_cut_where_it_should_be():
+def test_axes_of_parameters_are_sharded_as_specified():
     mesh = mesh_of(fsdp=2, tensor=2)
     at = lambda *path: parameter_sharding(path, (8, 8), mesh).spec
     assert at("layers_3", "self_attn", "q_proj", "kernel") == P("fsdp", "tensor")
@@ -39,13 +39,13 @@ def test_each_side_of_a_block_is_cut_where_it_should_be():
     assert parameter_sharding(("layers_0", "mlp", "experts", "up_proj"), (3, 8, 8), mesh).spec == P(
         None, "fsdp", "tensor"
     )
-    # An axis that is missing or does not divide the size cuts nothing.
+    # A mesh axis that is missing or does not divide the size is not used.
     path = ("embed_tokens", "embedding")
     assert parameter_sharding(path, (8, 8), mesh_of(data=4)).spec == P(None, None)
     assert parameter_sharding(path, (7, 8), mesh).spec == P(None, "fsdp")
 
 
-def test_every_matrix_of_a_decoder_is_cut():
+def test_every_matrix_of_a_decoder_is_sharded():
     mesh = mesh_of(fsdp=2, tensor=2)
     _, params = tiny_model(qkv_bias=True, tie_word_embeddings=False, qk_norm="head")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -54,7 +54,7 @@ def test_every_matrix_of_a_decoder_is_cut():
         assert used == ({"fsdp", "tensor"} if leaf.ndim == 2 else used), names
 
 
-def test_a_checkpoint_is_read_straight_into_its_shards(tmp_path):
+def test_checkpoint_is_loaded_into_its_shards(tmp_path):
     policy = tiny_policy()
     save_pretrained(tmp_path / "model", policy)
     mesh = mesh_of(fsdp=2, tensor=2)
@@ -67,8 +67,8 @@ def test_a_checkpoint_is_read_straight_into_its_shards(tmp_path):
     np.testing.assert_allclose(apply(loaded.params), apply(policy.params), atol=1e-5)
 
 
-def test_kernels_are_lowered_for_a_gpu_that_is_absent(monkeypatch):
-    """From jax 0.11 on, Pallas takes the GPU's name from the abstract mesh in which a program is lowered."""
+def test_kernels_are_lowered_for_an_absent_gpu(monkeypatch):
+    """Programs for an absent GPU are lowered in an abstract mesh, where Pallas finds its name (from jax 0.11)."""
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
 
     class Program:
@@ -83,8 +83,8 @@ def test_kernels_are_lowered_for_a_gpu_that_is_absent(monkeypatch):
     assert lower_call(on(jax.devices()[0])) is None
 
 
-def test_objects_of_many_sizes_are_gathered_by_few_programs(monkeypatch):
-    """Whatever texts weigh, what is gathered has one of few shapes; different objects are in test_two_processes."""
+def test_objects_of_many_sizes_are_gathered_in_few_shapes(monkeypatch):
+    """Objects are gathered in few array shapes, whatever their size; test_two_processes gathers different objects."""
     shapes = set()
 
     def allgather(own):
@@ -96,4 +96,4 @@ def test_objects_of_many_sizes_are_gathered_by_few_programs(monkeypatch):
     for size in [*range(40), 1021, 1022, 1023, 1024, *range(1025, 200_000, 997)]:
         own = ["é" + "x" * size, None]
         assert gather_objects(own) == [own, own]
-    assert sorted(shapes - {(1,)}) == [(1024 << i,) for i in range(9)], "200 kB are gathered as 256 KiB"
+    assert sorted(shapes - {(1,)}) == [(1024 << i,) for i in range(9)], "200 kB are padded to 256 KiB"

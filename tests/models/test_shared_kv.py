@@ -1,4 +1,4 @@
-"""Layers with the keys and values of an earlier layer, and heads of two sizes, in all ways of reading tokens."""
+"""Layers that use an earlier layer's keys and values, and heads of two sizes, in prefill, decode and packing."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from grpo_jax.models.rope import Rope
 from grpo_jax.models.transformer import Transformer, projections
 from grpo_jax.update.state import create_state, finish_update
 
-# A pair of layers, and a third that uses the keys and values of the second.
+# Two layers, and a third that uses the keys and values of the second.
 SHAPE = TransformerConfig(
     *(24, 16, 32, 3, 4, 2, 6),
     windows=(3, None, None),
@@ -45,16 +45,16 @@ def params():
     return made
 
 
-def test_tiles_and_packed_sequences_give_the_same():
+def test_tiles_and_packed_sequences_agree():
     assert_same(SHAPE, dataclasses.replace(SHAPE, attention="tiles"), params(), 1e-5)
 
 
-def test_samples_are_scored_as_they_were_drawn_wherever_they_stand():
+def test_sampled_log_probs_equal_scores_in_every_slot():
     assert_scored_as_drawn(Transformer(SHAPE), params())
 
 
 @pytest.mark.quick
-def test_a_layer_over_others_keys_keeps_nothing():
+def test_layer_with_shared_keys_has_no_cache():
     read = functools.partial(Transformer(SHAPE).apply, method="prefill")
     _, prefix = jax.eval_shape(read, {"params": params()}, PROMPTS.tokens, PROMPTS.lengths)
     cache = empty_cache(prefix.layers, 3, 5)
@@ -66,7 +66,7 @@ def test_a_layer_over_others_keys_keeps_nothing():
     assert [pattern.kv_source(i) for i in range(7)] == [0, 1, 2, 3, 2, 3, 2]
 
 
-def test_weights_keys_and_scores_are_counted():
+def test_counts_of_weights_keys_and_scores():
     kernels = sum(kernel.size for _, kernel in projections(params()))
     assert count_weights(SHAPE, head=False) == kernels
     step = DecodeStep.of(SHAPE, prompt_length=8, completion_length=100, itemsize=2)
@@ -76,8 +76,8 @@ def test_weights_keys_and_scores_are_counted():
     assert longer - shorter == 6 * (kernels + 2 * 4 * (6 + 2 * 10) * 102)
 
 
-def test_a_layer_scalar_is_not_trained():
-    """Neither a gradient nor weight decay changes it, with any optimizer."""
+def test_layer_scalar_is_not_trained():
+    """Neither gradients nor weight decay change a layer scalar."""
     own = {"layers_2": {"layer_scalar": jnp.array([0.8])}, "norm": {"scale": jnp.ones(16)}}
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     state = create_state(own, optimizer, jax.random.key(0))

@@ -1,4 +1,4 @@
-"""Streams: a batch shared out to threads is the same batch."""
+"""Streams: a batch that is split across threads gives the same result."""
 
 import contextlib
 import importlib
@@ -23,29 +23,29 @@ LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 
 
 @pytest.mark.quick
-def test_there_are_as_many_streams_as_cores_parts_and_params_allow(monkeypatch):
+def test_number_of_streams_depends_on_cores_parts_and_params(monkeypatch):
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: range(4), raising=False)
     params = {"w": jnp.ones(3)}
     assert [streams.count_streams(params, parts) for parts in (0, 1, 3, 4, 9)] == [1, 1, 3, 4, 4]
     shapes = [(8, 8), (6, 10), (7, 100), (8, 4), (9, 3), (1, 1000)]
     assert [stream_count(params, *shape) for shape in shapes] == [4, 3, 1, 2, 1, 1]
     spread = jax.device_put(jnp.ones(4), jax.NamedSharding(jax.make_mesh((4,), ("data",)), jax.P()))
-    assert streams.count_streams({"w": spread}, 8) == 1, "left to the compiler"
+    assert streams.count_streams({"w": spread}, 8) == 1, "parallelism is left to the compiler"
     monkeypatch.setattr(streams, "CACHED", 40)
     assert [streams.count_streams({"a": jnp.ones(4), "b": jnp.ones(n)}, 9) for n in (6, 7)] == [4, 1]
 
 
 @pytest.mark.quick
-def test_every_part_has_a_thread_of_its_own_and_a_failure_in_one_is_raised(monkeypatch):
-    meet = threading.Barrier(3, timeout=30)  # passes only if three parts are under way at once
+def test_every_part_has_its_own_thread_and_failures_are_raised(monkeypatch):
+    meet = threading.Barrier(3, timeout=30)  # passes only if three parts run at the same time
     assert streams.run_in_streams(lambda i: (meet.wait() >= 0, i * i), [1, 2, 3]) == [(True, 1), (True, 4), (True, 9)]
     with pytest.raises(ZeroDivisionError):
         streams.run_in_streams(lambda i: 1 // i, [1, 0])
-    monkeypatch.setattr(jax, "block_until_ready", lambda _: pytest.fail("waited for a single part"))
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: pytest.fail("waited although there is one part"))
     assert streams.run_in_streams(lambda part: part + 1, [np.ones(())]) == [2]
 
 
-def test_samples_are_those_of_one_stream(monkeypatch):
+def test_samples_equal_those_of_one_stream(monkeypatch):
     model, params = tiny_model()
     results = []
     for n in (1, 2):
@@ -63,7 +63,7 @@ def test_threads_that_share_a_program_compile_it_once():
     @jax.jit
     def program(x):
         traced.append(x.shape)
-        time.sleep(0.05)  # long enough for the others to come
+        time.sleep(0.05)  # long enough for the other threads to arrive
         return x + 1
 
     results = streams.run_in_streams(program, [jnp.zeros(3), jnp.ones(3), jnp.zeros(3)])
@@ -73,7 +73,7 @@ def test_threads_that_share_a_program_compile_it_once():
 
 
 @pytest.mark.quick
-def test_background_work_runs_at_once_and_is_waited_for_and_its_failure_is_raised():
+def test_background_work_runs_immediately_and_its_failure_is_raised():
     meet, ended = threading.Barrier(2, timeout=30), []
 
     def work():
@@ -82,7 +82,7 @@ def test_background_work_runs_at_once_and_is_waited_for_and_its_failure_is_raise
         return 7
 
     with streams.in_background(work) as coming:
-        meet.wait()  # passes only if both are running
+        meet.wait()  # passes only if both run at the same time
     assert (ended, coming.result()) == ([True], 7)
     with pytest.raises(ZeroDivisionError), streams.in_background(lambda: 1 // 0) as coming:
         coming.result()
@@ -90,11 +90,11 @@ def test_background_work_runs_at_once_and_is_waited_for_and_its_failure_is_raise
     with contextlib.suppress(ValueError), streams.in_background(lambda: go.wait(30) and ended.append(1)):
         go.set()
         raise ValueError
-    assert ended[-1] == 1, "no thread still uses arrays that are about to be freed"
+    assert ended[-1] == 1, "all threads must end before their arrays are freed"
 
 
 @pytest.mark.quick
-def test_settings_of_the_callers_thread_hold_in_the_background():
+def test_background_work_uses_the_settings_of_the_calling_thread():
     product = jax.jit(lambda x: x @ x)
 
     def lowered():

@@ -1,4 +1,4 @@
-"""Devices without hardware: their names, and a small set of programs made by their own compilers where these are."""
+"""Targets without hardware: their names, and programs compiled for them if their compilers are installed."""
 
 import functools
 import json
@@ -53,7 +53,7 @@ print(json.dumps(found))
 
 
 def compiled(device, lengths, phase="update", model=MODEL, copies=False, **config):
-    """(bytes of temporaries, collectives, kernels, copies) of a phase's largest program, for each T."""
+    """Compile a phase and return (bytes of temporaries, collectives, kernels, copies) of its largest program per T."""
     module = "libtpu" if device.startswith("v") else "jax_cuda12_plugin"
     if not has(module):
         pytest.skip(f"{module} is not installed for {PYTHON}")
@@ -65,56 +65,56 @@ def compiled(device, lengths, phase="update", model=MODEL, copies=False, **confi
 
 
 @pytest.mark.parametrize("device", ["v5e", "H100"])
-def test_an_update_takes_memory_that_grows_as_its_completions(device):
-    """Twice the tokens, twice the memory: scores that were written out would be four times as many."""
+def test_update_memory_is_linear_in_the_completion_length(device):
+    """An update's memory doubles with twice the tokens; materialized attention scores would be four times as large."""
     group = {"num_generations": 4, "per_device_train_batch_size": 4}
     (short, _, kernels, _), (long, *_) = compiled(device, [2048, 4096], **group)
     assert 1.5 * short < long < 2.3 * short
     if device == "H100":
-        assert kernels["__gpu$xla.gpu.triton"] > 2 * MODEL["num_hidden_layers"], "attention is a fused kernel"
+        assert kernels["__gpu$xla.gpu.triton"] > 2 * MODEL["num_hidden_layers"], "attention must use the fused kernel"
 
 
-def test_experts_on_a_gpu_are_kernels_and_no_row_meets_them_all():
-    """What 4 of 64 experts make of a row: XLA's own program would hold the rows of every expert, 16 times as many."""
+def test_experts_on_a_gpu_are_kernels_over_their_own_rows():
+    """With 4 of 64 experts per row, kernels compute only those 4; XLA's own program would hold 16 times the rows."""
     group = {"num_generations": 4, "per_device_train_batch_size": 4}
     ((temporaries, _, kernels, _),) = compiled("H100", [1024], model=EXPERTS, **group)
     ((of_dense, _, attention, _),) = compiled("H100", [1024], **group)
-    of_each = 3 + 3 + 6  # products of a layer, once more where it is recomputed, and two gradients of each
+    of_each = 3 + 3 + 6  # forward, recomputed, and two gradients for each product
     assert kernels["__gpu$xla.gpu.triton"] - attention["__gpu$xla.gpu.triton"] >= of_each * MODEL["num_hidden_layers"]
     rows_of_all = 2 * 64 * 4 * (4 * 1024 + 256) * 256  # bytes
     assert temporaries - of_dense < rows_of_all / 4
 
 
-def test_kernels_in_float32_fit_a_gpu():
-    """Heads of 128 in float32: the tiles of both kernels, attention's and experts', in the memory of one program."""
+def test_float32_kernels_fit_a_gpu():
+    """For float32 and heads of 128, the tiles of the attention and expert kernels fit into a GPU's shared memory."""
     ((_, _, kernels, _),) = compiled("A100", [512], model={**EXPERTS, "head_dim": 128}, compute_dtype="float32")
     assert kernels["__gpu$xla.gpu.triton"] > 0
 
 
 @pytest.mark.parametrize(("device", "mesh"), [("v5e-4", {"fsdp": 4}), ("H100-4", {"data": 2, "fsdp": 2})])
-def test_an_update_on_a_mesh_exchanges_weights_and_no_activations(device, mesh):
-    """Whatever the tokens, but for the embedding, which a TPU may gather; once, all activations came to each device."""
+def test_update_on_a_mesh_gathers_weights_but_no_activations(device, mesh):
+    """More tokens do not increase what an update on a mesh gathers, except the embedding, which a TPU may gather."""
     (_, short, _, _), (_, long, _, _) = compiled(device, [512, 1024], mesh=mesh)
     assert short["all-gather"] > 0
-    embedding, activations = 4 * 4096 * 256, 2 * 8 * 1024 * 256  # float32, and bfloat16 of each other device
+    embedding, activations = 4 * 4096 * 256, 2 * 8 * 1024 * 256  # bytes: float32; bfloat16, from each other device
     assert long["all-gather"] < short["all-gather"] + 2 * embedding < short["all-gather"] + 4 * activations
 
 
 @pytest.mark.parametrize("completions", [8, 64], ids=["written out", "by a kernel"])
-def test_a_decode_on_a_gpu_copies_no_keys(completions):
-    """The cache is written in place: the copies of a burst are as many for a cache of any size, and small."""
+def test_decode_on_a_gpu_does_not_copy_its_cache(completions):
+    """A decode writes its cache in place: the copies in a burst do not depend on the size of the cache."""
     lengths = [1024, 4096]
     (short, _, _, few), (long, _, _, many) = compiled(
         "H100", lengths, phase="rollout", copies=True, per_device_train_batch_size=completions
     )
     assert few == many
-    of_a_layer = 2 * completions * 2 * 64 * 3072  # bytes that the longer cache has more, of keys or of values
+    of_a_layer = 2 * completions * 2 * 64 * 3072  # additional bytes in the longer cache, for keys or values
     assert long - short < of_a_layer / 2
 
 
 @pytest.mark.parametrize(("device", "mesh"), [("H100", None), ("H100-2", {"fsdp": 2}), ("H100-2", {"tensor": 2})])
-def test_a_decode_step_of_many_completions_on_a_gpu_is_a_kernel_in_each_layer(device, mesh):
-    """Of 128 completions on each device, or of as many heads of theirs; nothing of the cache is exchanged."""
+def test_decode_step_with_many_completions_on_a_gpu_is_a_kernel_in_each_layer(device, mesh):
+    """With 128 completions per device, each layer's decode step is a kernel, and devices do not exchange the cache."""
     completions = 128 if mesh is None else 256
     config = {"per_device_train_batch_size": completions // (1 if mesh is None else mesh.get("fsdp", 1)), "mesh": mesh}
     ((_, exchanged, kernels, _),) = compiled("H100" if mesh is None else device, [256], phase="rollout", **config)
@@ -124,7 +124,7 @@ def test_a_decode_step_of_many_completions_on_a_gpu_is_a_kernel_in_each_layer(de
 
 
 @pytest.mark.quick
-def test_targets_are_known_by_name():
+def test_targets_are_parsed_from_names():
     assert [Target.read(name) for name in ("H100-8", "v6e-4")] == [Target("H100", 8), Target("v6e", 4)]
     assert Target.read("v5e-16").memory == 16e9
     for name in ("H101", "v5e-3", "H100-9", "v5p-16", "", "v5e-"):
@@ -133,7 +133,7 @@ def test_targets_are_known_by_name():
 
 
 @pytest.mark.quick
-def test_bytes_of_collectives():
+def test_bytes_in_collectives_are_counted():
     text = "a = (bf16[2,3]{1,0}, f32[]) all-reduce-start(x, y)\n b = pred[8] all-gather(z)\n c = f32[4] add(d, e)"
     assert collectives(text) == {"all-reduce": 16, "all-gather": 8}
 
@@ -147,7 +147,7 @@ def test_bytes_of_collectives():
         ("INTERNAL: HLO temporaries (29.25G)", None, None),
     ],
 )
-def test_a_program_that_a_tpu_refuses_says_what_it_would_have_taken(message, arguments, temporaries):
+def test_memory_needed_by_a_refused_program_is_parsed(message, arguments, temporaries):
     class Lowered:
         def as_text(self):
             return message

@@ -1,4 +1,4 @@
-"""The decoder against itself: what a position may see, and that every way of computing it gives the same."""
+"""The decoder: causality, and agreement between the different ways of computing the same logits."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from grpo_jax.models.rope import Rope, check_rope_length, rope_frequencies
 from grpo_jax.models.transformer import Transformer
 
 PLAIN = TransformerConfig(*(40, 32, 48, 2, 4, 2, 8), qk_norm="head", initializer_range=0.3)
-# Every switch that changes what attention sees, at once.
+# All switches that affect attention, in one model.
 RICH = dataclasses.replace(
     PLAIN,
     windows=(3, None),
@@ -36,7 +36,7 @@ RICH = dataclasses.replace(
 SPARSE = dataclasses.replace(
     PLAIN, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(True, False), norms="post"
 )
-# A layer with the keys and values of an earlier one.
+# The last layer uses the keys and values of an earlier layer.
 SHARED = dataclasses.replace(
     PLAIN,
     num_layers=3,
@@ -47,7 +47,7 @@ SHARED = dataclasses.replace(
     norms="sandwich",
     query_scale=0.3,
     v_norm=True,
-    rms_norm_eps=1e-2,  # norms before and after, and on values, amplify the rounding of small numbers less
+    rms_norm_eps=1e-2,  # so that norms amplify the rounding of small values less
     full_heads=(1, 12),
     values_are_keys=True,
     shared_kv_layers=1,
@@ -81,12 +81,12 @@ def batch():
 
 
 @of_each
-def test_an_input_moves_the_logits_at_its_position_and_after_and_none_before(config):
-    """Criteria: the gradient of the logits at t w.r.t. the embeddings is non-zero up to t and zero after it."""
+def test_inputs_affect_only_logits_at_their_position_and_after(config):
+    """The gradient of the logits at t with respect to the embeddings is nonzero up to t and zero after it."""
     model, params = make(dataclasses.replace(config, windows=None))
-    tokens = np.arange(6)[None]  # each token once: the row of its embedding stands for its position
+    tokens = np.arange(6)[None]  # each token occurs once, so its embedding row identifies its position
     table = params["embed_tokens"]["embedding"]
-    # A head of its own, so that the gradient reaches the table by the input only.
+    # The head is untied, so that the gradient reaches the table only through the input.
     untied = dataclasses.replace(model.config, tie_word_embeddings=False)
     head = {"lm_head": {"kernel": table.T}}
     weights = np.random.default_rng(0).standard_normal(40).astype(np.float32)
@@ -105,7 +105,7 @@ def test_an_input_moves_the_logits_at_its_position_and_after_and_none_before(con
 
 @functools.partial(jax.jit, static_argnames="model")
 def group_logits(model, params, prompt, rows, lengths=LENGTHS):
-    """Logits [B, G, T+1, V]: of the last prompt token, then of every completion token, with a shared prompt."""
+    """Return logits [B, G, T+1, V] for the last prompt token and every completion token, with a shared prompt."""
     variables = {"params": params}
     last, prefix = model.apply(variables, prompt, lengths, method="prefill")
     hidden, _ = model.apply(variables, rows, prefix, method="hidden")
@@ -115,7 +115,7 @@ def group_logits(model, params, prompt, rows, lengths=LENGTHS):
 
 @functools.partial(jax.jit, static_argnames="model")
 def plain_logits(model, params, prompt, rows, lengths=LENGTHS):
-    """The same from sequences of prompt and completion without a gap, each prompt repeated for its completions."""
+    """Return the same logits from concatenated prompts and completions, with each prompt repeated."""
     b, g, t = rows.shape
     slot = jnp.arange(prompt.shape[1] + t)[None]
     padded = jnp.pad(jnp.broadcast_to(prompt[:, None], (b, g, prompt.shape[1])), ((0, 0), (0, 0), (0, t)))
@@ -127,8 +127,8 @@ def plain_logits(model, params, prompt, rows, lengths=LENGTHS):
 
 
 @of_each
-def test_a_shared_prompt_has_logits_and_gradients_of_concatenated_sequences(config):
-    """Each completion written out behind its prompt: none sees another of its group, nor the padding of the prompt."""
+def test_shared_prompt_equals_concatenated_sequences(config):
+    """With a shared prompt, logits and gradients equal those of each prompt and completion concatenated."""
     model, params = make(config)
     prompt, rows = batch()
     weights = np.random.default_rng(0).standard_normal((B, G, T + 1, 40)).astype(np.float32) / 100
@@ -144,12 +144,12 @@ def test_a_shared_prompt_has_logits_and_gradients_of_concatenated_sequences(conf
 
 
 @pytest.mark.parametrize(("changes", "kinds"), [({}, 1), ({"windows": (None, 3, 3, None, 3, 3)}, 2)])
-def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds):
-    """A start traces each kind of layer once, and the layers compute the same as before."""
+def test_each_kind_of_layer_is_traced_once(monkeypatch, changes, kinds):
+    """Tracing a model traces each kind of layer once, however many layers it has."""
     traced = []
     attention = block.group_attention
     monkeypatch.setattr(block, "group_attention", lambda *args, **how: traced.append(1) or attention(*args, **how))
-    # A shape of its own, which no other test has traced before.
+    # A shape that no other test has traced.
     model = Transformer(dataclasses.replace(PLAIN, vocab_size=41, num_layers=6, **changes))
     tokens = jnp.zeros((B, T), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -159,7 +159,7 @@ def test_a_layer_is_traced_once_for_all_of_its_kind(monkeypatch, changes, kinds)
 
 
 @pytest.mark.parametrize("config", [RICH, SPARSE], ids=["rich", "sparse"])
-def test_bfloat16_compute_keeps_logits_in_float32_and_near(config):
+def test_bfloat16_compute_gives_close_float32_logits(config):
     model, params = make(config)
     tokens = batch()[0]
     half = Transformer(dataclasses.replace(config, dtype="bfloat16"))
@@ -175,7 +175,7 @@ HEADS = [(True, ""), (False, ""), (True, "_columns"), (False, "of wᵀ")]
 
 @pytest.mark.parametrize(("tied", "of"), HEADS, ids=["tied", "head", "tied, columns", "head, columns"])
 def test_logits_are_not_rounded_to_bfloat16(tied, of):
-    """By rows and columns: the float32 product of bfloat16 operands, not values on bfloat16's grid of 1/8."""
+    """Logits are float32 products of bfloat16 operands, by rows and columns, and not rounded to multiples of 1/8."""
     model, params = make(dataclasses.replace(PLAIN, tie_word_embeddings=tied, dtype="bfloat16"))
     table = np.abs(params["embed_tokens"]["embedding"] if tied else params["lm_head"]["kernel"].T)
     table = 24 * table / table.sum(axis=1, keepdims=True)
@@ -186,7 +186,7 @@ def test_logits_are_not_rounded_to_bfloat16(tied, of):
     variables = {"params": params}
     if of == "of wᵀ":
         variables, of = variables | {"columns": transformer.kernels_by_columns(params, model.config.dtype)}, ""
-    # Each operation by itself: as one program, XLA for CPUs may leave out what rounding there is between two of them.
+    # Operations run one by one, because in one program XLA for CPUs may skip the rounding between two of them.
     logits = model.apply(variables, hidden, method=f"unembed{of}")
     logits = np.asarray(logits.T if of else logits)
     assert logits.dtype == np.float32
@@ -194,13 +194,13 @@ def test_logits_are_not_rounded_to_bfloat16(tied, of):
     assert np.mean(logits == logits.astype(jnp.bfloat16)) < 0.1
 
 
-def test_a_gradient_is_finite_where_a_row_is_one_token():
+def test_gradient_is_finite_for_rows_of_one_token():
     model, params = make(PLAIN)
     loss = lambda params: group_logits(model, params, np.array([[3]]), np.array([[[5]]]), np.array([1])).sum()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
 
 
-def test_keys_are_not_kept_where_a_longer_sequence_would_rotate_them_anew():
+def test_lengths_that_change_the_rotary_frequencies_are_refused():
     check_rope_length(Rope(kind="longrope", scaling=(("original_max_position_embeddings", 8),)), 8)
     with pytest.raises(ValueError, match=r"up to 9 tokens in total, but beyond 8 .* rope_type 'longrope'.*shorter"):
         check_rope_length(Rope(kind="longrope", scaling=(("original_max_position_embeddings", 8),)), 9)
@@ -215,7 +215,7 @@ def test_keys_are_not_kept_where_a_longer_sequence_would_rotate_them_anew():
 
 
 def test_router_loss_by_hand():
-    """Two tokens of three count; both go to expert 0 by logits (2, 0) and (1, 0); k = 1, E = 2."""
+    """`router_loss` by hand: two of three tokens count, and logits (2, 0) and (1, 0) select expert 0; k = 1, E = 2."""
     sown = {"mlp": {"logits": (np.array([[[2.0, 0.0], [1.0, 0.0], [-9.0, 9.0]]]),)}}
     p0 = (1 / (1 + np.exp(-2.0)) + 1 / (1 + np.exp(-1.0))) / 2
     loss = jax.jit(router_loss, static_argnames="num_experts_per_token")

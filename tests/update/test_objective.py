@@ -86,7 +86,7 @@ def test_filler_groups_are_not_counted():
 
 
 def test_selected_tokens_are_not_selected_again_by_entropy():
-    """The loss uses the given selection: recomputed entropies may differ by an ulp and change what a threshold selects."""
+    """The loss uses the given selection: recomputed entropies may differ by an ulp, which could change it."""
     batch, log_probs, entropies = case()
     selected = jnp.zeros(batch.mask.shape, bool).at[0, 0, 0].set(True)
     config = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0)

@@ -154,8 +154,8 @@ def test_adapters_are_packed():
     assert_same_step(*both(policy.model, params, batch(), config))
 
 
-# "full": two rows of 12 tokens fill a sequence of 24. "a row each": one row of 12 leaves a block of a 16-token sequence
-# empty. "halves": short rows would take two sequences of 24 with blocks of 4, but with blocks of 2, two half sequences hold them all.
+# "full": two rows of 12 tokens fill a sequence of 24. "a row each": a row of 12 leaves one block of a 16-token sequence
+# empty. "halves": the short rows need two sequences of 24 with blocks of 4, but only two of 12 with blocks of 2.
 FULL, SHORT = np.full((4, G), T), np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 0, 0], [0, 3, 1, 1]])
 
 
