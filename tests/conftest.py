@@ -1,4 +1,4 @@
-"""Test configuration: no implicit rank promotion, eight CPU devices, and a persistent cache of compiled programs."""
+"""Test configuration: errors for rank promotion and (in pyproject.toml) warnings; eight CPU devices; compile cache."""
 
 import atexit
 import contextlib

@@ -74,7 +74,7 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
     assert len(lines) == 19
 
 
-def test_missing_keys_are_reported_but_rewards_may_be_optional(folder):
+def test_missing_keys_are_reported_and_rewards_may_be_omitted(folder):
     with pytest.raises(ValueError, match="has 3 errors") as caught:
         read_run(write_run(folder, model=None, data=None, rewards=None), load=ALL)
     assert [line.split()[0] for line in str(caught.value).split("\n")[1:]] == [*ALL]

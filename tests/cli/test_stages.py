@@ -36,7 +36,7 @@ def test_grpo_starts_from_the_sft_params_and_both_stages_resume(tmp_path, monkey
     with pytest.raises(AssertionError):
         chex.assert_trees_all_close(params, tiny_policy().params, atol=1e-3)
 
-    # The stage's directory is read like one from `sft` in Python, although 3 rows are not a multiple of a group.
+    # The stage's directory is read like one from `sft` in Python, although 3 rows do not form whole groups.
     run("export", kept / "sft", tmp_path / "out")
 
     # On resume, SFT is resumed unless GRPO has a checkpoint, and GRPO starts from SFT's params.

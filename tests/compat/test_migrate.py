@@ -35,7 +35,7 @@ def test_every_trl_field_is_ours_or_has_a_note():
     assert not (set(ELSEWHERE) | set(OTHER_NAMES)) & set(OURS)
     assert len(SAME) + len(ELSEWHERE) == 191  # the number of fields in TRL 1.16 with transformers 5.23
     for name, (default, kind, advice, _) in ELSEWHERE.items():
-        if kind == "not needed":  # a field that another setting replaces has another kind
+        if kind == "not needed":  # a field with a replacement must have another kind
             assert not re.search(r"^(use (?!mesh)|pass |set )|says it|switch|_FLAGS|JAX_", advice), name
         moved = from_trl({name: default})
         assert (moved.values, moved.translated, moved.left_out, moved.missing) == ({}, {}, {}, {}), name

@@ -152,7 +152,7 @@ def refusal(**given):
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words[:50] for _, words in BAD])
 def test_invalid_input_is_rejected_with_the_fix(given, words, monkeypatch):
     """An invalid input is rejected with a message that states the fix, such as the sizes that divide."""
-    monkeypatch.setattr("grpo_jax.run.collect.generate", lambda *_, **__: pytest.fail("sampled"))
+    monkeypatch.setattr("grpo_jax.run.collect.generate", lambda *_, **__: pytest.fail("sampling began"))
     text = refusal(**given)
     assert words in text
     assert len(text.split("\n")) == 1 or text.split("\n")[0].endswith("has 1 error:"), "a single error takes one line"

@@ -55,7 +55,7 @@ COUNTERS |= {"dict[str, list[float]]": {"kl": [0.1, 3]}}
 
 
 def test_checkpoint_holds_every_field_of_state_and_progress(tmp_path):
-    """A new field of `TrainState`, `Progress`, `Batch`, `Completions` or `Restored` that is not stored fails here."""
+    """A checkpoint stores every field of `TrainState`, `Progress`, `Batch`, `Completions` and `Restored`."""
     state = filled(TrainState)
     progress = Progress(**{field.name: COUNTERS[field.type] for field in dataclasses.fields(Progress)} | {"step": 3})
     pending = [
@@ -150,7 +150,7 @@ def test_when_a_save_is_due(tmp_path, monkeypatch):
 
 
 def test_donating_a_state_while_it_is_saved(tmp_path):
-    """On CPUs the arrays being written are views of device buffers, which the runtime must not reuse."""
+    """A state may be donated while it is saved: on CPUs its arrays are views of buffers that must not be reused."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state):

@@ -87,7 +87,7 @@ def test_zero_signal_groups_are_replaced_and_metrics_describe_the_first_rollout(
     assert m["completions/mean_length"] == pytest.approx(lengths.mean())
     assert (m["completions/min_length"], m["completions/max_length"]) == (lengths.min(), lengths.max())
     assert m["completions/clipped_ratio"] == np.mean([not row["ended"] for row in collected(run_of()).rows])
-    assert m["num_tokens"] == sum(float(some.sum()) for some in sampled), "dropped groups were sampled too"
+    assert m["num_tokens"] == sum(float(some.sum()) for some in sampled), "dropped groups count as sampled"
     assert m["dynamic_sampling/refills"] == 1
     assert m["dynamic_sampling/groups_without_signal"] == 3, "groups 1, 3 and 1 again"
 
@@ -177,6 +177,6 @@ def test_stream_is_read_only_as_far_as_needed(settings, count):
     for _ in range(2):
         run = run_of(rows=stream, **{"shuffle_dataset": True} | settings)
         assert [row["prompt"] for row in run.data.rows] == expected
-    assert len(made) <= 2 * (count + 5 + 1), "including the shuffle buffer"
+    assert len(made) <= 2 * (count + 5 + 1), "the stream was read too far"
     with pytest.raises(ValueError, match=r"dataset is an IterableDataset.*; set max_steps"):
         run_of(rows=stream, **settings | {"max_steps": -1})

@@ -29,7 +29,7 @@ def learn(**keywords):
 
 
 def test_custom_functions_with_builtin_formulas_give_the_same_params():
-    """Custom functions with the built-in formulas give identical params, or equal to rounding for token advantages."""
+    """Custom functions with the built-in formulas give identical params, up to rounding for per-token advantages."""
     of_groups = lambda rewards, mask, weights, config: compute_advantages(
         rewards, weights=weights, scale_rewards=config.scale_rewards
     )

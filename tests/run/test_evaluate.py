@@ -52,7 +52,7 @@ def test_evaluation_reward_equals_training_reward():
 
 
 def test_evaluation_and_training_share_no_random_key(monkeypatch):
-    """Evaluation and training with the same seed share no key: prompt, completion or token keys at any depth."""
+    """Evaluation and training with the same seed share no random key for prompts, completions or tokens."""
     keys = []
 
     def noted(*args, **how):

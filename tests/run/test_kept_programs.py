@@ -59,7 +59,7 @@ def test_second_process_loads_the_programs_of_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["several processes", "environment", "disabled", "own directory", "unwritable"])
-def test_no_cache_if_jax_has_one_the_directory_is_unwritable_or_processes_are_several(case, monkeypatch, tmp_path):
+def test_no_cache_if_configured_disabled_unwritable_or_multi_process(case, monkeypatch, tmp_path):
     settings = {
         "jax_compilation_cache_dir": "own" if case == "own directory" else None,
         "jax_enable_compilation_cache": case != "disabled",

@@ -100,7 +100,7 @@ def whole(tmp_path_factory):
 
 
 def test_run_killed_while_saving_resumes_bitwise(whole, tmp_path):
-    """A run killed while saving, amid the updates on one batch, resumes to a bitwise equal state."""
+    """A run killed while saving, between two updates on the same batch, resumes to a bitwise equal state."""
     paths = [*(path for path in sys.path if "tests" in path), str(Path(__file__).parent)]
     code = KILLED_IN_A_SAVE.format(paths=paths, step=4, run_dir=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -170,7 +170,7 @@ def test_incompatible_arguments_are_rejected_before_sampling():
 
 
 def test_prefetched_episodes_do_not_keep_their_environments():
-    """Episodes played one iteration ahead equal those played in time; their environments are not kept."""
+    """Episodes played one iteration ahead equal those without prefetching; their environments are not kept."""
     given = []
 
     def told(completions, environment_rewards, **more):
