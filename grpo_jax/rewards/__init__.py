@@ -1,7 +1,7 @@
 """Reward functions.
 
-`contract`: names, arguments and checks. `outcomes`: validation of results. `calls`: calling functions. `shipped`,
-`combine` and `answers`: built-in functions. `workers`: functions in worker processes.
+`contract`: names, arguments and checks. `outcomes`: validation of returned rewards. `calls`: function calls. `shipped`,
+`combine` and `answers`: built-in functions. `workers`: execution in worker processes.
 """
 
 from grpo_jax.rewards.answers import final_number, number_reward, sole_number

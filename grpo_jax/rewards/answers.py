@@ -1,7 +1,7 @@
-r"""Numbers in completions and datasets: extraction, exact parsing and comparison.
+r"""Numeric answers in completions and datasets: extraction, exact parsing and comparison.
 
-Currencies, units and percent signs are ignored: `$18`, `18 apples`, `18 %` and `18.00` are the number 18.
-For formulas, see `formula_reward`.
+Currencies, units and percent signs are ignored: `$18`, `18 apples`, `18 %` and `18.00` all have the value 18.
+To compare formulas, use `formula_reward`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LONGEST = 60
-"""Maximum length of a number in characters. It bounds the parsing time."""
+"""Maximum length of a number in characters, which bounds the parsing time."""
 
 _ADVICE = (
     "Remove such rows, or set the column to None and use accuracy_reward (compares strings) or formula_reward (compares"
@@ -57,16 +57,16 @@ _PHRASE = re.compile(
     r"(?:[^\d\n.:=]{0,60}?\b(?:is|are|be)\b(?!\s+not\b)|\s*(?:\([^()\n]{0,40}\)\s*)?[:=])(?=\s*([^\n]{1,200}))",
     re.IGNORECASE,
 )
-# Text allowed around the number of an answer: words and units, but no digits or operators.
+# Text allowed before and after an answer's number: words and units, but no digits or operators.
 _BEFORE = re.compile(r"(?:[^\W\d_√π∞]|[\s.,:;'\"$*(`])*")
 _AFTER = re.compile(r"(?![^\W\d_](?![^\W\d_])|[!*(/])(?:[^\W\d_√π∞]|[\s.,:;'\"$%°²³*()`]|/(?!\d))*")
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""Return the number that is the final answer of a completion or solution, or None if there is none.
+    r"""Return the final numeric answer in a completion or solution, or None if it does not contain an answer.
 
-    This is the last marked number (`#### 18`, `\boxed{18}` or `<answer>18</answer>`). If nothing is marked, it is
-    the last number after "the answer is", else the last number. Marked text must contain one number or a chain such as
+    The answer is the last marked number (`#### 18`, `\boxed{18}` or `<answer>18</answer>`), else the last number
+    after "the answer is", else the last number. Marked text must contain a single number or a chain such as
     `5 + 13 = 18`. Signs, decimals, commas between groups of digits, fractions (`3/4`, `\frac{3}{4}`) and exponents
     (`1e6`) are supported; number words are not.
 
@@ -90,7 +90,7 @@ def final_number(text: str) -> Fraction | None:
 def sole_number(text: str) -> Fraction | None:
     r"""Return the only number in a string, or in its last marked answer (see `final_number`).
 
-    Words and units are ignored. Returns None for no or several numbers, formulas, intervals and numerals with a base.
+    Words and units are ignored. Returns None for formulas, intervals, numerals with a base, and several or no numbers.
     """
     text = _plain(text)
     marked = _marked(text)
@@ -98,12 +98,12 @@ def sole_number(text: str) -> Fraction | None:
 
 
 def number_reward(column: str = "answer") -> RewardFn:
-    r"""Return a reward function that is 1 if a completion's final number equals a dataset column, else 0.
+    r"""Return a reward function that gives 1 if a completion's final number equals the value in a column, else 0.
 
-    The column holds numbers, strings, or solutions that end in `#### 18` (GSM8K). It is parsed with `sole_number`,
-    and completions with `final_number`. If the column is None, the completion is not scored. The function raises
-    ValueError if a value is not a single number (3√13, an interval, a word). A run calls its `check_rows` before
-    sampling to report all such rows.
+    The column contains numbers, strings, or solutions that end in `#### 18` (GSM8K). Its values are parsed with
+    `sole_number`, and completions with `final_number`. If the value is None, the completion is not scored. The function
+    raises ValueError if a value is not a single number (3√13, an interval, a word). A run calls the function's
+    `check_rows` before sampling, which reports all such rows.
 
     Example:
       >>> correct = number_reward()
@@ -134,7 +134,7 @@ class _NumberReward(ColumnReward):
         return truth
 
 
-# Cached, since the completions of a group share one answer.
+# Cached, since all completions in a group have the same answer.
 _truth_of = functools.lru_cache(1024)(sole_number)
 
 
@@ -152,7 +152,7 @@ def _marked(text: str) -> str | None:
 
 
 def _boxes(text: str) -> Iterator[tuple[int, str]]:
-    r"""Yield the start and the content of each complete `\boxed{…}`."""
+    r"""Yield the start index and the content of each complete `\boxed{…}`."""
     opened: list[tuple[int, int] | None] = []
     for match in _BOX.finditer(text):
         if match[0] != "}":
@@ -162,7 +162,7 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _sole(text: str) -> Fraction | None:
-    """Return the value of a string with one number among words and units, or of a chain `… = number`."""
+    """Parse a string that consists of words, units and one number, or a chain `… = number`. Returns None otherwise."""
     if "|" in text:  # |x| = 5 has two solutions
         return None
     text = re.sub(r"^\s*-\s+(?=[\d.$])", "-", text.rpartition("=")[2])
@@ -173,7 +173,7 @@ def _sole(text: str) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the value of a matched number, or None if it is too long or its denominator is 0."""
+    """Convert a matched number to a fraction, or return None if it is too long or its denominator is 0."""
     if len(match[0]) > LONGEST or (match["below"] and int(match["below"]) == 0):
         return None
     value = Fraction(match["above"].replace(",", "")) / int(match["below"] or 1)

@@ -1,4 +1,4 @@
-"""Calls of reward functions, validation of their results, and reward metrics.
+"""Calls to reward functions, validation of their results, and reward metrics.
 
 Reward functions follow TRL's contract (`grpo_jax.types.RewardFn`). All lists have B·G entries in prompt-major order:
 
@@ -6,7 +6,7 @@ Reward functions follow TRL's contract (`grpo_jax.types.RewardFn`). All lists ha
 prompts          p0    p0    p1    p1          the G completions of a prompt are adjacent
 completions      c00   c01   c10   c11         a string, or [{"role": "assistant", "content": string}]
 completion_ids   [..]  [..]  [..]  [..]        token ids without padding, with the EOS
-answer           a0    a0    a1    a1          each dataset column under its name
+answer           a0    a0    a1    a1          one argument per dataset column
 returned         1.0   0.0   None  1.0         None: this function does not score the completion
 ```
 """
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LOUD_SHARE = 0.1
-"""A warning is issued if more than this fraction of a function's completions have errors."""
+"""Fraction of completions with errors in a reward function above which a warning is issued."""
 
 
 class Rewards(NamedTuple):
-    """The rewards of a batch from K functions, and the values that the functions logged.
+    """Rewards for a batch from K functions, and the values that the functions logged.
 
     Attributes:
       values: rewards [B, G, K] float32, finite, or NaN for "not scored".
       stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (ddof 1 as in TRL;
         omitted if there are too few), `/missing` (fraction of completions without a score), `/errors` (number
-        of invalid results) and `/seconds`. `rewards/unscored` is the fraction of completions without any score.
+        of invalid results) and `/seconds`. `rewards/unscored` is the fraction of completions that no function scored.
       parts: rewards per turn or token, if a function returned them. `values` contains their sum.
       metrics: values logged with `log_metric`, keyed by name.
       columns: values logged with `log_extra`, one dict for each of the B·G completions.
@@ -79,12 +79,12 @@ def compute_rewards(
     trainer_state: TrainerState | None = None,
     on_error: str = "raise",
 ) -> Rewards:
-    """Compute the rewards of B·G completions with K reward functions.
+    """Compute rewards for B·G completions with K reward functions.
 
     Each function is called once with the keywords that it accepts, including `trainer_state`, `log_metric(name, value)`
-    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the synchronous ones. They share one
-    event loop per process, so they can reuse clients and locks. `turns` has the number of turns of each completion. If
-    it is None, functions cannot return rewards per turn or token.
+    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the synchronous functions. They
+    share one event loop per process, so they can reuse clients and locks. `turns` contains each completion's number of
+    turns. If `turns` is None, functions cannot return rewards per turn or token.
 
     An error is an exception, a result that is not a list of B·G values, or a value that is neither finite (as float32)
     nor None. If `on_error` is "raise", the first error raises RewardError. If it is "none", the completion (or all, if
@@ -127,7 +127,7 @@ def compute_rewards(
 
 
 def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[list[object], list[float]]:
-    """Call all functions. Returns their results or exceptions, and their times in seconds."""
+    """Call all functions. Returns the result or exception of each function, and its time in seconds."""
     outcomes, seconds = list[object](), list[float]()
     for fn in fns:
         started = time.perf_counter()
@@ -148,7 +148,7 @@ def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[li
 
 
 def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object, float]]:
-    """Await all concurrently on the event loop. Returns pairs (result or exception, time in seconds)."""
+    """Await all awaitables concurrently. Returns pairs (result or exception, time in seconds)."""
 
     async def outcome(awaitable: Awaitable[object]) -> tuple[object, float]:
         started = time.perf_counter()
@@ -172,7 +172,7 @@ def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object,
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of asynchronous rewards. It has a separate thread, since notebooks already run a loop."""
+    """Return the event loop for async rewards. It runs in a separate thread, since notebooks already run a loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="grpo_jax-rewards", daemon=True)
     thread.start()
@@ -188,7 +188,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _explain(name: str, failures: Failures, inputs: Mapping[str, Sequence[object]], num_generations: int) -> str:
-    """Describe the first error, with prompt and completion if it affects a single completion."""
+    """Describe the first error, with the prompt and completion if it affects a single completion."""
     index, failure = next(iter(failures.items()))
     message = f"reward function {name!r} {describe_failure(failure)}"
     if index is None:
@@ -212,20 +212,20 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 
 
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
-    """Compute Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64, or NaN if none did.
+    """Sum weighted rewards: Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64.
 
-    The default weights are 1. The metric `reward` is the mean of these sums.
+    The sum is NaN if no function scored the completion. The default weights are 1. The metric `reward` is the mean sum.
     """
     weighted = rewards * np.array([1.0] * rewards.shape[-1] if weights is None else weights)
     return np.where(np.isnan(rewards).all(axis=-1), np.nan, np.nansum(weighted, axis=-1))
 
 
 def mean_of_scored(totals: np.ndarray) -> float:
-    """Return the mean of all values that are not NaN, or NaN if there are none."""
+    """Average all values that are not NaN. Returns NaN if there are none."""
     scored = totals[~np.isnan(totals)]
     return float(scored.mean()) if scored.size else float("nan")
 
 
 def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean of each list, keyed by name."""
+    """Average each list, keeping the names as keys."""
     return {name: float(np.mean(items)) for name, items in values.items()}

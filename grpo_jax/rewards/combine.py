@@ -1,6 +1,6 @@
 """Reward functions built from other functions: per row, clipped and gated.
 
-A combined function reports the errors of its functions, and is asynchronous if any of them is.
+A combined function reports errors from the functions it calls, and is asynchronous if any of them is.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row, Scores
 
 ScoreFn = Callable[[str, "Row"], float | Awaitable[float | None] | None]
-"""Function of (completion, dataset row) that returns the completion's reward; None means "not scored"."""
+"""A function that maps (completion, dataset row) to a reward, or to None if the completion is not scored."""
 
 
 def from_row(fn: ScoreFn) -> RewardFn:
     """Build a reward function from `fn(completion, row)`, which scores one completion.
 
     `completion` is a string, even in conversations, and `row` is the dataset row with its `prompt`. An exception
-    affects only its completion. If `fn` is asynchronous, all completions are scored concurrently.
+    affects only the completion being scored. If `fn` is asynchronous, all completions are scored concurrently.
 
     Example:
       >>> correct = from_row(lambda completion, row: float(completion == row["answer"]))
@@ -82,18 +82,18 @@ def _without_exceptions(outcomes: list[Any]) -> list[Any]:
 
 
 def clipped(fn: RewardFn, low: float = -np.inf, high: float = np.inf) -> RewardFn:
-    """Return a reward function that clips the rewards of `fn` to [low, high]. Infinite rewards are still errors."""
+    """Return a reward function that clips rewards from `fn` to [low, high]. Infinite rewards are still errors."""
     if not low <= high:
         raise ValueError(f"low={low} must not exceed high={high}")
     return _Mapped(fn, functools.partial(np.clip, a_min=float(low), a_max=float(high)))
 
 
 def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: float | None = 0.0) -> RewardFn:
-    """Return a reward function with a gate: its value is `fn` if gate > threshold, else `otherwise`.
+    """Return a reward function that uses `fn` for completions with gate > threshold, and `otherwise` for all others.
 
     `fn`, for example an expensive judge, is called only with the completions that pass. Completions for which the gate
     returns None are not scored. If `otherwise` is None, completions that fail are not scored either. The policy then
-    learns to pass the gate only if the gate is also a reward function of the run.
+    learns to pass the gate only if the gate is also one of the run's reward functions.
 
     Example:
       >>> from grpo_jax.rewards import format_reward
@@ -106,7 +106,7 @@ def gated(gate: RewardFn, fn: RewardFn, *, threshold: float = 0.0, otherwise: fl
 
 @dataclasses.dataclass(frozen=True)
 class _Combinator:
-    """A reward function that calls other reward functions. It accepts the arguments of all of them."""
+    """A reward function that calls other reward functions and accepts all of their arguments."""
 
     fn: RewardFn
 
@@ -176,7 +176,7 @@ class _Gated(_Combinator):
 
 
 async def _call(fn: RewardFn, inputs: Inputs) -> tuple[np.ndarray, Failures]:
-    """Call a function. Returns its scores (NaN for None) and the errors of individual completions."""
+    """Call a function. Returns scores (NaN for None) and errors for individual completions."""
     outcome: object
     try:
         outcome = contract.call_selected(fn, inputs)

@@ -1,4 +1,4 @@
-"""The contract of reward functions: names, arguments, checks before a run, and logging."""
+"""The contract for reward functions: names, arguments, checks before a run, and logging."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from grpo_jax.types import RewardFn, Row
 
 SAMPLED = ("prompts", "completions", "completion_ids")
-"""Arguments with one entry per completion, in addition to the columns of the dataset."""
+"""Arguments with one entry per completion, in addition to the dataset columns."""
 
 EXTRAS = ("trainer_state", "log_metric", "log_extra")
 """Arguments that are not lists. They are passed only to functions that declare them."""
 
 Inputs = Mapping[str, Any]
-"""Arguments of reward functions, keyed by name: lists with one entry per completion, and `EXTRAS`."""
+"""Arguments for reward functions, keyed by name: lists with one entry per completion, and `EXTRAS`."""
 
 _Returned = TypeVar("_Returned")
 
 
 class RewardError(ValueError):
-    """Error raised if a reward function fails or returns an invalid value."""
+    """Raised if a reward function fails or returns an invalid value."""
 
 
 class SetupError(RewardError):
-    """Error in the program rather than in a completion. It ends the run regardless of `on_reward_error`."""
+    """Raised for errors in the program rather than in a completion. Ends the run regardless of `on_reward_error`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """Progress of a run, for reward functions that depend on it. A subset of TRL's `trainer_state`.
+    """Training progress, for reward functions that depend on it. A subset of TRL's `trainer_state`.
 
     `max_steps` is the total number of optimizer steps, or 0 outside a run. `epoch` counts passes over the dataset.
     """
@@ -49,7 +49,7 @@ class TrainerState:
 
 
 def as_list(reward_fns: RewardFn | Sequence[RewardFn]) -> list[RewardFn]:
-    """Return one or more reward functions as a list."""
+    """Convert one or more reward functions to a list. Raises ValueError for other values."""
     if isinstance(reward_fns, dict) or not (callable(reward_fns) or isinstance(reward_fns, Iterable)):
         raise ValueError(f"reward_fns must be a function or a list of functions; got {show(reward_fns)}")
     fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
@@ -60,14 +60,14 @@ def as_list(reward_fns: RewardFn | Sequence[RewardFn]) -> list[RewardFn]:
 
 
 def function_name(fn: Callable[..., object]) -> str:
-    """Return the name of a function, of the function wrapped by a partial, or of a callable object's class."""
+    """Return the name of a function, of a partial's wrapped function, or of a callable object's class."""
     if isinstance(fn, functools.partial):
         return function_name(fn.func)
     return getattr(fn, "__name__", type(fn).__name__).strip("<>")
 
 
 def reward_names(reward_fns: RewardFn | Sequence[RewardFn]) -> list[str]:
-    """Return unique names of reward functions, for metrics. The second function with the name `name` gets `name_2`."""
+    """Return unique names for use in metrics. A second function that is called `name` gets the name `name_2`."""
     names: list[str] = []
     for fn in as_list(reward_fns):
         name = function_name(fn)
@@ -77,7 +77,7 @@ def reward_names(reward_fns: RewardFn | Sequence[RewardFn]) -> list[str]:
 
 
 def parameters_of(fn: Callable[..., object]) -> list[inspect.Parameter]:
-    """Return the parameters of a function, or `**kwargs` for a builtin without a signature."""
+    """Return a function's parameters, or `**kwargs` for a builtin without a signature."""
     try:
         return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -90,7 +90,7 @@ def takes_everything(fn: Callable[..., object]) -> bool:
 
 
 def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
-    """Return a dict that maps each keyword argument of a function to whether it is required.
+    """Return a dict that maps a function's keyword arguments to True if they are required.
 
     A callable object with `**kwargs` can declare additional arguments in `reward_arguments`, a dict of the same form.
     """
@@ -105,7 +105,7 @@ def _bound(fn: Callable[..., object]) -> Mapping[str, object]:
 
 
 def is_async(fn: Callable[..., object]) -> bool:
-    """Return whether `fn` is declared as asynchronous or has an attribute `is_async` that is true."""
+    """Return whether `fn` is declared with `async def` or has a true attribute `is_async`."""
     if isinstance(fn, functools.partial):
         return is_async(fn.func)
     declared = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
@@ -119,7 +119,7 @@ def check_reward_fns(
     argument: str = "the dataset",
     rows: Sequence[Row] = (),
 ) -> None:
-    """Raise ValueError if a reward function cannot be called with the `columns` of a dataset, or rejects its `rows`.
+    """Raise ValueError if a reward function cannot be called with a dataset's `columns` or rejects its `rows`.
 
     If `columns` is None, only the types are checked. `argument` is the name of the dataset in error messages.
     """
@@ -140,7 +140,7 @@ def check_reward_fns(
 def check_rows(
     reward_fns: RewardFn | Sequence[RewardFn], rows: Sequence[Row], *, argument: str = "the dataset"
 ) -> None:
-    """Call `check_rows(rows, argument=...)` of each function that has this method, and raise all errors together."""
+    """Call the method `check_rows(rows, argument=...)` of each function that has it. Raises all errors together."""
     problems = []
     for fn in as_list(reward_fns):
         check = getattr(fn.func if isinstance(fn, functools.partial) else fn, "check_rows", None)
@@ -174,7 +174,7 @@ _IMMUTABLE = frozenset((str, int, float, bool, complex, bytes, type(None)))
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy lists, dicts, tuples, sets and arrays recursively. Other objects may be large, so they are not copied."""
+    """Copy lists, dicts, tuples, sets and arrays recursively. Other objects are not copied, as they may be large."""
     kind = type(value)
     if kind in _IMMUTABLE:
         return value
@@ -192,7 +192,7 @@ def copy_containers(value: Any) -> Any:
 
 
 def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
-    """Return the inputs that a function accepts. Lists are copied, so functions cannot modify each other's inputs."""
+    """Return the inputs that a function accepts. Lists are copied, so that functions cannot modify shared inputs."""
     named, bound, everything = arguments_of(fn), _bound(fn), takes_everything(fn)
     selected = {}
     for name, value in inputs.items():
@@ -213,7 +213,7 @@ RUN_METRICS = {
     "entropy", "entropy_bonus", "entropy_coef", "selected_entropy", "selected_tokens", "clip_fraction",
     "clip_fraction_low", "clip_fraction_high", "clip_fraction_delta",
 }  # fmt: skip
-"""Metrics that the run itself logs, so that `log_metric` rejects them. See `check_metrics` for rollout metrics."""
+"""Metrics that the run itself logs. `log_metric` rejects these names; `check_metrics` rejects rollout metrics."""
 
 RUN_METRIC_PREFIXES = ("eval/", "seconds/", "sampler/", "dynamic_sampling/")
 RUN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
@@ -221,14 +221,14 @@ RUN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "turn_rewards
 
 
 class Log:
-    """Metrics and columns logged by the reward functions of one batch."""
+    """Metrics and columns that reward functions log for one batch."""
 
     def __init__(self, count: int):
         self.metrics: dict[str, list[float]] = {}
         self.columns: list[Row] = [{} for _ in range(count)]
 
     def metric(self, name: str, value: float) -> None:
-        """Log a scalar. The step's metrics contain the mean of all values logged under the same name."""
+        """Log a scalar. If several values are logged under the same name in a step, their mean is reported."""
         check_metrics([name], [name] if name.startswith(RUN_METRIC_PREFIXES) else RUN_METRICS)
         self.metrics.setdefault(name, []).append(float(value))
 

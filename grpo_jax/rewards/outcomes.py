@@ -1,4 +1,4 @@
-"""Validation of the rewards that reward functions return for completions, turns or tokens."""
+"""Validation of returned rewards for completions, turns or tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_jax.rewards.contract import RewardError
 if TYPE_CHECKING:
     from grpo_jax.types import Scores
 
-# A Python float, since comparing with a NumPy float32 converts the other operand, which may overflow.
+# A Python float, since a comparison with a NumPy float32 would convert the other operand, which may overflow.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Failures = dict[int | None, BaseException | str]
@@ -22,26 +22,26 @@ Failures = dict[int | None, BaseException | str]
 
 
 class PartialRewards(RewardError):
-    """Error raised by a reward function that could score only some of its completions.
+    """Raised by a reward function that could score only some of its completions.
 
-    `values` has a float or None for each completion. `failures` contains the reasons for missing values.
+    `values` contains a float or None for each completion, and `failures` the reasons for missing values.
     """
 
     def __init__(self, values: Scores, failures: Failures):
         index, failure = next(iter(failures.items()))
         which = "all: the function" if index is None else f"{len(failures)} of {len(values)}: completion {index}"
-        super().__init__(f"missing rewards of {which} {describe_failure(failure)}")
+        super().__init__(f"missing rewards for {which} {describe_failure(failure)}")
         self.values = list(values)
         self.failures: Failures = dict(failures)
 
 
 def describe_failure(failure: BaseException | str) -> str:
-    """Describe an error with a verb phrase that follows the name of the function."""
+    """Return a verb phrase that describes an error, to follow the function's name in a message."""
     return failure if isinstance(failure, str) else f"raised {type(failure).__name__}: {failure}"
 
 
 def as_scores(values: np.ndarray, failures: Failures) -> list[float | None]:
-    """Return scores as a list with None for NaN. Raises `PartialRewards` if there are errors."""
+    """Convert scores to a list with None for NaN. Raises `PartialRewards` if there are errors."""
     scores = [None if np.isnan(value) else float(value) + 0.0 for value in values]  # + 0.0 turns −0 into 0
     if failures:
         raise PartialRewards(scores, failures)
@@ -51,10 +51,10 @@ def as_scores(values: np.ndarray, failures: Failures) -> list[float | None]:
 def read_outcome(
     outcome: object, count: int, read: Callable[[int, object], float | str] | None = None
 ) -> tuple[np.ndarray, Failures]:
-    """Validate the result or exception of a reward function.
+    """Validate a reward function's result or exception.
 
     Returns scores [count] float64 (NaN if missing) and errors. `read(index, value)` converts one completion's value to
-    a float or an error message. The default is `read_number`.
+    a float or an error message. If `read` is None, `read_number` is used.
     """
     if isinstance(outcome, PartialRewards):
         values, failures = read_outcome(outcome.values, count, read)
@@ -77,8 +77,8 @@ def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
     if isinstance(outcome, BaseException):
         return outcome
     try:
-        if hasattr(outcome, "tolist"):  # arrays of NumPy, JAX and PyTorch: one transfer instead of one per element
-            outcome = outcome.tolist()  # raises if the asynchronous computation of the array failed
+        if hasattr(outcome, "tolist"):  # NumPy, JAX and PyTorch arrays: one transfer instead of one per element
+            outcome = outcome.tolist()  # raises if the array's asynchronous computation failed
         listed = isinstance(outcome, Iterable) and not isinstance(outcome, (str, bytes, Mapping, set, frozenset))
         items = list(itertools.islice(outcome, count + 1)) if listed else None  # a generator may be infinite
     except Exception as error:
@@ -132,12 +132,12 @@ def read_parts(
     tokens: Sequence[int],
     found: list[RewardParts],
 ) -> float | str:
-    """Return the reward of a completion (NaN for None) or an error message. Appends rewards of its parts to `found`.
+    """Return a completion's reward (NaN for None) or an error message. Appends rewards for its parts to `found`.
 
-    `item` is a number, None, a list with one reward per turn, or an array with one reward per token. The reward of the
-    completion is their sum. `turns` and `tokens` have the number of turns and tokens of each completion.
+    `item` is a number, None, a list with one reward per turn, or an array with one reward per token. The completion's
+    reward is the sum. `turns` and `tokens` contain each completion's number of turns and tokens.
     """
-    to_list = getattr(item, "tolist", None)  # arrays and scalars of NumPy and JAX
+    to_list = getattr(item, "tolist", None)  # NumPy and JAX arrays and scalars
     plain = item if to_list is None else to_list()
     if not isinstance(plain, (list, tuple)):
         return read_number(item)
@@ -159,8 +159,8 @@ def place_rewards(
 ) -> np.ndarray:
     """Convert rewards [B, G, K] and their parts to rewards per token [B, G, T, K] float32. NaN means "not scored".
 
-    The reward of a completion or a turn is placed at its last sampled token. `turns` [B, G, T] is the turn index of
-    each sampled token and −1 elsewhere; `attended` [B, G, T] is True on all tokens of a completion.
+    The reward for a completion or a turn is placed at its last sampled token. `turns` [B, G, T] contains the turn index
+    of each sampled token and −1 elsewhere; `attended` [B, G, T] is True on all of a completion's tokens.
     """
     b, g, t = turns.shape
     turns, attended = turns.reshape(-1, t), attended.reshape(-1, t)

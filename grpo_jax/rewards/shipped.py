@@ -1,4 +1,4 @@
-"""Factories of built-in reward functions, which can be pickled for worker processes."""
+"""Factories for built-in reward functions. The functions can be pickled for worker processes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def completion_text(completion: str | Messages) -> str:
 
 
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:
-    """Return a reward function that is 1 if a completion's answer equals `str(row[column])`, both stripped, else 0.
+    """Return a reward function that gives 1 if a completion's answer equals `str(row[column])`, else 0.
 
-    If the column is None, the completion is not scored. `extract` selects the answer in the completion. A regular
-    expression selects the first group of its last match, or the whole match if it has no groups (`.` matches line
-    breaks). A function returns the answer, or None if not found. If `extract` is None, the whole completion is used.
+    Both are stripped of whitespace. If the column is None, the completion is not scored. `extract` selects the answer:
+    a regular expression selects the first group in its last match, or the whole match if it has no groups (`.` matches
+    line breaks); a function returns the answer or None. If `extract` is None, the whole completion is the answer.
 
     Example:
       >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")
@@ -55,7 +55,7 @@ class ColumnReward:
     def reject_rows(
         self, rows: Sequence[Row], read: Callable[[str], object], argument: str, kind: str, advice: str
     ) -> None:
-        """Raise ValueError if `read` finds no answer of this `kind` in a row. Rows whose column is None are valid."""
+        """Raise ValueError if `read` finds no answer of this `kind` in a row. A row with None is valid."""
         truths = [row.get(self.column) for row in rows]
         bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
         if bad:
@@ -91,7 +91,7 @@ def format_reward(pattern: str) -> RewardFn:
     """Return a reward function that gives 1 if the whole completion matches `pattern`, where `.` matches line breaks.
 
     Example:
-      >>> thinks_first = format_reward(r"<think>(?!.*<think>).*?</think>.*")  # `think_format_reward` of TRL
+      >>> thinks_first = format_reward(r"<think>(?!.*<think>).*?</think>.*")  # TRL's `think_format_reward`
       >>> thinks_first(completions=["<think>hm</think> 4", "4"])
       [1.0, 0.0]
     """
@@ -115,7 +115,7 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
-    """Penalize completions near the maximum length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
+    """Return a reward function that penalizes length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
 
     L_max is `max_completion_len`, L_cache is `soft_punish_cache`; |y| includes the EOS. DAPO, arXiv 2503.14476, eq. 13.
     """
@@ -136,10 +136,10 @@ class _SoftOverlong:
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFn:
-    """Penalize repeated n-grams of tokens: r = max_penalty · (1 − distinct n-grams / n-grams).
+    """Return a reward function that penalizes repeated n-grams: r = max_penalty · (1 − distinct n-grams / n-grams).
 
-    Demystifying Long Chain-of-Thought Reasoning, arXiv 2502.03373, appendix C.2. Shorter completions get a reward of 0.
-    The reward function is named "repetition".
+    An n-gram has `ngram_size` tokens; shorter completions get 0. The function is named "repetition". From Demystifying
+    Long Chain-of-Thought Reasoning, arXiv 2502.03373, appendix C.2.
     """
     if ngram_size < 1:
         raise ValueError(f"ngram_size must be at least 1; got {ngram_size}")
@@ -164,15 +164,15 @@ class _Repetition:
 
 
 def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> RewardFn:
-    """Return a reward function that is 1 if math-verify finds the correct answer in a completion, else 0.
+    """Return a reward function that gives 1 if math-verify finds the correct answer in a completion, else 0.
 
     [math-verify](https://github.com/huggingface/Math-Verify) compares formulas; `number_reward` compares only numbers
-    (see docs/suites.md). The column holds a number, a LaTeX formula with or without dollar signs, a string with
+    (see docs/suites.md). The column contains a number, a LaTeX formula with or without dollar signs, a string with
     `\\boxed{…}`, or a solution that ends in `#### 18` (GSM8K). If it is None, the completion is not scored.
 
     Parsing a formula may not terminate, so each completion is scored in a worker process (`isolated`) within `timeout`
-    seconds. If `timeout` is None, this process scores them without a limit. A run calls the function's `check_rows`
-    before sampling, which rejects rows whose column math-verify cannot parse.
+    seconds. If `timeout` is None, completions are scored in this process, without a limit. A run calls the function's
+    `check_rows` before sampling, which rejects rows with values that math-verify cannot parse.
     """
     package = import_extra("math_verify", "math-verify")
     made = _FormulaReward(column, package.parse, package.verify)
@@ -181,7 +181,7 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
 
 @dataclasses.dataclass(frozen=True)
 class _FormulaReward(ColumnReward):
-    """Result of `formula_reward`. Unpickling `parse` in a worker imports math-verify before the timeout starts."""
+    """See `formula_reward`. Unpickling `parse` in a worker imports math-verify before the timeout starts."""
 
     parse: Callable[..., list[object]]
     verify: Callable[..., bool]
@@ -207,7 +207,7 @@ class _FormulaReward(ColumnReward):
         self.reject_rows(rows, read, argument, "formula that math-verify can parse", advice)
 
 
-@functools.lru_cache(1024)  # the completions of a group share one answer
+@functools.lru_cache(1024)  # all completions in a group have the same answer
 def _truth_of(parse: Callable[..., list[object]], text: str) -> list[object]:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about disabled timeouts
     text = text.rpartition("####")[2].strip()  # GSM8K

@@ -1,4 +1,4 @@
-"""Reward functions in worker processes, with limits on time and memory.
+"""Execution of reward functions in worker processes, with limits on time and memory.
 
 A batch is split into calls to a `pebble.ProcessPool`, which return scores and errors as JSON. This is not a sandbox: a
 worker can read and write files, use the network and start processes. Run untrusted code in a container.
@@ -56,24 +56,24 @@ def isolated(
 ) -> RewardFn:
     """Return a reward function that calls `fn` in worker processes, which are killed if a call takes too long.
 
-    Workers start at the first call as new interpreters, import the function by name (with JAX on the CPU) and exit with
-    this process. The function must be at the top level of a module other than the running script.
+    Workers start as new interpreters at the first call, import the function by name (with JAX on the CPU) and exit when
+    this process exits. The function must be defined at the top level of a module other than the running script.
 
-    An error (exception, exceeded limit, crashed worker) affects only the completions of its call. Processes started by
+    An error (exception, exceeded limit, crashed worker) affects only the completions in that call. Processes started by
     a killed call are also killed. Each reply must repeat a random number from its call, so a function cannot forge the
     reply to a different call. Nothing else is restricted; see SECURITY.md.
 
     Args:
       fn: a sync or async reward function without the arguments `log_metric` and `log_extra`.
-      timeout: time limit of one call in seconds. A batch of n calls takes at most ceil(n / workers) · timeout, plus
-        restarts.
-      memory_mb: limit of the address space in MiB, beyond the size after the imports (Linux). None disables it.
-      workers: number of processes.
+      timeout: time limit per call in seconds. A batch that is split into n calls takes at most
+        ceil(n / workers) · timeout, plus restarts.
+      memory_mb: limit on the address space in MiB, in addition to its size after imports (Linux). None disables it.
+      workers: number of worker processes.
       completions_per_call: number of completions per call. The limits apply to each call. If None, the batch is split
         evenly among the workers.
 
     Returns:
-      A reward function with the name and arguments of `fn`.
+      A reward function with the same name and arguments as `fn`.
 
     Raises:
       ValueError: if a limit is not positive, if `fn` logs values, or if it cannot be sent to a worker process.
@@ -121,7 +121,7 @@ class _IsolatedFunction:
         values, failures = np.full(count, np.nan), Failures()
         for span, (scores, found) in zip(spans, outcomes, strict=True):
             values[span] = scores
-            if None in found and len(spans) > 1:  # the whole call failed, but it has only part of the batch
+            if None in found and len(spans) > 1:  # the whole call failed, but it contained only part of the batch
                 found = dict.fromkeys(range(len(scores)), found[None])
             failures |= {None if index is None else span.start + index: failure for index, failure in found.items()}
         return as_scores(values, failures)
@@ -130,14 +130,14 @@ class _IsolatedFunction:
         contract.check_rows(self.fn, rows, argument=argument)
 
     def close(self) -> None:
-        """Stop the workers. The next call starts new ones."""
+        """Stop the workers. The next call starts new workers."""
         if self._pool is not None:
             _stop(self._pool).join()
             self._finalizer.detach()
             self._pool = None
 
     def _call_all(self, calls: Sequence[tuple[int, bytes]]) -> list[_Outcome]:
-        """Run calls, given as (number of completions, pickled arguments). Returns the scores and errors of each."""
+        """Run calls, given as (number of completions, pickled arguments). Returns scores and errors for each call."""
         outcomes: dict[int, _Outcome] = {}
         try:
             # Retry: pebble abandons a pool if a worker dies while it is idle or before it acknowledges its call.
@@ -151,7 +151,7 @@ class _IsolatedFunction:
         return [outcomes.get(i, _unscored(count, _NO_REPLY)) for i, (count, _) in enumerate(calls)]
 
     def _started_pool(self) -> ProcessPool:
-        """Return the pool. Starts it and loads the function in a worker if necessary."""
+        """Return a running pool. If there is none, start one and load the function in a worker."""
         if self._pool is not None and self._pool.active:
             return self._pool
         from pebble import ProcessPool
@@ -167,7 +167,7 @@ class _IsolatedFunction:
         return pool
 
     def _schedule(self, pool: ProcessPool, calls: Sequence[tuple[int, bytes]], timeout: float) -> list[_Outcome | None]:
-        """Run calls in the pool. Returns scores and errors of each call, or None if the pool broke before it ended."""
+        """Run calls in the pool. Returns scores and errors for each call, or None for calls that a broken pool lost."""
         requests = [(secrets.token_hex(8), count, inputs) for count, inputs in calls]
         try:
             futures = [pool.schedule(_serve, request, timeout=timeout) for request in requests]
@@ -206,7 +206,7 @@ class _IsolatedFunction:
         return _unscored(count, failure)
 
     def _describe(self, error: BaseException) -> str:
-        """Describe the failure of a worker with a verb phrase that follows the function's name."""
+        """Return a verb phrase that describes a worker failure, to follow the function's name in a message."""
         from pebble import ProcessExpired
 
         if isinstance(error, TimeoutError):
@@ -230,7 +230,7 @@ def _read_score(_: int, item: object) -> float | str:
 
 
 def _stop(pool: ProcessPool) -> threading.Thread:
-    """Stop all workers in a new thread, since the garbage collector may call this in a thread of the pool."""
+    """Stop all workers from a new thread, since the garbage collector may call this function in a pool thread."""
     thread = threading.Thread(target=lambda: (pool.stop(), pool.join()))
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""The compiled functions of a rollout: prompt prefill, decoding, prefill of observations, and cache rearrangement."""
+"""Compiled functions for rollouts: prompt prefill, decoding, observation prefill, and cache rearrangement."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Tree = TypeVar("Tree")
 
 
 class Stream(flax.struct.PyTreeNode):
-    """Device state of completions that are decoded together.
+    """Device state for completions that are decoded together.
 
     At each step, all completions write to the same slot of a ring buffer. A completion whose turn has ended does not
-    write while the others continue. Before its next turn, `move` rotates the ring of each completion, so that all of
-    them end in the same slot:
+    write while the others continue. Before its next turn, `move` rotates the ring of each completion so that all
+    completions end in the same slot:
 
     ```
                        turn ends             rotated       read next
@@ -46,8 +46,8 @@ class Stream(flax.struct.PyTreeNode):
     ```
     """
 
-    prefix: Prefix  # keys and values, or recurrent states, of the B prompts
-    cache: Cache  # keys and values, or states, of the completions, in a ring of slots; squeezed by `_without_ones`
+    prefix: Prefix  # keys and values, or recurrent states, for the B prompts
+    cache: Cache  # keys and values, or states, for the completions in a ring of slots; see `_without_ones`
     token: jax.Array  # [B, G] last token of each completion, not yet in the cache
     ended: jax.Array  # [B, G] True if the completion or its turn has ended
     keys: jax.Array  # [B, G] typed PRNG keys
@@ -63,7 +63,7 @@ Uncached = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def _without_ones(cache: Cache) -> Cache:
-    """Squeeze the axes B, H_kv and G that have size 1. XLA's CPU backend copies unsqueezed caches at every step."""
+    """Squeeze B, H_kv and G axes of size 1. XLA's CPU backend would copy an unsqueezed cache at every step."""
     return jax.tree.map(lambda x: x.squeeze(tuple(i for i in range(x.ndim - 2) if x.shape[i] == 1)), cache)
 
 
@@ -114,8 +114,8 @@ def prefill(
 ) -> tuple[Stream, Drawn]:
     """Prefill the prompts and draw the first token of each completion.
 
-    The completions start at `slot`. `turns` is True if completions have several turns. On a mesh, the cached keys and
-    values are sharded over prompts and heads.
+    The completions start at `slot`. `turns` is True for completions with several turns. On a mesh, the cached keys
+    and values are sharded over prompts and heads.
     """
     stream, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings, turns=turns)
     cache = empty_cache(stream.prefix.layers, keys.shape[1], slots)
@@ -138,8 +138,8 @@ def refill(
 ) -> tuple[Stream, Drawn]:
     """Replace the ended groups at indices `places` [B'] with new prompts.
 
-    `stream` is passed without its cache, which is not modified: slots before the first slot of a new group are never
-    read, and a recurrent layer starts from the prompt's state when it processes the first token of a completion.
+    `stream` is passed without its cache, which does not need to be reset: slots before a new group's first slot are
+    never read, and a recurrent layer starts from the prompt's state when it processes a completion's first token.
     """
     new, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings)
     return jax.tree.map(lambda old, x: old.at[places].set(x), stream, new), drawn
@@ -159,11 +159,11 @@ def decode_burst(
     steps: int,
     fixed: bool = False,
 ) -> tuple[tuple[Cache, jax.Array, jax.Array, jax.Array | None], Drawn]:
-    """Draw at most `steps` tokens of each completion, starting at `slot`, until all completions have ended.
+    """Draw up to `steps` tokens for each completion, starting at `slot`, until all completions have ended.
 
-    The cache is a separate argument because only it is donated. `count` is the maximum number of tokens to draw: [] for
-    one turn, [B, G] for several. With `fixed`, all `steps` run, because on a GPU or a mesh a loop with a data-dependent
-    end waits for the host. Returns the stream's new cache, token, ended and stop_state, and the drawn tokens.
+    The cache is a separate argument because only the cache is donated. `count` is the maximum number of tokens to draw:
+    a scalar for one turn, [B, G] for several. If `fixed`, all `steps` run: on a GPU or a mesh, a data-dependent loop
+    would wait for the host. Returns the stream's new cache, token, ended and stop_state, and the drawn tokens.
     """
     b, g = stream.token.shape
     chex.assert_shape([stream.ended, stream.keys], (b, g))
@@ -174,7 +174,7 @@ def decode_burst(
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
     # On a mesh the head is resharded once per burst, outside the loop. With several turns it is not resharded, so that
-    # its rounding is the same as in `read_chunk`.
+    # logits are rounded in the same way as in `read_chunk`.
     mesh, axes = settings.mesh, vocabulary_axes(model.config.vocab_size, settings.mesh)
     head_model, head = for_head((model, variables), None if turns else mesh, axes)
 
@@ -278,11 +278,11 @@ def move(
     parts: int = 1,
     mesh: Mesh | None = None,
 ) -> tuple[Stream, ...]:
-    """Gather completions from all streams into `parts` new streams, with caches of `slots` slots.
+    """Gather completions from all streams into `parts` new streams whose caches have `slots` slots.
 
-    `groups` [B'] are the indices of the groups to keep, and `order` [B', G'] the indices of the completions within each
-    group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] is the new first slot of
-    each completion, for one stream with several turns. If None, the slots are unchanged.
+    `groups` [B'] contains the indices of the groups to keep, and `order` [B', G'] the indices of the completions within
+    each group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] is each completion's
+    new first slot, for a single stream with several turns. If `start` is None, the slots are unchanged.
     """
     whole = concatenate([x.replace(cache=_with_ones(x)) for x in streams])
 
@@ -307,7 +307,7 @@ def move(
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
 def grow(stream: Stream, *, slots: int, mesh: Mesh | None = None) -> Stream:
-    """Enlarge the cache of a stream to `slots` slots."""
+    """Enlarge a stream's cache to `slots` slots."""
     return place_stream(stream.replace(cache=pad_slots(stream.cache, slots)), mesh, constrain)
 
 
@@ -330,7 +330,7 @@ def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -
 def generate_traced(
     model: CachedModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
-    """Return completions of one turn from a single compiled loop; used when `generate` is called under `jit`."""
+    """Generate single-turn completions in one compiled loop. `generate` calls this function under `jit`."""
     stream, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
     if length > 1:
         steps = length - 1
@@ -344,7 +344,7 @@ def generate_traced(
 def generate_uncached(
     model: Model, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
-    """Return completions of one turn from a model without a cache. Each step processes all tokens again."""
+    """Generate single-turn completions with a model that has no cache. Each step processes all tokens again."""
     b, g = keys.shape
 
     def step(t: jax.Array, carry: Uncached) -> Uncached:

@@ -1,4 +1,4 @@
-"""Sampling of tokens from hidden states: random numbers per token index, and draws from sharded logits."""
+"""Token sampling from hidden states: random numbers for each token index, and draws from sharded logits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from grpo_jax.models.sharding import constrain
 from grpo_jax.types import CachedModel, Params
 
 Variables = dict[str, Params]
-"""Variable collections of a model: "params", and on a CPU also "columns"."""
+"""A model's variable collections: "params" and, on a CPU, "columns"."""
 
 
 class DecodeSettings(NamedTuple):
-    """Settings of token sampling and turn ends. Hashable, because they are a static argument of compiled functions.
+    """Settings for sampling tokens and ending turns. Hashable, so that they can be a static argument of `jax.jit`.
 
-    `eos_token_ids` contains EOS ids and stop ids. `stops` is the automaton for stop strings; it is compiled in as a
-    constant, with one or two bytes per token of the vocabulary. `mesh` is None on one device.
+    `eos_token_ids` contains EOS ids and stop ids. `stops` is the automaton for stop strings; it becomes a compile-time
+    constant with one or two bytes per vocabulary token. `mesh` is None on one device.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
 def draw_next(
     model: CachedModel, variables: Variables, u: jax.Array, hidden: jax.Array, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """Return tokens [B, G] drawn after hidden states [B, G, D] with uniforms [B, G, 2], and their log-probs."""
+    """Draw tokens [B, G] from hidden states [B, G, D] with uniforms [B, G, 2]. Returns the tokens and log-probs."""
     sampling, mesh = settings.sampling, settings.mesh
 
     def by_rows(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +91,7 @@ def draw_next(
         logits = process_logits(model.apply(variables, rows, method="unembed_columns"), sampling)
         return jax.tree.map(lambda x: x.reshape(u.shape[:-1]), draw_tokens(u.reshape(-1, 2), logits, axis=0))
 
-    # On a CPU, multiplying a large embedding table by a few columns is 25 % faster than a few rows by the table.
+    # On a CPU, multiplying a large embedding table by a few columns is 25% faster than multiplying a few rows by it.
     plain = sampling.temperature > 0 and sampling == Sampling(sampling.temperature)
     if model.config.tie_word_embeddings and plain:
         return jax.lax.platform_dependent(u, hidden, cpu=by_columns, default=by_rows)
@@ -120,7 +120,7 @@ def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Ar
     """Return uniforms [steps, B, G, 2] for the token indices first, first + 1, …; `first` is [], [B] or [B, G].
 
     One wide draw per burst is cheaper than many narrow draws. The draw is flat, because XLA's CPU backend compiles it
-    two to three times as fast as a four-dimensional draw. B is its major axis, so that it is sharded over prompts.
+    two to three times as fast as a four-dimensional draw. B is the major axis, so that prompts can be sharded.
     """
     first = jnp.broadcast_to(first, jnp.shape(first) or keys.shape[:1])
     first = jnp.broadcast_to(first if first.ndim == 2 else first[:, None], keys.shape)

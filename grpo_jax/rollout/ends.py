@@ -18,13 +18,13 @@ from grpo_jax.text.completions import special_tokens, token_bytes
 from grpo_jax.types import Tokenizer
 
 _KNOWN: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Stops]] = weakref.WeakKeyDictionary()
-"""Cache of automata, keyed by tokenizer and strings. Building one takes seconds for a large vocabulary."""
+"""Automata cached by tokenizer and stop strings. Building an automaton for a large vocabulary takes seconds."""
 
 
 def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
-    """Return the cached automaton for stop strings, over the bytes of a tokenizer's tokens except special tokens.
+    """Return a cached automaton that matches stop strings against the bytes of a tokenizer's non-special tokens.
 
-    Raises ValueError if the tokenizer is missing, or a string contains a special token or cannot be formed from tokens.
+    Raises ValueError if `tokenizer` is None, or if a string contains a special token or cannot be formed from tokens.
     """
     if tokenizer is None:
         raise ValueError(f"stop={show(list(strings))} needs a tokenizer; pass tokenizer.")
@@ -56,7 +56,7 @@ class TurnEnds(NamedTuple):
     def read(
         cls, stop: str | Sequence[str] | None, stop_token_ids: int | Sequence[int] | None, max_turn_length: int | None
     ) -> TurnEnds:
-        """Validate these arguments of `generate` and return them in canonical form. Raises ValueError if invalid."""
+        """Validate these `generate` arguments and convert them to canonical form. Raises ValueError if invalid."""
         if max_turn_length is not None and not (int(max_turn_length) == max_turn_length >= 1):
             raise ValueError(f"max_turn_length must be an integer ≥ 1; got {max_turn_length!r}.")
         (strings, problem), (ids, ids_problem) = read_stop(stop), read_token_ids(stop_token_ids)
@@ -67,7 +67,7 @@ class TurnEnds(NamedTuple):
 
     @classmethod
     def of(cls, config: GRPOConfig) -> TurnEnds:
-        """Return the conditions that a config sets."""
+        """Read the conditions from a config."""
         return cls.read(config.stop, config.stop_token_ids, config.max_turn_length)
 
     def check(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
@@ -89,7 +89,7 @@ class TurnEnds(NamedTuple):
 
 
 BY_EOS = TurnEnds()
-"""Default `TurnEnds`: only an EOS ends a turn."""
+"""Default `TurnEnds`: only an EOS token ends a turn."""
 
 
 def decode_settings(
@@ -101,7 +101,7 @@ def decode_settings(
     stop_token_ids: int | Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> DecodeSettings:
-    """Build `DecodeSettings` from arguments of `generate`. Raises ValueError if the stop arguments are invalid."""
+    """Build `DecodeSettings` from `generate` arguments. Raises ValueError if the stop arguments are invalid."""
     ends = TurnEnds.read(stop, stop_token_ids, None)
     stops = stops_of(tokenizer, ends.stop) if ends.stop else None
     return DecodeSettings((*map(int, eos_token_ids), *ends.stop_token_ids), int(pad_token_id), sampling, stops)

@@ -1,4 +1,4 @@
-"""Sampling with an inference server. Weights are sent before each batch. All completions are requested concurrently.
+"""Sampling from an inference server. Weights are sent before each batch, and all completions are requested at once.
 
 ```
 weights ─► written ─► loaded ─► probe ─► completions, one request per turn ─► probe ─► Completions
@@ -6,8 +6,8 @@ weights ─► written ─► loaded ─► probe ─► completions, one reques
                         └── server available again ◄─┘
 ```
 
-Before and after each batch, the log-probs of a probe (65 tokens) are compared between the server and the
-local model. A batch is used for training only if the server held the run's weights throughout.
+Before and after each batch, the server's log-probs for a probe of 65 tokens are compared with the local
+model's. A batch is used for training only if the server held the run's weights throughout.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from grpo_jax.rollout.turns import AnswerTurn, wait_for
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
 
 PROBE = 65
-"""Number of tokens of the probe; the first token has no log-prob."""
+"""Number of tokens in the probe. The first token has no log-prob."""
 PROBE_TEXT = "Once upon a time there was a town by the sea, where 12 boats left every morning and 7 came back at noon."
 SEED_STEP = 0x9E3779B97F4A7C15
-"""Increment of a completion's seed per token. It is odd, so that the seeds of all tokens differ."""
+"""Amount added to a completion's seed for each token. It is odd, so that all tokens have different seeds."""
 
 
 class _Version(NamedTuple):
-    """Weights written for the server under a unique name, and the local model's log-probs of the probe's `ids`."""
+    """Weights written for the server under a unique name, and the local model's log-probs for the probe `ids`."""
 
     name: str
     directory: Path
@@ -67,7 +67,7 @@ class _Version(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Prompts, seeds and settings of B·G completions. `answer_turn` is None for completions of one turn."""
+    """Prompts, seeds and settings for B·G completions. `answer_turn` is None for single-turn completions."""
 
     prompts: list[list[int]]
     seeds: list[int]
@@ -83,13 +83,13 @@ class _Batch(NamedTuple):
 class Engine:
     """A `run.sampler.Sampler` backed by a server. Build it with `engines.vllm`, which documents the arguments.
 
-    `measured` contains metrics of the last batch: seconds per phase, the log-prob differences on the probe, and how
-    often the connection to the server was lost.
+    `measured` contains metrics for the last batch: seconds per phase, log-prob differences on the probe, and the number
+    of times that the connection to the server was lost.
     """
 
     def __init__(self, server: VLLM, *, directory: str | None = None, tolerance: float | None = None):
         if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"tolerance must be None or nats per token > 0; got {tolerance!r}.")
+            raise ValueError(f"tolerance must be None or a number of nats per token > 0; got {tolerance!r}.")
         self._server, self._tolerance, self._parent = server, tolerance, directory
         self._counter, self._token = itertools.count(1), uuid.uuid4().hex[:8]
         self._version: _Version | None = None  # the version that the server should have loaded
@@ -99,7 +99,7 @@ class Engine:
         self.measured: dict[str, float] = {}
 
     def follow(self, policy: Policy, params: Params) -> None:
-        """Write the params for later calls, and compute the probe's log-probs. The params may then be donated.
+        """Write the params to files for later calls, and score the probe. The params may be donated afterwards.
 
         All processes of a run must call this function together.
         """
@@ -144,7 +144,7 @@ class Engine:
     ) -> Completions:
         """Return completions [B, G, T] with T = `max_completion_length`; see `run.sampler.Sampler`.
 
-        If `params` are abstract, the params of the last call of `follow` are used. Raises EngineError if the server
+        If `params` is abstract, the params from the last call to `follow` are used. Raises EngineError if the server
         rejects a request or remains unavailable.
         """
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
@@ -172,7 +172,7 @@ class Engine:
                 if jax.process_count() == 1:
                     raise
                 problem = one_line(error, None)
-        if (problem := gather_objects(problem)[0]) is not None:  # all processes raise the error of the first process
+        if (problem := gather_objects(problem)[0]) is not None:  # all processes raise the first process's error
             raise EngineError(problem)
         several = bool((table.mask.sum(-1) < table.lengths).any())
         return table.completions(len(lengths), turns=several)
@@ -208,7 +208,7 @@ class Engine:
         raise EngineError(f"{message}. {NOTHING_LEARNED}")
 
     def _complete(self, batch: _Batch, table: Table, requests: Requests, row: int) -> None:
-        """Sample one completion: its turns, and the observations between them."""
+        """Sample all turns of one completion, with the observations between them."""
         while True:
             begin = int(table.lengths[row])
             left = batch.max_completion_length - begin
@@ -237,7 +237,7 @@ class Engine:
             table.observe(row, observation)
 
     def _check_and_load(self, sampling: Sampling, longest: int) -> None:
-        """Check the server and load the weights, unless both have been done."""
+        """Check the server and load the weights, unless this has already been done."""
         if self._checked is None or self._checked[0] != sampling or self._checked[1] < longest:
             self._server.check(sampling, longest)
             self._checked = sampling, longest
@@ -245,9 +245,9 @@ class Engine:
             self._load()
 
     def _load(self) -> None:
-        """Load the weights and compare the log-probs of the probe. Raises `EngineError` if they differ."""
+        """Load the weights. Raises `EngineError` if the server's and the local log-probs for the probe differ."""
         version = self._version
-        assert version is not None, "`follow` must be called first"
+        assert version is not None, "call `follow` first"
         self._server.load(version.name, version.directory, version.adapters)
         gaps = self._gaps(version)
         self.measured |= {"sampler/probe_gap_mean": float(gaps.mean()), "sampler/probe_gap_max": float(gaps.max())}
@@ -262,7 +262,7 @@ class Engine:
         self._loaded = version
 
     def _gaps(self, version: _Version) -> np.ndarray:
-        """Return the absolute differences [64] between the server's and the local log-probs of the probe."""
+        """Return the absolute differences [64] between the server's and the local log-probs for the probe."""
         found = self._server.log_probs(version.ids)
         remote = [position[token] for token, position in zip(version.ids[1:], found, strict=True)]
         return np.abs(np.array(remote) - version.log_probs)
@@ -275,14 +275,14 @@ class Engine:
         return bool(self._gaps(version).mean() <= version.tolerance)
 
     def _same(self, leaves: list[jax.Array]) -> bool:
-        """Return whether `leaves` are the arrays of the last call of `follow`."""
+        """Return whether `leaves` are the arrays from the last call to `follow`."""
         return len(leaves) == len(self._params) and all(
             ref() is leaf and not leaf.is_deleted() for ref, leaf in zip(self._params, leaves, strict=True)
         )
 
     @functools.cached_property
     def _directory(self) -> Path:
-        """Temporary directory for the weights of this process; deleted together with the engine."""
+        """Temporary directory for this process's weights. It is deleted together with the engine."""
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         parent = Path(self._parent or shared)
         parent.mkdir(parents=True, exist_ok=True)
@@ -300,14 +300,14 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     """
     adapters = isinstance(policy.model, LoraModel)
     if not adapters and not policy.config:
-        raise ValueError("sampler: the policy must have a config.json, which determines the names of the tensors.")
+        raise ValueError("sampler: the policy must have a config.json, which determines the tensor names.")
     whole = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server has a tokenizer
     write_policy(directory, whole.replace(files={}) if adapters else _with_head(whole))
     return adapters
 
 
 def _with_head(policy: Policy) -> Policy:
-    """Store a tied head also under the tensor name of an untied head."""
+    """Add a copy of a tied head under the name that an untied head would have."""
     config, layout = policy.model.config, layout_of(policy.extra_tensors)
     if not config.tie_word_embeddings:
         return policy
@@ -322,7 +322,7 @@ def _with_head(policy: Policy) -> Policy:
 
 
 def probe_ids(policy: Policy) -> list[int]:
-    """Return the probe's token ids. Returns 1, 2, … without a tokenizer, or if its text has too few distinct ids."""
+    """Tokenize the probe's text. Returns 1, 2, … without a tokenizer, or if the text has too few distinct ids."""
     size = int(policy.model.config.vocab_size) if is_cached(policy.model) else PROBE + 1
     found = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     found = [i for i in found if i < size]
@@ -336,6 +336,6 @@ def _log_probs(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def score_probe(model: Model, params: Params, ids: list[int]) -> np.ndarray:
-    """Return the local model's log-probs [64] of ids[1:] at temperature 1."""
+    """Return the local model's log-probs [64] for ids[1:] at temperature 1."""
     tokens = jnp.broadcast_to(jnp.array(ids, jnp.int32), (shard_count(mesh_of(params)), len(ids)))
     return np.asarray(fetch(_log_probs(as_argument(model), params, tokens)))[0]

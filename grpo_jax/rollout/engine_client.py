@@ -1,4 +1,4 @@
-"""A thread-safe HTTP client for JSON requests, which are repeated after the server has been unavailable."""
+"""A thread-safe HTTP client for JSON requests, which are repeated once an unavailable server is back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """HTTP status codes after which a request is retried."""
 SHORT = 2**20
-"""Maximum size in bytes of a response whose length does not depend on the number of tokens."""
+"""Maximum size in bytes of responses that do not grow with the number of tokens."""
 MAX_REQUESTS = 1024
 """Maximum number of concurrent requests."""
 RECOVERIES = 3
@@ -32,7 +32,7 @@ NOTHING_LEARNED = "This batch was not used for training; restart the run to resu
 
 
 class EngineError(RuntimeError):
-    """An error of an inference server. The message contains the server's URL and suggests a fix."""
+    """Raised if an inference server fails. The message contains the server's URL and suggests a fix."""
 
 
 class Lost(EngineError):
@@ -48,7 +48,7 @@ class Refused(EngineError):
 
 
 class Client:
-    """A thread-safe HTTP client for JSON. The arguments are as in `engines.vllm`."""
+    """A thread-safe HTTP client for JSON. `engines.vllm` documents the arguments."""
 
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
         url = urllib.parse.urlsplit(base_url)
@@ -69,11 +69,11 @@ class Client:
     def request(
         self, path: str, body: Json | None = None, *, busy: Sequence[int] = BUSY, most_bytes: int = SHORT
     ) -> Json:
-        """Send a POST, or a GET if `body` is None, and return the JSON object in the response.
+        """Send a POST request, or a GET request if `body` is None, and return the JSON object in the response.
 
         Returns {} if the response is not JSON. After a status in `busy`, the request is repeated for at most `patience`
         seconds. Raises `Lost` if there is no response in time, `Refused` if the status is not 200, and `EngineError` if
-        the response has more than `most_bytes` or invalid JSON.
+        the response is longer than `most_bytes` or contains invalid JSON.
         """
         end, pause, aborts = time.monotonic() + self.patience, 0.1, self._aborts
         while True:
@@ -102,7 +102,7 @@ class Client:
             return False
 
     def abort(self) -> None:
-        """Abort the requests of all threads, which raise `Lost`."""
+        """Abort the requests in all threads. Each aborted request raises `Lost`."""
         self._aborts += 1
         for opened in list(self._open):
             _shut_down(opened)
@@ -150,7 +150,7 @@ class Client:
 
     @contextlib.contextmanager
     def _connected(self, late: threading.Event) -> Iterator[http.client.HTTPConnection]:
-        """Open a connection and shut it down after the timeout. A socket's timeout would limit only each read."""
+        """Open a connection and shut it down after the timeout. A socket timeout would apply only to single reads."""
         connection, begin = self._connection(self._host, self._port, timeout=self._timeout), time.monotonic()
         connection.connect()
         opened = connection.sock  # http.client clears `sock` when the response starts
@@ -172,7 +172,7 @@ class Client:
 
 
 class Requests:
-    """The requests of one batch. If the connection is lost, `restore` is called and the requests are repeated."""
+    """Requests for one batch. If the connection is lost, `restore` is called and the requests are repeated."""
 
     def __init__(self, client: Client, restore: Callable[[], None]):
         self._client, self._restore, self._stopped = client, restore, threading.Event()
@@ -187,7 +187,7 @@ class Requests:
     ) -> list[Result]:
         """Run tasks that call `send` in at most `most` threads, and return their results.
 
-        `interrupt` is called every 0.2 s. An exception of a task or of `interrupt` aborts all requests.
+        `interrupt` is called every 0.2 s. An exception in a task or in `interrupt` aborts all requests.
         """
         with ThreadPoolExecutor(min(most, len(tasks)), "grpo_jax-engine") as pool:
             pending = [pool.submit(task) for task in tasks]
@@ -207,7 +207,7 @@ class Requests:
         return [one.result() for one in pending]
 
     def send(self, request: Callable[[], Result]) -> Result:
-        """Return the result of a request. Repeats it if the server was unavailable in the meantime."""
+        """Send a request and return its result. The request is repeated if the server was unavailable meanwhile."""
         while True:
             self.raise_if_stopped()
             epoch = self._epoch

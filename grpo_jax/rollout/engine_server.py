@@ -21,10 +21,10 @@ START = (
     " --logprobs-mode processed_logprobs"
 )
 BYTES_OF_LOG_PROB = 512
-"""Maximum size in bytes of one log-prob in a response, including the text of its token."""
+"""Maximum size in bytes of one log-prob in a response, including its token's text."""
 
 Kind = tuple[str, Callable[[Any], bool]]
-"""A type of JSON values: its name in messages, and a predicate that checks values."""
+"""A JSON type: its name in messages, and a predicate that returns whether a value has the type."""
 
 _TEXT: Kind = ("a string", lambda x: isinstance(x, str))
 _TEXT_OR_NULL: Kind = ("a string or null", lambda x: x is None or isinstance(x, str))
@@ -64,7 +64,7 @@ def find_misfit(value: Any, schema: Any, at: str) -> str:
 
 
 class ServerTurn(NamedTuple):
-    """One or more tokens drawn by a server, their log-probs, and whether the last token ends the turn."""
+    """At least one token drawn by a server, the log-probs, and whether the last token ends the turn."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -74,7 +74,7 @@ class ServerTurn(NamedTuple):
 class VLLM:
     """Thread-safe requests to a vLLM server.
 
-    `model` is the name of the base model; "" selects the only model of the server. All methods may raise `EngineError`;
+    `model` is the name of the base model; "" selects the server's only model. All methods may raise `EngineError`;
     its subclass `Lost` means that the server may become available again.
     """
 
@@ -84,10 +84,10 @@ class VLLM:
         self._reports_version = True
 
     def check(self, sampling: Sampling, longest: int) -> None:
-        """Raise EngineError unless the server supports sequences of `longest` tokens and returns log-probs of the
-        distribution that it samples from."""
+        """Raise EngineError unless the server accepts `longest` tokens and reports log-probs after processing."""
         self.look_up(longest)
-        # With top_k = 1, the log-prob is 0 in the processed distribution, and negative in the unprocessed one.
+        # With top_k = 1, the drawn token has a log-prob of 0 under the distribution that the server samples from, and a
+        # negative log-prob under the raw distribution.
         if sampling == Sampling() or sampling.temperature == 0:
             return
         drawn = self.draw([1, 2, 3], most=1, seed=0, sampling=Sampling(top_k=1), stop=[], stops=None)
@@ -100,12 +100,12 @@ class VLLM:
     def look_up(self, longest: int) -> None:
         """Find the model on the server. Raises EngineError if it is missing or `longest` exceeds its maximum length.
 
-        Later calls, after a restart of the server, require the same model.
+        Later calls, after a server restart, require the same model.
         """
         models = self._read("/v1/models", self.client.request("/v1/models"), _MODELS)["data"]
         names, bases = [one["id"] for one in models], [one for one in models if one.get("parent") is None]
         if self._base and self._base not in names:
-            raise EngineError(f"model must be one of the models of {self.url} ({some(names)}); got {self._base!r}")
+            raise EngineError(f"model must be a model that {self.url} serves ({some(names)}); got {self._base!r}")
         if not self._base and len({one.get("root") for one in bases}) != 1:
             raise EngineError(f"{self.url} serves {some(names) or 'no models'}; pass the model's name as model")
         self._base = self._base or bases[0]["id"]
@@ -135,7 +135,7 @@ class VLLM:
             self._change("/resume", {})
         try:
             self.client.request("/update_weight_version", {"new_version": version})
-        except Refused:  # older versions of vLLM, whose weights are checked only with the probe
+        except Refused:  # in older vLLM versions, only the probe verifies the weights
             self._reports_version = False
 
     def holds(self, version: str) -> bool:
@@ -148,7 +148,7 @@ class VLLM:
     def draw(
         self, ids: Sequence[int], *, most: int, seed: int, sampling: Sampling, stop: Sequence[int], stops: Stops | None
     ) -> ServerTurn:
-        """Draw at most `most` tokens after `ids`, until a token in `stop` or the end of a stop string in `stops`."""
+        """Draw up to `most` tokens after `ids`, ending at a token in `stop` or a match of a stop string in `stops`."""
         body = {
             "prompt": list(ids),
             "max_tokens": most,
@@ -189,14 +189,14 @@ class VLLM:
                 f"{self.url} ended a completion after {len(tokens)} of {most} tokens with finish_reason {reason!r}. The"
                 f" last token, {tokens[-1]}, is not in stop_token_ids ({some([str(i) for i in stop])})"
                 f"{'' if stops is None else f', and no stop string ({some(list(map(repr, stops.strings)))}) matches'}."
-                " Check that its --max-model-len is sufficient and that its tokenizer equals the policy's"
+                " Check that its --max-model-len is sufficient and that its tokenizer is the same as the policy's"
             )
         return ServerTurn(tokens, log_probs, ended)
 
     def log_probs(self, ids: Sequence[int], k: int = 0) -> list[dict[int, float]]:
-        """Return, for each of ids[1:], the log-probs at temperature 1 of this token and of the k most probable tokens.
+        """Return log-probs at temperature 1 for each of ids[1:] and for the k most probable tokens at its position.
 
-        Each dict maps token ids to log-probs.
+        The list has one dict per position, which maps token ids to log-probs.
         """
         body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
         try:
@@ -218,7 +218,7 @@ class VLLM:
         return positions
 
     def _complete(self, body: Json, log_probs: int, schema: Json) -> Json:
-        """Request one completion, and validate and return its only choice, with at most `log_probs` log-probs."""
+        """Request one completion with at most `log_probs` log-probs. Returns the validated choice."""
         most = SHORT + BYTES_OF_LOG_PROB * log_probs
         try:
             answer = self.client.request("/v1/completions", {"model": self._name, **body}, most_bytes=most)
@@ -246,5 +246,5 @@ class VLLM:
                 return
             fix = ". Check that the server can read the weights under this path" if "_path" in str(body) else ""
             if refused.status in (404, 405):
-                fix = f". Start it as `{START}`, with access to {body.get('lora_path', 'the directory of weights')}"
+                fix = f". Start it as `{START}`, with access to {body.get('lora_path', 'the weights directory')}"
             raise EngineError(f"{refused}{fix}") from refused

@@ -1,10 +1,10 @@
-"""Episodes: environments and tools that answer the policy between the turns of a completion.
+"""Episodes: environments and tools that respond to the policy between the turns of a completion.
 
 ```
 token ids of a turn ──► text ──► tool calls, or respond(text) ──► messages, or text ──► token ids of the observation
 ```
 
-An episode is one completion with a separate environment. If a tool raises an error, the policy receives it as
+An episode is one completion with its own environment. If a tool raises an error, the policy receives the error as
 the tool's result. If an environment raises an error, `on_environment_error` determines whether the run or
 only the episode ends.
 """
@@ -36,10 +36,10 @@ from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Messages, Prompts, Row
 
 WORKERS = 64
-"""Maximum number of environments and tools that run concurrently."""
+"""Maximum number of concurrent calls to environments and tools."""
 
 LONGEST_TEXT = 16
-"""Characters per token above which an observation is assumed to be too long, without encoding it."""
+"""Number of characters per token above which an observation is assumed to be too long and is not encoded."""
 
 
 class EnvironmentFailure(RuntimeError):
@@ -51,7 +51,7 @@ class _Failed(Exception):
 
 
 class Episode:
-    """One completion with its environment. `where` describes its dataset row and index, for messages."""
+    """One completion with its environment. `where` describes its dataset row and index in error messages."""
 
     def __init__(self, interaction: Interaction, row: Row, where: str, texts: CachedTokenizer):
         self._interaction, self.where, self._texts = interaction, where, texts
@@ -61,7 +61,7 @@ class Episode:
         self._answers_calls = False
         self.opening = ""  # text that `reset` appends to the prompt
         self.before = PrecedingText([], "", "")  # text before the next turn
-        self.over = False  # True after an error of the environment
+        self.over = False  # True after an environment error
         self.turns: list[tuple[bool, str]] = []  # see `Played` for turns, messages, lengths and counts
         self.messages: Messages = []
         self.lengths: list[int] = []
@@ -101,7 +101,7 @@ class Episode:
         return tokens
 
     def note(self, ids: np.ndarray) -> Parsed:
-        """Record a turn, and return the parsed turn."""
+        """Record a turn and return it in parsed form."""
         self.counts.turns += 1
         self.lengths.append(len(ids))
         form, text = self._interaction.format, self._text(ids)
@@ -117,7 +117,7 @@ class Episode:
         return parsed
 
     def reward(self) -> float | list[float] | str | None:
-        """Return the reward for the completion or a list of rewards per turn, or None if it is not scored."""
+        """Return the completion's reward, a list with a reward per turn, or None if the completion is not scored."""
         if not hasattr(self.environment, "get_reward"):
             return None
         try:
@@ -133,7 +133,7 @@ class Episode:
         return [*by_turn[:-1], by_turn[-1] + (last or 0.0)]
 
     def _follow(self, ids: Iterable[int]) -> None:
-        """Keep the last tokens as context for decoding the next turn; in a conversation, no context is needed."""
+        """Keep the last tokens as context for decoding the next turn. Conversations do not need context."""
         self.before = PrecedingText([] if self._is_chat else [*self.before.tokens, *map(int, ids)][-32:], "", "")
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
@@ -143,7 +143,7 @@ class Episode:
         return self.before.prefill + continuation(decode(before), decode(np.append(before, ids)))
 
     def _observation(self, parsed: Parsed) -> str | Messages | None:
-        """Return the results of a turn's tool calls, or the environment's response. Returns None at the end."""
+        """Return the results of a turn's tool calls or the environment's response; None ends the completion."""
         calls, problems, limit = parsed.calls, parsed.problems, self._interaction.config.max_tool_calling_iterations
         if not calls and not problems:
             return self._respond(parsed.content)
@@ -157,7 +157,7 @@ class Episode:
         return results + [tool_message("", self._error(problem)) for problem in problems]
 
     def _answer_calls(self, parsed: Parsed) -> Messages | None:
-        """Return the results of tool calls from the environment's `answer_calls`, or None at the end."""
+        """Return the tool results from the environment's `answer_calls`; None ends the completion."""
         names = [call.name for call in parsed.calls] + [""] * len(parsed.problems)
         message, problems = assistant_message(parsed), list(parsed.problems)
         results = self._guarded("answer_calls", self.environment.answer_calls, message, problems)
@@ -171,7 +171,7 @@ class Episode:
         return [tool_message(name, as_text(text)) for name, (text, _) in zip(names, rows, strict=True)]
 
     def _call(self, call: ToolCall) -> str:
-        """Call a tool and return its result or its error as text."""
+        """Call a tool and return its result or the error message as text."""
         tool = self.tools.get(call.name)
         if tool is None:
             return self._error(f"unknown tool {call.name!r}; available tools: {', '.join(self.tools)}")
@@ -193,7 +193,7 @@ class Episode:
         return as_text(f"Error: {problem}")
 
     def _respond(self, text: str) -> str | Messages | None:
-        """Return the response of the environment's `respond`, or None at the end or if `respond` does not exist."""
+        """Return the response from the environment's `respond`; None, or a missing `respond`, ends the completion."""
         if not hasattr(self.environment, "respond"):
             return None
         answer = self._guarded("respond", self.environment.respond, text)
@@ -215,7 +215,7 @@ class Episode:
         return [{"role": "user", "content": answer}] if self._is_chat else answer
 
     def _encode(self, observation: str | Messages, limit: int, drawn: int) -> Sequence[int]:
-        """Return the token ids of an observation after the last token `drawn` of a turn.
+        """Return the token ids of an observation that follows `drawn`, the last token of a turn.
 
         An observation that is certainly too long is not encoded; `limit + 1` placeholder ids are returned instead.
         """
@@ -229,7 +229,7 @@ class Episode:
         return template.observation_ids(observation, drawn=drawn)
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the environment. Raises `EnvironmentFailure` or `_Failed` if it fails."""
+        """Call an environment method or factory. Raises `EnvironmentFailure` or `_Failed` if the call fails."""
         begin = time.monotonic()
         try:
             return call_within(self._interaction.config.environment_timeout, function, *args)
@@ -239,7 +239,7 @@ class Episode:
             self.counts.seconds += time.monotonic() - begin
 
     def _failed(self, what: str, problem: BaseException | str) -> Exception:
-        """Count an error of the environment, and return the exception to raise."""
+        """Count an environment error, and return the exception to raise."""
         self.counts.errors, self.over = self.counts.errors + 1, True
         if self._interaction.config.on_environment_error != "raise":
             return _Failed()
@@ -251,7 +251,7 @@ class Episode:
 
 
 def _to_float(value: Any) -> float | list[float] | str | None:
-    """Convert a number or a list of numbers to floats. None is unchanged; other values are formatted for a message."""
+    """Convert a number or a list of numbers to floats. Keeps None, and formats other values for an error message."""
     try:
         if isinstance(value, (list, tuple)):
             return [float(one) for one in value]
@@ -266,14 +266,14 @@ def _texts(observation: str | Messages) -> list[str]:
 
 
 class Episodes:
-    """The episodes of one rollout, G for each of B rows. Implements `rollout.turns.AnswerTurn`.
+    """The B·G episodes of one rollout, G per dataset row. Implements `rollout.turns.AnswerTurn`.
 
-    With several processes, each has the environments of its `own` rows; the other entries of `all` are empty. All
-    processes must call `reset` and `end` together. Use it as a context manager to shut down the threads.
+    With several processes, each process creates environments for its `own` rows only. All processes must call `reset`
+    and `end` together. Use this class as a context manager, so that its threads are shut down.
     """
 
     def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
-        """Create the episodes. `numbers` are the indices of the rows in the dataset, for messages."""
+        """Create the episodes. `numbers` contains the rows' indices in the dataset, for error messages."""
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
         self.own, self._group = own_part(len(rows)), num_generations
         self._indices = range(self.own.start * num_generations, self.own.stop * num_generations)
@@ -291,9 +291,9 @@ class Episodes:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, rows: Sequence[Row]) -> list[Row]:
-        """Reset all environments. Returns the rows, with the text returned by `reset` appended to the prompts.
+        """Reset all environments. Returns the rows, with the text from each environment's `reset` added to the prompt.
 
-        Raises ValueError if `reset` returned different strings for the completions of one prompt.
+        Raises ValueError if the environments of one prompt returned different texts.
         """
         group = self._group
         list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._indices))
@@ -302,7 +302,7 @@ class Episodes:
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
 
     def follow(self, rows: Sequence[Row], prompts: Prompts) -> None:
-        """Set the prompts returned by `reset` and their tokens, as the context for decoding the first turns."""
+        """Store the prompts (rows returned by `reset`, and their tokens) as context for decoding the first turns."""
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         for b in self.own:
             before = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
@@ -310,13 +310,13 @@ class Episodes:
                 episode.before = before
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Future[Sequence[int] | None] | None:
-        """Start to answer a turn; see `rollout.turns.AnswerTurn`."""
+        """Start computing the answer to a turn; see `rollout.turns.AnswerTurn`."""
         if completion not in self._indices:
             return None
         return self._pool.submit(self.all[completion].answer, turn, limit)
 
     def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[Played]:
-        """Compute the rewards and return the records of all episodes. `sampled` [B·G, T] is True on sampled tokens."""
+        """Compute all rewards and return the episode records. `sampled` [B·G, T] is True on sampled tokens."""
         local = [self.all[i] for i in self._indices]
         for i, episode in zip(self._indices, local, strict=True):
             drawn, noted = tokens[i][sampled[i]], sum(episode.lengths)
@@ -332,13 +332,13 @@ class Episodes:
 
 
 def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | None:
-    """Append the text that `reset` returned to a row's prompt. Returns None if there is no text."""
+    """Return a row's prompt with the text from `reset` appended, or None if there is no text."""
     openings = list(dict.fromkeys(episode.opening for episode in episodes if not episode.over))
     if len(openings) > 1:
         raise ValueError(
             f"{episodes[0].where}: reset must return the same text for all completions of a prompt; got"
-            f" {show(openings[0])} and {show(openings[1])}. Compute the text from the row only, with a seed from a"
-            " column if it is random"
+            f" {show(openings[0])} and {show(openings[1])}. Compute the text from the row only; if it is random,"
+            " take the seed from a column"
         )
     if not openings or not openings[0]:
         return None
@@ -347,7 +347,7 @@ def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | 
     *before, last = row["prompt"]
     if last["role"] != "user" or not isinstance(last["content"], str):
         raise ValueError(
-            f"{episodes[0].where}: the prompt must end with a text message of the role 'user', to which the text"
+            f"{episodes[0].where}: the prompt must end with a text message from the role 'user', to which the text"
             f" returned by reset is appended; got {show(last)}. Change the prompt, or return None from reset"
         )
     return [*before, {**last, "content": last["content"] + openings[0]}]

@@ -1,9 +1,9 @@
-"""Generation of completions: each prompt is prefilled once per group, and tokens are drawn by a compiled decode loop.
+"""Text generation: each prompt is prefilled once per group, and a compiled decode loop draws the tokens.
 
 Token t of completion (b, g) is drawn with the key fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). A sample
 therefore does not depend on the other completions, the batch or the number of devices.
 
-The device decodes bursts of a few steps (`decode`). Between two bursts the host (`_OneTurn`) replaces ended completions
+The device decodes bursts of a few steps (`decode`). Between bursts, the host (`_OneTurn`) replaces ended completions
 with waiting prompts. If no prompts are waiting, it moves the remaining completions to a smaller layout (`ladder`). The
 cache grows in a few steps, or is a ring buffer if prompts are waiting. All completions write to the same slot, and
 later groups start at a later slot:
@@ -15,8 +15,8 @@ group 1     · · x y z · · ·     start 2; replaces a group that ended in slo
 group 2     s t u · · · q r     start 6; slots 8, 9 and 10 wrap around to 0, 1 and 2
 ```
 
-Completions with several turns use the same compiled functions in a different loop (`turns`). There each stream runs in
-a separate thread, so that one stream decodes while another waits for answers, and each completion has a separate start
+Completions with several turns use the same compiled functions in a different loop (`turns`). There, each stream runs in
+a separate thread, so that one stream decodes while another waits for answers, and each completion has its own start
 slot. With one turn, all streams share one loop, because they move to smaller layouts together.
 """
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 StreamResult = tuple[Stream, Drawn]
-"""An updated stream, and the tokens that were drawn."""
+"""An updated stream and the drawn tokens."""
 
 Watch = Callable[[np.ndarray, np.ndarray], None]
 """A callback that receives the tokens and the mask [B, G, T] drawn so far."""
@@ -89,13 +89,13 @@ def generate(
     watch: Watch | None = None,
     on_host: bool = False,
 ) -> Completions:
-    """Sample `num_generations` completions of each prompt.
+    """Sample `num_generations` completions for each prompt.
 
     Arguments that are not listed here are documented in `GRPOConfig`.
 
     Args:
-      model: a built-in model, or any `types.Model` with `apply`. The latter has no cache and is slow.
-      params: parameters of the model.
+      model: a built-in model, or any `types.Model` with `apply`; the latter has no cache and is slow.
+      params: model parameters.
       prompts: prompts with right-padded tokens [B, P] int32 and lengths [B].
       key: typed PRNG key. Completion (b, g) uses fold_in(fold_in(key, prompt_indices[b]), g); do not reuse the key.
       num_generations: number of completions per prompt, G ≥ 1.
@@ -103,13 +103,13 @@ def generate(
         truncated there, or at an observation that leaves no space for another token.
       temperature: sampling temperature ≥ 0; 0 is greedy.
       eos_token_ids: token ids that end a turn. A sampled EOS is part of the turn.
-      stop: strings that end a turn. A match may span tokens, but does not include text of prompts or observations. The
-        token that completes a match is part of the turn. Needs `tokenizer`.
+      stop: strings that end a turn. A match may span tokens, but must be within one turn. The token that completes the
+        match is part of the turn. Needs `tokenizer`.
       max_turn_length: number of tokens at which a turn is truncated and then answered. With one turn, it is the maximum
         length T. If None, `max_completion_length` is used.
-      tokenizer: tokenizer of the model, needed for `stop`.
+      tokenizer: the model's tokenizer, needed for `stop`.
       pad_token_id: id of the padding token after the end of a completion.
-      prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A prompt with the same index has the same
+      prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A prompt with a given index has the same
         samples in any batch.
       batch_size: maximum number of completions that are decoded at the same time, in whole groups, over all devices.
         The other prompts wait. This does not change the samples. If None, there is no limit. Not supported under `jit`.
@@ -118,11 +118,11 @@ def generate(
       interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
         supported under `jit`.
       watch: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. On a mesh, it
-        receives only the prompts that are decoded together. Supported for one turn only.
+        receives only the prompts that are decoded together. Supported only for single-turn completions.
       on_host: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
 
     Returns:
-      `Completions` with the log-probs of the sampled tokens; no gradient flows through them. With `answer_turn`, `mask`
+      `Completions` with the sampled tokens' log-probs, through which no gradient flows. With `answer_turn`, `mask`
       is True on sampled tokens, `present` also on observed tokens, and `ended` where `answer_turn` returned None.
 
     Raises:
@@ -151,11 +151,11 @@ def generate(
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
     if batch_size is not None and batch_size < shards * num_generations:
         each = f" on each of the {shards} data-parallel devices" if shards > 1 else ""
-        least = f"{shards * num_generations}, a group of completions{each}"
+        least = f"{shards * num_generations}, one group of completions{each}"
         raise ValueError(f"batch_size must be at least {least}; got {batch_size!r}.")
     if answer_turn is not None and not is_cached(model):
         kind = type(model).__name__
-        raise ValueError(f"model must be a built-in model for completions with several turns; got {kind}.")
+        raise ValueError(f"model must be a built-in model if completions have several turns; got {kind}.")
     groups, longest = prompts.tokens.shape[0], int(max_completion_length)
     turn = min(longest, int(max_turn_length or longest))
     keys = completion_keys(
@@ -185,9 +185,9 @@ def generate(
 
 
 def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
-    """Sample completions of one turn and return NumPy arrays. At most `at_once` groups are decoded at the same time."""
+    """Sample single-turn completions as NumPy arrays. At most `at_once` groups are decoded at the same time."""
     (b, g), table = rollout.keys.shape, rollout.table
-    if rollout.mesh is not None and at_once < b:  # batches run one after another, since groups do not change devices
+    if rollout.mesh is not None and at_once < b:  # groups cannot change devices, so batches run one after another
         parts = [rollout.part(first, first + at_once) for first in range(0, b, at_once)]
         return concatenate([_sample_one_turn(part, at_once, watch) for part in parts], np)
     batch = _OneTurn(rollout, at_once)
@@ -201,21 +201,21 @@ def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Com
                 return table.completions(b)
             if not batch.prompts_wait:
                 batch.compact()
-        if not batch.empty.all():  # all new completions may have ended with their first token
+        if not batch.empty.all():  # the first token may have ended all new completions
             batch.decode()
 
 
 class _OneTurn:
-    """State of a one-turn rollout between two bursts."""
+    """State of a single-turn rollout between bursts."""
 
     def __init__(self, rollout: Rollout, groups: int):
         (b, g), p = rollout.keys.shape, rollout.prompts.tokens.shape[1]
         self.rollout, self.next_group = rollout, groups  # index of the first waiting prompt
         length, waits = rollout.table.length, groups < b
         self.ladder = choose_ladder(rollout.model, rollout.params, p, groups, g, length, mesh=rollout.mesh, waits=waits)
-        self.at, self.slots = 0, self.ladder.slots[0]  # index of the layout in the ladder, and size of the cache
+        self.at, self.slots = 0, self.ladder.slots[0]  # index of the layout in the ladder; cache size
         self.slot = 0  # next slot, before reduction modulo the ring size
-        # [B', G'] table row of the completion at each position, −1 if empty; [B'] tokens drawn so far in each group
+        # [B', G'] table row of the completion at each position, −1 if empty; [B'] number of tokens drawn in each group
         self.completions, self.drawn = rollout.rows(np.arange(groups)), np.ones(groups, int)
         self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # bursts not yet recorded in the table
         self._on_cpu = on_cpu(rollout.params, rollout.mesh)
@@ -231,18 +231,18 @@ class _OneTurn:
 
     @property
     def empty(self) -> np.ndarray:
-        """[B'] bool, True for groups whose completions have all ended according to the recorded bursts."""
+        """[B'] bool, True for groups in which all completions have ended, as far as bursts have been recorded."""
         return np.logical_not((self.completions >= 0).any(axis=1))
 
     @property
     def prompts_wait(self) -> bool:
-        """Whether there are prompts that have not been prefilled."""
+        """Whether some prompts have not been prefilled yet."""
         return self.next_group < len(self.rollout.keys)
 
     def refill(self) -> bool:
-        """Replace ended groups with waiting prompts in streams with enough ended groups. Returns whether it did so."""
+        """Replace ended groups with waiting prompts, in streams where enough have ended. Returns whether it did so."""
         rollout, size = self.rollout, len(self.completions) // len(self.streams)
-        few = max(1, size // 4)  # prompts per refill of a stream; with fewer, the call costs more than it saves
+        few = max(1, size // 4)  # number of prompts per refill; with fewer, the call costs more than it saves
         self.completions = self.completions.copy()  # `bursts` holds references to the old array
         entering = []
         for i, empty in enumerate(np.split(self.empty, len(self.streams))):
@@ -284,7 +284,7 @@ class _OneTurn:
         self.at, self.slots = self.at + 1, slots
 
     def decode(self) -> None:
-        """Decode one burst, with fewer steps near the end of the cache or the completions. Grows a full cache first."""
+        """Decode one burst, which is shorter near the end of the cache or of the completions. Grows a full cache."""
         rollout, ladder, last, settings = self.rollout, self.ladder, self.ladder.slots[-1], self.rollout.settings
         if self.slot >= self.slots < last:
             self.slots = ladder.slots[ladder.slots.index(self.slots) + 1]
@@ -307,7 +307,7 @@ class _OneTurn:
     def _run(
         self, program: Callable[[Part], StreamResult], parts: Sequence[Part]
     ) -> tuple[tuple[Stream, ...], list[Drawn]]:
-        """Call a compiled function for each stream. On a CPU, wait for the results."""
+        """Call a compiled function for each stream. On a CPU, wait until the results are ready."""
         results = run_in_streams(program, parts)
         if self._on_cpu:
             jax.block_until_ready(results)

@@ -1,4 +1,4 @@
-"""Tools and environments of a run: validation before sampling, rewards, and records of episodes."""
+"""A run's tools and environments: validation before sampling, rewards, and episode records."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import EnvironmentFactory, Environments, Json, Messages, RewardFn, Row, Tokenizer
 
 REWARD_COLUMNS = ("environments", "environment_rewards")
-"""Additional arguments of reward functions in a run with environments."""
+"""Names of additional arguments that reward functions receive in a run with environments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interaction:
-    """The tools and environments of a run, and the settings for parsing turns.
+    """A run's tools and environments, and the settings for parsing turns.
 
-    Environments are keyed by the values of the column `environment`, or by None if one factory is used for all rows.
+    Environments are keyed by the values in the column `environment`, or by None if one factory is used for all rows.
     """
 
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     config: GRPOConfig
     ends: TurnEnds  # conditions that end a turn, in addition to EOS
-    factories: Mapping[Hashable, EnvironmentFactory]  # {} for a run with tools only
-    kinds: Mapping[Hashable, type]  # classes of the environments
-    own_tools: Mapping[Hashable, Mapping[str, Tool]]  # public methods of the environments
+    factories: Mapping[Hashable, EnvironmentFactory]  # {} if the run has only tools
+    kinds: Mapping[Hashable, type]  # environment classes
+    own_tools: Mapping[Hashable, Mapping[str, Tool]]  # public methods of each environment
     tools: Mapping[str, Tool]  # functions available to all rows
-    format: Format | None  # format of tool calls in the chat template
+    format: Format | None  # the chat template's format for tool calls
     thinking: bool  # whether the generation prompt opens a thinking block, so that turns start inside it
     hidden: tuple[int, ...] | None = None  # special tokens to remove from the text before parsing
 
@@ -52,12 +52,12 @@ class Interaction:
 
 
 def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
-    """Return the schemas of tools for the chat template, or None if there are no tools."""
+    """Return tool schemas for the chat template, or None if there are no tools."""
     return [tool.schema for tool in tools.values()] or None
 
 
 class EnvironmentReward:
-    """A reward function that returns the rewards of one environment class and is named after it."""
+    """A reward function that returns the rewards from one environment class and has the class's name."""
 
     def __init__(self, name: str, factories: Collection[Hashable] | None = None):
         self.__name__ = name
@@ -66,7 +66,7 @@ class EnvironmentReward:
     def __call__(
         self, environment_rewards: Sequence[float | list[float] | None], environment: Sequence[Hashable] = ()
     ) -> list[float | list[float] | None]:
-        """Return the rewards of the episodes, with None for environments of a different class."""
+        """Return the reward of each episode, or None for episodes with a different environment class."""
         if self._factories is None:
             return list(environment_rewards)
         pairs = zip(environment, environment_rewards, strict=True)
@@ -82,10 +82,10 @@ def make_interaction(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
 ) -> Interaction | None:
-    """Build the `Interaction` of a run from arguments of `train`.
+    """Build a run's `Interaction` from arguments of `train`.
 
-    Returns None without tools and environments. Each factory is called once. Raises a single
-    ValueError that lists all problems, including problems of the rows and the chat template.
+    Returns None if there are neither tools nor environments. Each factory is called once. Raises a single ValueError
+    that lists all problems, including problems with the rows and the chat template.
     """
     if not tools and environment_factory is None:
         return None
@@ -107,11 +107,11 @@ def make_interaction(
     called = bool(functions) or any(methods.values())
     if called and not is_chat:
         problems.append(
-            "tools need prompts that are lists of messages, but the prompts of the dataset are strings. Convert the"
+            "tools need prompts that are lists of messages, but the dataset's prompts are strings. Convert the"
             " prompts, or use an environment whose only public method is respond(text)"
         )
     kwargs = dict(config.chat_template_kwargs or {})
-    # If the tokenizer has the templates `tool_use` and `default`, rows with and without tools use different templates.
+    # If a tokenizer has the templates `tool_use` and `default`, rows with and without tools use different templates.
     shown = [schemas_of({**functions, **named}) for named in methods.values()] or [schemas_of(functions)]
     schemas = next((listed for listed in shown if listed), None)
     template = ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids)
@@ -143,7 +143,7 @@ def make_interaction(
 
 
 def _template_problems(template: ChatTemplate, form: Format | None, roles: Sequence[str]) -> list[str]:
-    """Return problems of a chat template with messages of the given roles and with tool calls."""
+    """Describe a chat template's problems with messages from the given roles and with tool calls."""
     try:
         template.check(roles)
         problem = call_fault(template, form) if form is not None and template.tools else ""
@@ -153,7 +153,7 @@ def _template_problems(template: ChatTemplate, form: Format | None, roles: Seque
 
 
 def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> list[RewardFn]:
-    """Append a reward function for each environment class with `get_reward`."""
+    """Append a reward function for each environment class that has `get_reward`."""
     kinds = {} if interaction is None else interaction.kinds
     added = [
         EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if issubclass(kinds[n], kind)])
@@ -164,13 +164,13 @@ def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction |
 
 
 def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[RewardFn]) -> list[float] | None:
-    """Append the weight 1 for each `EnvironmentReward`, unless `weights` already covers all reward functions."""
+    """Append a weight of 1 for each `EnvironmentReward`, unless `weights` already covers all reward functions."""
     added = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
     return None if weights is None else [*weights, *[1.0] * (added if len(weights) == len(reward_fns) - added else 0)]
 
 
 def _create_environments(factories: Mapping[Hashable, EnvironmentFactory]) -> dict[Hashable, object]:
-    """Call each factory once, to validate its environment."""
+    """Call each factory once, so that its environment can be validated."""
     environments = dict[Hashable, object]()
     for name, factory in factories.items():
         where = "environment_factory" if name is None else f"environment_factory[{name!r}]"
@@ -180,14 +180,14 @@ def _create_environments(factories: Mapping[Hashable, EnvironmentFactory]) -> di
             environments[name] = factory()
         except Exception as error:
             raise ValueError(
-                f"{where} raised {type(error).__name__}: {error}. It must be callable without arguments, once for each"
+                f"{where} raised {type(error).__name__}: {error}. It is called without arguments, once for each"
                 " completion. Values that differ between rows are passed to the environment's reset method."
             ) from error
     return environments
 
 
 def _row_problems(rows: Sequence[Row], factories: Mapping[Hashable, EnvironmentFactory]) -> list[str]:
-    """Return problems of the dataset column `environment`."""
+    """Describe problems with the dataset column `environment`."""
     if None in factories or not factories:
         return []
     known = ", ".join(map(repr, factories))
@@ -202,7 +202,7 @@ def _row_problems(rows: Sequence[Row], factories: Mapping[Hashable, EnvironmentF
 def _environment_problems(
     name: Hashable, environment: object, methods: Mapping[str, Tool], tools: Mapping[str, Tool], rows: Sequence[Row]
 ) -> list[str]:
-    """Return problems of an environment, except for its tools."""
+    """Describe problems with an environment, except for problems with its tools."""
     kind, problems = type(environment).__name__, list[str]()
     if not methods and not tools and not hasattr(environment, "respond"):
         problems.append(
@@ -220,7 +220,7 @@ def _environment_problems(
         inspect.signature(environment.reset).bind(**columns)
     except TypeError as error:
         problems.append(
-            f"{kind}.reset must accept the columns of the dataset as keyword arguments ({', '.join(columns)}): {error}."
+            f"{kind}.reset must accept the dataset's columns as keyword arguments ({', '.join(columns)}): {error}."
             " Add **kwargs for unused columns"
         )
     return problems
@@ -228,25 +228,25 @@ def _environment_problems(
 
 @dataclasses.dataclass
 class EpisodeCounts:
-    """Counters of one episode."""
+    """Counters for one episode."""
 
-    turns: int = 0  # number of turns of the policy
+    turns: int = 0  # number of turns by the policy
     calls: int = 0  # number of tool calls
     failures: int = 0  # number of failed tool calls
-    errors: int = 0  # number of errors of the environment
+    errors: int = 0  # number of environment errors
     seconds: float = 0.0  # time spent in tools and the environment
     clipped: int = 0  # 1 if the episode ended with a tool call beyond `max_tool_calling_iterations`
     cut_short: int | None = None  # number of turns truncated at `max_turn_length`; None without that limit
 
 
 class Played(NamedTuple):
-    """The record of an episode, which can be converted to JSON."""
+    """Record of an episode, which can be converted to JSON."""
 
-    turns: list[tuple[bool, str]]  # (whether sampled by the policy, text) of each turn and observation
+    turns: list[tuple[bool, str]]  # (True if sampled by the policy, text) for each turn and observation
     messages: Messages  # turns and observations as messages, if the prompt is a conversation
-    reward: float | list[float] | str | None  # reward of the episode, or one per turn; None if not scored
+    reward: float | list[float] | str | None  # the episode's reward, or one per turn; None if not scored
     counts: EpisodeCounts
-    lengths: Sequence[int] = ()  # number of tokens of each turn of the policy; () in records of older versions
+    lengths: Sequence[int] = ()  # number of tokens in each turn by the policy; () in records from older versions
 
     def to_json(self) -> list[object]:
         """Convert the record to lists and dicts."""
@@ -261,7 +261,7 @@ class Played(NamedTuple):
 
 
 def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
-    """Return the index of the turn of each sampled token, [B·G, T] int32, or −1 for tokens that were not sampled.
+    """Return each sampled token's turn index, [B·G, T] int32, with −1 for tokens that were not sampled.
 
     The indices are computed from the lengths of the turns, because the observation between two turns may be empty.
     """
@@ -272,7 +272,7 @@ def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
 
 
 def metrics_of(played: Sequence[Played]) -> dict[str, float]:
-    """Compute the metrics of a rollout's episodes."""
+    """Aggregate the episodes' counters into metrics."""
     counts = [one.counts for one in played]
     turns, cut_short = [one.turns for one in counts], [one.cut_short for one in counts if one.cut_short is not None]
     metrics = {

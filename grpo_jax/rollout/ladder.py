@@ -1,7 +1,7 @@
 """The layouts of a rollout: how many completions are decoded together, and with how many cache slots.
 
-Each layout needs a separate compilation, which takes half a minute on a TPU, so there are few layouts. They are derived
-from the sizes of the rollout. The sampled completions determine only when the rollout moves to the next layout:
+Each layout needs a separate compilation, which takes half a minute on a TPU, so there are few layouts. They depend only
+on the rollout's shapes. The sampled completions determine when the rollout moves to the next layout:
 
 ```
 64 completions   64 slots ─► 128 slots ─► 255 slots        the cache grows with the completions
@@ -36,40 +36,40 @@ BURST = 16
 """Maximum number of decode steps per call. After each call, the host checks which completions have ended."""
 
 FEWEST_SLOTS = 64
-"""Minimum number of slots of a cache."""
+"""Minimum number of slots in a cache."""
 
 ALIGNED = 64
-"""On GPUs and TPUs, the number of slots is a multiple of this. Otherwise, a GPU pads the values at each step."""
+"""On GPUs and TPUs, the number of slots is a multiple of this value, so that a GPU need not pad at each step."""
 
 FEWEST = 8
-"""Minimum number of completions of a layout. On a CPU, a matrix product with fewer rows takes as long."""
+"""Minimum number of completions in a layout. On a CPU, a matrix product with fewer rows takes just as long."""
 
 MOST_RUNGS = 3
 """Maximum number of smaller layouts."""
 
 STREAM_COMPLETIONS = 16
-"""Minimum number of completions of a stream. With fewer, matrix products are too small."""
+"""Minimum number of completions in a stream. With fewer, matrix products are too small to be efficient."""
 
 WORTH_A_MOVE = 0.8
-"""Maximum cost of the next layout relative to the current one. A move copies the cache and may need a compilation."""
+"""Maximum cost of the next layout relative to the current layout. A move copies the cache and may compile."""
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:
-    """Return the number of slots for `length` tokens. The last token needs none. `fixed` is as in `Ladder`."""
+    """Return the number of slots for `length` tokens; the last token needs no slot. See `Ladder` for `fixed`."""
     last = max(1, length - 1)
     return -(-last // ALIGNED) * ALIGNED if fixed else last
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """The layouts of a rollout. The n-th layout uses the n-th and later cache sizes only, since it is reached late."""
+    """The layouts of a rollout. The n-th layout uses only the n-th and later cache sizes, since it is reached late."""
 
-    shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) of each layout; the first has all completions
-    slots: tuple[int, ...]  # cache sizes, increasing
-    steps: int  # number of steps of a burst
+    shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) in each layout; the first contains all
+    slots: tuple[int, ...]  # cache sizes in increasing order
+    steps: int  # number of steps per burst
     fixed: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host
-    step: DecodeStep  # cost of a step with the largest cache
-    shards: int = 1  # number of devices that the groups are sharded over; groups do not change devices
+    step: DecodeStep  # cost of a decode step with the largest cache
+    shards: int = 1  # number of devices over which groups are sharded; groups do not change devices
 
     @classmethod
     def of(
@@ -87,13 +87,13 @@ class Ladder:
     ) -> Ladder:
         """Compute the layouts for [groups, width] completions of at most `length` tokens.
 
-        `waits` is True if more prompts are waiting; the cache is then a ring buffer with its final size from the start.
-        `turns` is True if completions have several turns, each with any number of bursts. `grows` is True if a step
-        also reads empty slots, so that a smaller cache is faster.
+        `waits` is True if more prompts are waiting; the cache is then a ring buffer that has its final size from the
+        start. `turns` is True if completions have several turns, each with any number of bursts. `grows` is True if
+        steps also read empty slots, so that a smaller cache is faster.
         """
         last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
-        # Bursts end where the cache grows. The bursts of a short rollout have equal lengths, so that few steps
-        # run after it ends.
+        # Bursts end where the cache grows. In a short rollout, all bursts have the same length, so that few steps
+        # run after its end.
         steps = BURST if tokens > FEWEST_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
         if grows and not waits:
@@ -101,7 +101,7 @@ class Ladder:
             first = -(-first // ALIGNED) * ALIGNED if fixed else first
             slots = [*(n for n in (first, 2 * first) if n < last), last]
         shapes = [(groups, width)]
-        # Completions move at most once between two bursts.
+        # Completions move at most once between bursts.
         bursts = -(-tokens // steps)
         rungs = MOST_RUNGS if waits or turns else min(MOST_RUNGS, bursts - 1)
         while len(shapes) <= rungs and (smaller := _next(shapes[-1], groups * width, step, shards)) is not None:
@@ -109,7 +109,7 @@ class Ladder:
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
     def slots_below(self, at: int, slots: int) -> int | None:
-        """Return the cache size in layout `at + 1`, given the current size; None if moving there saves too little."""
+        """Return the cache size in layout `at + 1` for a current size of `slots`; None if a move saves too little."""
         if at + 1 == len(self.shapes):
             return None
         there = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)
@@ -121,7 +121,7 @@ class Ladder:
         return there if pays else None
 
     def choose(self, at: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Select the completions of layout `at + 1`: indices of groups [B''] and of completions within them [B'', G''].
+        """Select completions for layout `at + 1`: indices of groups [B''] and of completions in them [B'', G''].
 
         `alive` [B', G'] is False for ended completions; these fill unused positions. Returns None if not all fit.
         """
@@ -139,11 +139,11 @@ class Ladder:
 
 
 def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
-    """Return the (groups, width) of the layout after `last`, or None if no layout is sufficiently cheaper.
+    """Return (groups, width) for the layout after `last`, or None if no layout is sufficiently cheaper.
 
-    Narrower groups read the keys and values of each prompt once. They are chosen if they are 25 % cheaper than the same
-    number of single completions. Otherwise, the layout has single completions, whose numbers form a geometric series
-    down to `FEWEST`. If these are not cheaper either, it has half as many groups of half the width.
+    Narrower groups read each prompt's keys and values once. They are chosen if they are 25% cheaper than the same
+    number of single completions. Otherwise, the layout has single completions; their numbers form a geometric series
+    that ends at `FEWEST`. If this is not cheaper either, the layout has half as many groups of half the width.
     """
     groups, width = last
 
@@ -165,7 +165,7 @@ def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int
 
 
 def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
-    """Return the cost of a decode step. While reading one byte, a CPU does 8 multiplications and a GPU 100."""
+    """Estimate a decode step's cost. In the time to read one byte, a CPU does 8 multiplications and a GPU 100."""
     held = jax.tree.leaves((model, params))
     return DecodeStep.of(
         model.config,
@@ -178,9 +178,9 @@ def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: i
 
 
 def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> int:
-    """Return the number of streams for [groups, width] completions, a divisor of `groups`.
+    """Return the number of streams for [groups, width] completions. It divides `groups`.
 
-    `each` is the number of streams per running thread. With several turns it is larger, as some streams wait.
+    `each` is the number of streams per running thread. It is larger with several turns, because some streams wait.
     """
     parts = min(groups, groups * width // STREAM_COMPLETIONS)
     most = max(1, min(parts, each * count_streams(params, groups)))
@@ -188,9 +188,9 @@ def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> i
 
 
 def groups_at_once(groups: int, num_generations: int, batch_size: int | None, shards: int) -> int:
-    """Return the number of groups that are decoded together, a multiple of `shards`.
+    """Return the number of groups to decode together, a multiple of `shards`.
 
-    They contain at most `batch_size` completions, or any number if `batch_size` is None.
+    The groups contain at most `batch_size` completions; if `batch_size` is None, there is no limit.
     """
     most = groups if batch_size is None else min(groups, batch_size // num_generations // shards * shards)
     return -(-most // shards) * shards
@@ -207,7 +207,7 @@ def choose_ladder(
     mesh: Mesh | None,
     waits: bool,
 ) -> Ladder:
-    """Return the `Ladder` for [groups, width] completions of one turn. `params` may be `ShapeDtypeStruct`s."""
+    """Return the `Ladder` for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = whole_cache(length, fixed=not cpu)
     step = decode_step(model, params, prompt_length, slots, cpu=cpu)
@@ -227,7 +227,7 @@ def _reads_full_slots(model: CachedModel, completions: int, keys: tuple[int, int
 
 
 def on_cpu(params: Params, mesh: Mesh | None) -> bool:
-    """Return whether decoding runs on one CPU, where a data-dependent loop end costs nothing.
+    """Return whether decoding runs on a single CPU, where a data-dependent loop condition is free.
 
     Abstract arrays without a sharding are assumed to be on the default device.
     """

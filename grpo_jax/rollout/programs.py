@@ -1,8 +1,8 @@
-"""Params converted for decoding, and the largest compiled function of a rollout with abstract arguments.
+"""Conversion of params for decoding, and a rollout's largest compiled function with abstract arguments.
 
-On a CPU, products of 8 to 32 rows with column-major kernels take only 60 to 80 % of the time of row-major kernels, so
+On a CPU, multiplying 8 to 32 rows by column-major kernels takes only 60% to 80% as long as with row-major kernels, so
 `decode_variables` adds column-major copies. An accelerator would cast float32 kernels to the compute dtype at each step
-and write and read an additional 2 bytes per weight. The kernels are therefore cast once, to the same values.
+and write and read an additional 2 bytes per weight. The kernels are therefore cast once, which gives the same values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from grpo_jax.types import CachedModel, Model, Params, Prompts, as_argument, is_
 Tree = TypeVar("Tree")
 
 MATRICES = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")
-"""Names of the weights that a decoder casts to its dtype. The last three belong to experts."""
+"""Names of the weights that a decoder casts to its dtype. The last three are expert weights."""
 
 _jit_kernels_by_columns = jax.jit(kernels_by_columns, static_argnums=1)
 _jit_rounded = jax.jit(lambda arrays, dtype: {at: x.astype(dtype) for at, x in arrays.items()}, static_argnums=1)
 
 
 def decode_variables(model: CachedModel, params: Params) -> Variables:
-    """Convert params to the variables of `decode`: with column-major kernels on a CPU, else in the compute dtype."""
+    """Convert params to variables for `decode`: with column-major kernels on a CPU, else in the compute dtype."""
     if _by_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params), _dtype(model))}
     wide = _wide_kernels(model, params)
@@ -43,7 +43,7 @@ def decode_variables(model: CachedModel, params: Params) -> Variables:
 
 
 def variables_shape(model: CachedModel, params: Params) -> Variables:
-    """Return the `ShapeDtypeStruct`s of `decode_variables`."""
+    """Return the result of `decode_variables` as `ShapeDtypeStruct`s."""
     if _by_columns(params):
         columns, base = functools.partial(kernels_by_columns, dtype=_dtype(model)), getattr(model, "base", params)
         return {"params": jax.eval_shape(lambda x: x, params), "columns": jax.eval_shape(columns, base)}
@@ -54,7 +54,7 @@ def variables_shape(model: CachedModel, params: Params) -> Variables:
 
 
 def copies(model: CachedModel, params: Params) -> tuple[Params, Params]:
-    """Return abstract arrays: the params that `decode` replaces with copies, and the copies."""
+    """Return the params that `decode_variables` copies for decoding, and their copies, as abstract arrays."""
     variables = variables_shape(model, params)
     if "columns" in variables:
         base = abstract(getattr(model, "base", params))
@@ -75,7 +75,7 @@ def _dtype(model: CachedModel) -> jnp.dtype:
 def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], jax.Array]:
     """Return the float32 matrices and embedding that a decoder casts to a narrower dtype, keyed by path."""
     if not isinstance(getattr(model, "model", model), Transformer) or not isinstance(params, dict):
-        return {}  # a custom model may need float32, and adapters are small
+        return {}  # custom models may need float32, and adapters are small
     return {
         at: x
         for at, x in flatten_dict(params).items()
@@ -98,9 +98,9 @@ def decode_call(
     batch_size: int | None = None,
     settings: DecodeSettings,
 ) -> functools.partial[Any] | None:
-    """Bind `decode_burst` to abstract arguments, for the largest number of completions and the largest cache.
+    """Bind abstract arguments to `decode_burst`, for the largest number of completions and the largest cache.
 
-    The arguments are as in `generate`. Returns None for a model without a cache.
+    `generate` documents the arguments. Returns None for a model without a cache.
     """
     if not is_cached(model):
         return None
@@ -125,7 +125,7 @@ def decode_call(
 
 
 def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> tuple[Prompts, jax.Array]:
-    """Return abstract prompts and keys of [groups, width] completions."""
+    """Return abstract prompts and keys for [groups, width] completions."""
 
     def make() -> tuple[Prompts, jax.Array]:
         indices, tokens = jnp.arange(groups), jnp.zeros((groups, prompt_length), jnp.int32)
@@ -140,7 +140,7 @@ def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> t
 
 
 def _placed(tree: Tree, source: object) -> Tree:
-    """Return the `ShapeDtypeStruct`s of a tree, with the sharding of the arrays of `source`."""
+    """Convert a tree to `ShapeDtypeStruct`s with the same sharding as the arrays in `source`."""
     at = place_of(source)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
 

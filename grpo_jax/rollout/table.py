@@ -1,4 +1,4 @@
-"""Host-side data of a rollout: its arguments, and a table of the sampled and observed tokens."""
+"""Host-side data for a rollout: its arguments, and a table of the sampled and observed tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_jax.types import CachedModel, Completions, Params, Prompts
 
 
 class Table:
-    """Tokens of B·G completions. Completion (b, g) has index b · G + g; −1 marks an empty position on the device."""
+    """Tokens for B·G completions. Completion (b, g) has index b · G + g; −1 marks an empty position on the device."""
 
     def __init__(self, count: int, length: int, pad_token_id: int):
         self.tokens = np.full((count, length), pad_token_id, np.int32)  # sampled or observed tokens
@@ -33,7 +33,7 @@ class Table:
         return self.tokens.shape[1]
 
     def record(self, completions: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
-        """Append tokens [B', G', N] to completions [B', G']. Returns whether each ended with an EOS or stop string."""
+        """Append tokens [B', G', N] to completions [B', G']. Returns True where an EOS or a stop string was drawn."""
         chex.assert_equal_shape_prefix((completions, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)
         at = self.lengths[completions][:, :, None] + np.arange(tokens.shape[2])
@@ -48,7 +48,7 @@ class Table:
         for t in range(tokens.shape[-1]):
             state = np.where(new[..., t], settings.stops.after(state, tokens[..., t]), state)
         self.stop_state[completions[completions >= 0]] = state[completions >= 0]
-        # A completion that waits for an observation may be in the final state, but draws no tokens.
+        # A completion that is waiting for an observation may be in the final state, but has no new tokens.
         return ended | (new.any(axis=-1) & (state == settings.stops.found))
 
     def append(self, completion: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
@@ -64,7 +64,7 @@ class Table:
         self.stop_state[completion] = 0
 
     def completions(self, groups: int, *, turns: bool = False) -> Completions:
-        """Return the completions of B = `groups` prompts as NumPy arrays. With `turns`, `present` is set."""
+        """Return the completions for B = `groups` prompts as NumPy arrays. If `turns`, `present` is set."""
         present = np.arange(self.length) < self.lengths[:, None]
         arrays = (self.tokens, self.mask, self.log_probs, self.ended, present if turns else None)
         return Completions(*jax.tree.map(lambda x: x.reshape((groups, -1, *x.shape[1:])), arrays))
@@ -72,7 +72,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """Arguments of a rollout, and the table of its tokens.
+    """Arguments of a rollout, and the table that its tokens are written to.
 
     Prefill uses `params`; decoding uses `variables` (see `programs.decode_variables`). `keys` are typed PRNG keys
     [B, G]. `interrupt` is called before each prefill, before each burst, and repeatedly while waiting for answers.
@@ -104,7 +104,7 @@ class Rollout:
         return split((prompts, keys), self.mesh)
 
     def part(self, first: int, last: int) -> Rollout:
-        """Return a rollout of only the groups first … last − 1, with a new table."""
+        """Return a rollout that contains only groups first … last − 1 and has a new table."""
         prompts, keys = jax.tree.map(lambda x: x[first:last], (self.prompts, self.keys))
         table = Table(keys.size, self.table.length, self.settings.pad_token_id)
         return dataclasses.replace(self, prompts=prompts, keys=keys, table=table)

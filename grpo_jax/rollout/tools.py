@@ -32,7 +32,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "array": (list, "a list"),
     "object": (dict, "an object"),
 }
-"""Map from JSON schema types to Python types and to names for messages."""
+"""Python types and names for messages, keyed by JSON schema type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Tool:
 
 
 def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
-    """Convert functions to a dict that maps names to `Tool`s.
+    """Convert functions to `Tool`s, keyed by name.
 
     The functions or bound methods may be sync or async. As in TRL, each parameter needs a type hint and a description
     in the "Args:" section of the docstring, from which transformers' `get_json_schema` builds the schema. Raises a
@@ -68,7 +68,7 @@ def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
 
 
 def environment_tools(environment: object) -> dict[str, Tool]:
-    """Convert the public methods of an environment to a dict that maps names to `Tool`s.
+    """Convert an environment's public methods to `Tool`s, keyed by name.
 
     Inherited methods are included; `reset`, `respond`, `get_reward` and names with a leading underscore are not. If the
     environment has `answer_calls`, which receives whole turns, the tools are taken from its `tool_schemas` instead.
@@ -94,7 +94,7 @@ def environment_tools(environment: object) -> dict[str, Tool]:
 
 
 def _read(function: Function, where: str, name: str | None = None) -> Tool | str:
-    """Return a function as a `Tool`, or an error message if that fails. `name` is set for methods."""
+    """Convert a function to a `Tool`, or return an error message if that fails. `name` is set for methods."""
     from transformers.utils import get_json_schema
 
     if not callable(function):
@@ -106,7 +106,7 @@ def _read(function: Function, where: str, name: str | None = None) -> Tool | str
         where = f"{where}, {name!r}"
 
     def copy(**arguments: object) -> None:
-        """Placeholder; replaced below."""
+        """Placeholder that is replaced below."""
 
     try:
         parameters = inspect.signature(function).parameters
@@ -120,12 +120,12 @@ def _read(function: Function, where: str, name: str | None = None) -> Tool | str
         cast("Any", copy).__signature__ = inspect.Signature(list(parameters.values()))
         return Tool(name, function, get_json_schema(copy))
     except Exception as error:  # resolving a type hint may raise any exception
-        advice = " If you need a more complex"  # start of advice by transformers that does not apply here
+        advice = " If you need a more complex"  # start of transformers' advice, which does not apply here
         return f"{where}: the schema could not be built: {str(error).partition(advice)[0]}"
 
 
 def reset_arguments(reset: Function, row: Row) -> Row:
-    """Return the keyword arguments of `reset`. `prompt` and `environment` are passed only if its signature has them."""
+    """Return keyword arguments for `reset`. `prompt` and `environment` are passed only if the signature has them."""
     parameters = inspect.signature(reset).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return row
@@ -133,10 +133,10 @@ def reset_arguments(reset: Function, row: Row) -> Row:
 
 
 def bind_arguments(tool: Tool, arguments: object) -> Json | str:
-    """Return the keyword arguments of a tool call, or an error message for the policy.
+    """Return the keyword arguments for a tool call, or an error message for the policy.
 
-    `arguments` is a dict, a JSON object as a string, or None. The arguments are validated against the schema. The
-    string "3" is converted to an integer parameter, and 3 to a string parameter. The result is a deep copy.
+    `arguments` is a dict, a JSON object as a string, or None. The arguments are validated against the schema. "3" is
+    converted to 3 for an integer parameter, and 3 to "3" for a string parameter. The result is a deep copy.
     """
     if isinstance(arguments, str):
         try:
@@ -162,9 +162,9 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
 
 
 def _converted(value: object, schema: Json) -> tuple[object, str | None]:
-    """Convert a value to the type of a schema. If that fails, return the unchanged value and the name of the type.
+    """Convert a value to a schema's type. If that fails, return the unchanged value and the name of the type.
 
-    None is not checked, nor are values whose schema has several types or no type.
+    None is not checked. If the schema has several types or no type, the value is not checked either.
     """
     kind = schema.get("type")
     known, expected = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
@@ -187,8 +187,8 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
     """Call a sync or async function and wait at most `seconds` for its result.
 
     If `seconds` is None, there is no limit. A sync function runs in a separate thread. The thread cannot be stopped,
-    so after a timeout its result is discarded. An async function runs on the event loop of async rewards and is
-    cancelled. Raises TimeoutError, or the exception of the function, which may be SystemExit.
+    so after a timeout its result is discarded. An async function runs on the event loop for async rewards and is
+    canceled after a timeout. Raises TimeoutError, or the function's exception, which may be SystemExit.
     """
     outcome: list[Any] = []
 
@@ -224,10 +224,10 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def as_text(value: object, *, limit: int = 20_000) -> str:
-    """Convert the result of a tool or an environment to text for the policy. This function does not raise.
+    """Convert the result from a tool or an environment to text for the policy. This function does not raise.
 
-    Bytes are decoded, None is converted to "", JSON values to JSON, and other objects with `str`. Invalid Unicode is
-    replaced. Text after `limit` characters is replaced by a note with the number of omitted characters.
+    Bytes are decoded, None becomes "", JSON values are converted to JSON, and other objects with `str`. Invalid Unicode
+    is replaced. Text beyond `limit` characters is replaced with a note that states how many were omitted.
     """
     try:
         text = str.encode(_text(value), "utf-8", "replace").decode("utf-8")
@@ -239,7 +239,7 @@ def as_text(value: object, *, limit: int = 20_000) -> str:
 
 
 def _text(value: object) -> str:
-    """Convert a value to text. Unlike `as_text`, this may raise."""
+    """Convert a value to text. Unlike `as_text`, this function may raise."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", "replace")
     if isinstance(value, (dict, list, tuple, bool, int, float)):

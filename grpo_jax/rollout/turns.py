@@ -1,7 +1,7 @@
-"""Sampling of completions with several turns, separated by observations.
+"""Sampling of multi-turn completions, in which observations separate the turns.
 
 A completion is one sequence of tokens. Its keys and values stay on the device from the first turn to the last, and
-sampled tokens are never retokenized. The tokens of an observation are read into the cache in one pass, after the token
+sampled tokens are never retokenized. An observation's tokens are read into the cache in one pass, after the token
 that ended the turn:
 
 ```
@@ -14,8 +14,8 @@ read together        (only EOS)  EOS  x  y  z
 
 Answers are computed while other completions are decoded. When half of a stream's completions are waiting, the others
 are decoded for two more bursts, during which most answers arrive. Then all observations are read together. The sequence
-of compiled functions and their shapes thus depends on the tokens only, not on the time that answers take, and a resumed
-run reproduces the same results bit for bit.
+of compiled functions and their shapes thus depends only on the tokens, not on how long answers take, and a resumed run
+reproduces the same results bit for bit.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ LEAD = 16
 """First slot of the completions. The slots before it leave space for the padding of short observations."""
 
 CHUNK = 256
-"""Maximum number of tokens of an observation that are processed in one call."""
+"""Maximum number of observation tokens per completion that are processed in one call."""
 
 TOGETHER = 0.5
-"""Fraction of a stream's completions that must be waiting before their observations are read. Waiting completions are
-idle, but reading one observation costs as much as reading all."""
+"""Fraction of a stream's completions that must be waiting before observations are read. Waiting completions are idle,
+but reading a single observation costs as much as reading all."""
 
 PATIENCE = 2
-"""Number of bursts that are decoded after `TOGETHER` is reached. With 0, each read would wait for the latest answers;
+"""Number of bursts that are decoded after `TOGETHER` is reached. With 0, each read would wait for the slowest answer;
 with a large value, one long turn would delay all other turns."""
 
 Answer = Future[Sequence[int] | None]
@@ -57,30 +57,30 @@ Answer = Future[Sequence[int] | None]
 class AnswerTurn(Protocol):
     """A function that answers turns. It is called once per turn, from any thread, and returns a future without waiting.
 
-    If several processes sample the same completions together, each completion is answered by one of them.
+    If several processes sample the same completions together, exactly one process answers each completion.
     """
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Answer | None:
-        """Start to answer a turn.
+        """Start computing the answer to a turn.
 
         Args:
           completion: index b · G + g of the completion.
           turn: token ids [n] of a turn that has ended or has the maximum length.
-          limit: maximum number of tokens of the observation. With more, the completion is truncated after the turn.
+          limit: maximum observation length in tokens. If it is exceeded, the completion is truncated after the turn.
 
         Returns:
-          A future whose result is the token ids of the observation, or None at the end of the completion. If a
-          different process answers, None is returned instead of a future.
+          A future that returns the observation's token ids, or None if the turn is the last one. If a different
+          process answers, None is returned instead of a future.
         """
         ...
 
 
 class _OtherFailed(Exception):
-    """Raised in a stream to stop it after a different stream has failed."""
+    """Raised in a stream after another stream has failed."""
 
 
 class _Turns:
-    """State of the completions of one stream."""
+    """State of one stream's completions."""
 
     def __init__(self, rollout: Rollout, answer_turn: AnswerTurn, groups: np.ndarray, max_turn_length: int):
         self.rollout, self.table = rollout, rollout.table
@@ -89,12 +89,12 @@ class _Turns:
         g, p, length = rollout.keys.shape[1], rollout.prompts.tokens.shape[1], rollout.table.length
         step = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
         self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(rollout.mesh), turns=True)
-        self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index in the ladder; size of the ring
+        self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index in the ladder; ring size
         self.slot = LEAD  # next slot of the active completions
         self.starts = np.full(self.rows.shape, LEAD)  # [B', G'] as in `Stream.start`
         self.turn_starts = np.zeros(len(rollout.table.lengths), int)  # number of tokens before the current turn
         self.waiting: dict[int, Answer | None] = {}  # pending answers, keyed by table row
-        self.bursts_waited = 0  # number of bursts since enough completions are waiting
+        self.bursts_waited = 0  # number of bursts since enough completions have been waiting
         prompts, keys = rollout.inputs(groups)
         self.stream, drawn = prefill(
             rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
@@ -116,7 +116,7 @@ class _Turns:
 
     @property
     def active(self) -> np.ndarray:
-        """[B', G'] bool, True for completions whose turn has not ended."""
+        """[B', G'] bool, True for completions in an unfinished turn."""
         return (self.rows >= 0) & ~np.isin(self.rows, list(self.waiting))
 
     def _draw(self) -> None:
@@ -130,7 +130,7 @@ class _Turns:
             active, lengths = self.active, table.lengths[self.rows]
         left = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
         count = np.where(active, left, 0).astype(np.int32)
-        # The automaton starts each turn in state 0. The device state does not contain the starts of turns.
+        # The automaton starts each turn in state 0, which only the host sets.
         state = None if self.stream.stop_state is None else table.stop_state[self.rows]
         ended, count, state = split((~active, count, state), rollout.mesh)
         stream = self.stream.replace(ended=ended, stop_state=state)
@@ -140,9 +140,9 @@ class _Turns:
         self.slot += self._record(self.rows, drawn)
 
     def _record(self, completions: np.ndarray, drawn: Drawn) -> int:
-        """Record the drawn tokens of completions [B', G'], and return the number of steps in which any was drawn.
+        """Record the tokens drawn for completions [B', G'], and return the number of steps that drew any tokens.
 
-        Requests answers to turns that have just ended, and ends completions without space for more tokens.
+        Requests answers to turns that have just ended, and ends completions that have no space for more tokens.
         """
         table, drawn = self.table, fetch(drawn)
         mask = drawn[2]
@@ -159,7 +159,7 @@ class _Turns:
         return int(mask.sum(axis=-1).max())
 
     def _observations(self) -> dict[int, Sequence[int]]:
-        """Wait for the answers and return the observations, keyed by table row. Ends completions that receive none."""
+        """Wait for answers and return observations, keyed by table row. Ends completions without an observation."""
         table, observed = self.table, dict[int, Sequence[int]]()
         local = [(row, answer) for row, answer in self.waiting.items() if answer is not None]
         answers = [(row, wait_for(answer, self.rollout.interrupt)) for row, answer in local]
@@ -217,16 +217,16 @@ class _Turns:
         self._record(np.where(resumed, self.rows, -1), drawn)
 
     def _ring_size(self, least: int) -> int:
-        """Return a ring size of at least `least` slots. There are few sizes, because each needs a compilation."""
+        """Return a ring size of at least `least` slots. There are few sizes, since each needs a compilation."""
         sizes = (*self.ladder.slots[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
     def _aligned_slot(self, counts: np.ndarray, width: int, least: int) -> int | None:
         """Return the slot at which `width` tokens can be read without a move, or None if a move is needed.
 
-        The last `counts` [B', G'] of the tokens are real. No move is needed if all completions end in the same slot and
-        read the same number of tokens, as in games with turns of equal length, and the ring has enough slots. `_align`
-        copies all keys and values, which takes longer than reading a few tokens.
+        The last `counts` [B', G'] tokens are real, the others padding. No move is needed if all completions end in the
+        same slot and read the same number of tokens, as in games with turns of equal length, and the ring has enough
+        slots. `_align` copies all keys and values, which takes longer than reading a few tokens.
         """
         alive = self.rows >= 0
         ends, read = (self.starts + self.table.lengths[self.rows] - 1)[alive], counts[alive]
@@ -236,12 +236,12 @@ class _Turns:
         return first if first >= 0 and first % self.slots + width <= self.slots else None
 
     def _smaller(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return `Ladder.choose` for the next smaller layout, or None if none exists or the completions do not fit."""
+        """Select completions for the next smaller layout. Returns None if there is none or if they do not fit."""
         last = self.layout + 1 == len(self.ladder.shapes)
         return None if last else self.ladder.choose(self.layout, self.rows >= 0)
 
     def _align(self, counts: np.ndarray, *, least: int) -> None:
-        """Rotate each completion to end `counts` [B', G'] slots before the end of a ring with at least `least` slots.
+        """Rotate completions to end `counts` [B', G'] slots before the end of a ring that has at least `least` slots.
 
         Also moves the completions to the next smaller layout if they fit.
         """
@@ -258,7 +258,7 @@ class _Turns:
 
 
 def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | None:
-    """Wait for an answer, and call `interrupt` every 0.2 s in the meantime."""
+    """Wait for an answer, and call `interrupt` every 0.2 s until it arrives."""
     while True:
         try:
             return answer.result(timeout=0.2)
@@ -269,7 +269,7 @@ def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | N
 
 
 def sample_turns(rollout: Rollout, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
-    """Sample completions with several turns and return NumPy arrays. At most `at_once` groups are decoded together."""
+    """Sample multi-turn completions and return NumPy arrays. At most `at_once` groups are decoded together."""
     b, g = rollout.keys.shape
     failed = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Adapters for task suites from other packages. In a RUN.yaml, set `data: {reasoning_gym: chain_sum, size: 2000}`."""
+"""Adapters for task suites from other packages. RUN.yaml example: `data: {reasoning_gym: chain_sum, size: 2000}`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from grpo_jax.types import Json
 __all__ = ["SUITES", "Suite", "is_suite", "openenv", "reasoning_gym", "suite_of", "verifiers"]
 
 SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": reasoning_gym, "verifiers": verifiers}
-"""Maps keys of `data` in a RUN.yaml to functions. The key's value is the first argument; other keys are keywords."""
+"""Functions by their key in `data` of a RUN.yaml. The key's value is the first argument; other keys are keywords."""
 
 
 def is_suite(source: object) -> TypeGuard[Json]:
-    """Return whether a value of `data` is a mapping that describes a suite."""
+    """Return whether a value for `data` is a mapping that describes a suite."""
     return isinstance(source, Mapping) and bool(SUITES.keys() & source.keys())
 
 

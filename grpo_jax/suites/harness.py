@@ -1,12 +1,12 @@
-"""Agent of the `verifiers` package with the policy as its model: a chat with tools that runs in this process.
+"""An agent for the `verifiers` package that uses the policy as its model: a chat with tools, run in this process.
 
 ```
 the environment's run ──► policy_agent ──► a `verifiers` rollout: tools, stops, hooks, limits, scores
 the rollout ──► ToolChat ──► the rollout's model server ──► Conversation ──► the policy
 ```
 
-`verifiers` supports a harness in the caller's process if it requests each turn from the rollout's model server. This
-server records the conversation and stops the rollout. It forwards requests to a client, here a `Conversation`.
+`verifiers` supports a harness in the caller's process if the harness requests each turn from the rollout's model
+server. This server records the conversation, stops the rollout, and forwards requests to a `Conversation`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ PACKAGE = "verifiers"
 V1 = "verifiers.v1"
 
 Results: TypeAlias = list[tuple[str, bool]]
-"""Pairs (result, whether the call failed) for the calls in a turn."""
+"""Pairs (result, True if the call failed) for the calls in a turn."""
 
 
 class Conversation:
-    """A `verifiers` model client that exchanges the policy's turns and the episode's replies between concurrent tasks.
+    """A `verifiers` model client that passes the policy's turns and the episode's replies between concurrent tasks.
 
     Attributes:
       trace: `verifiers` trace of the conversation, or None before it starts.
-      schemas: schemas of the tools in the prompt, or None if not yet known.
-      problems: call id → reason why the call could not be parsed.
+      schemas: tool schemas in the prompt, or None if not yet known.
+      problems: reasons why calls could not be parsed, keyed by call id.
       failed: ids of failed calls.
     """
 
@@ -60,11 +60,11 @@ class Conversation:
         self._turns.put_nowait(None)
 
     def end_episode(self) -> None:
-        """Return None from all further calls of `reply`."""
+        """Make all further calls to `reply` return None."""
         self._replies.put_nowait(None)
 
     async def add_turn(self, message: Message, problems: Sequence[str] = ()) -> None:
-        """Add a turn of the policy. `problems` describe the calls that could not be parsed."""
+        """Add a turn by the policy. `problems` describes calls that could not be parsed."""
         functions = [dict(call["function"]) for call in message.get("tool_calls", ())]
         for function in functions:
             if not isinstance(function["arguments"], str):
@@ -82,21 +82,21 @@ class Conversation:
         await self._turns.put(turn)
 
     async def reply(self) -> str | Results | None:
-        """Return the next reply of the episode: a message, results of calls, or None if the episode has ended."""
+        """Return the episode's next reply: a message, call results, or None if the episode has ended."""
         reply = await self._replies.get()
         if reply is None:
             self.end_episode()  # later calls also return None
         return reply
 
     async def get_response(self, dialect: Foreign, body: Json, *_: object, **__: object) -> Foreign:
-        """Return the policy's turn for a request of the model server. Implements a method of `verifiers` clients."""
+        """Return the policy's turn for a request from the model server. Part of the `verifiers` client interface."""
         messages: Messages = body["messages"]
         if list(map(_role_and_text, messages[: len(self._seen)])) != self._seen:
             raise ValueError("the environment must not change earlier messages, which are part of the completion")
         new = messages[len(self._seen) :]
         results = [(_text(one), one["tool_call_id"] in self.failed) for one in new if one["role"] == "tool"]
         if results and len(results) < len(new):
-            raise ValueError("messages of the environment after tool results are not supported")
+            raise ValueError("messages from the environment after tool results are not supported")
         await self._replies.put(results or "\n\n".join(map(_text, new)))
         message = await self._turns.get()
         if message is None:
@@ -121,7 +121,7 @@ def _role_and_text(message: Message) -> tuple[str, str]:
 
 
 class Servers:
-    """Model server and tool servers of a taskset, shared by all episodes until the process exits."""
+    """A taskset's model server and tool servers, shared by all episodes until the process exits."""
 
     _stack = contextlib.AsyncExitStack()  # never closed, because `verifiers` stops its processes at exit
 
@@ -130,7 +130,7 @@ class Servers:
         self._starting: asyncio.Task[tuple[Foreign, Mapping[str, Foreign]]] | None = None
 
     async def start(self) -> tuple[Foreign, Mapping[str, Foreign]]:
-        """Start the servers at the first call. Returns the model server and a dict of tool servers."""
+        """Start the servers at the first call. Returns the model server and a dict that contains the tool servers."""
         self._starting = self._starting or asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
@@ -145,7 +145,7 @@ class Servers:
 
 
 class _ModelServer:
-    """Wrapper of a `verifiers` model server that forwards the requests of a rollout to a `Conversation`."""
+    """A wrapper around a `verifiers` model server that forwards a rollout's requests to a `Conversation`."""
 
     def __init__(self, server: Foreign, conversation: Conversation):
         self._server, self._conversation = server, conversation
@@ -169,7 +169,7 @@ def policy_agent(
 
     def start(trace: Foreign) -> None:
         if conversation.trace is not None:
-            raise ValueError("the environment has several conversations in an episode, but only one is supported")
+            raise ValueError("the environment has several conversations per episode, but only one is supported")
         trace.agent.name, conversation.trace = name, trace
 
     async def install(_: Foreign) -> None:
@@ -224,7 +224,7 @@ class ToolChat:
         if self._conversation.schemas is None:
             self._conversation.schemas = self._tools
         elif self._conversation.schemas != self._tools:
-            raise ValueError("the tools of this task differ from those of the first task; use one set of tools")
+            raise ValueError("this task's tools differ from the first task's tools; use one set of tools")
         if system is not None:
             self._messages.append({"role": "system", "content": system})
         if isinstance(prompt, str):

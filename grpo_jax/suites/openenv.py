@@ -32,28 +32,28 @@ def openenv(
     timeout: float = 60.0,
     wait: float = 60.0,
 ) -> Suite:
-    """Return tasks of an [OpenEnv](https://github.com/meta-pytorch/OpenEnv) server, which provides the rewards.
+    """Return tasks from an [OpenEnv](https://github.com/meta-pytorch/OpenEnv) server, which provides the rewards.
 
     ```
     reset(seed of the row) ──► text added to the prompt ──► turn ──► step({action: turn}) ──► observation ──► turn ──► …
     ```
 
-    Each completion opens a session, so the server must allow B·G sessions (`max_concurrent_envs` of `create_app`). The
+    Each completion opens a session, so the server must allow B·G sessions (`max_concurrent_envs` in `create_app`). The
     reward is the sum over all steps, or None if no step had a reward or the session was lost. Reward functions with an
-    argument `environments` can read each final `state`.
+    argument `environments` can read the final `state` of each session.
 
     Args:
-      base_url: URL of the server, such as `http://127.0.0.1:8000`.
-      prompt: prompt of all rows: messages, or a string that is converted to a user message.
+      base_url: server URL, such as `http://127.0.0.1:8000`.
+      prompt: prompt for all rows: messages, or a string that is converted to a user message.
       size: number of rows.
-      seed: seed of the first row. Row i resets the environment with `seed + i`. `reset` must return the same
+      seed: seed for the first row. Row i resets the environment with `seed + i`. `reset` must return the same
         observation for all completions of a row.
-      action: field of the action that contains the text of a turn, or a function from the text to an action.
-      observation: field of the observation to pass to the policy. If None, the whole observation is passed as JSON.
+      action: name of the action field for the text of a turn, or a function that converts the text to an action.
+      observation: observation field to pass to the policy. If None, the whole observation is passed as JSON.
       max_turns: maximum number of turns. If None, the completion ends when the environment is done.
-      timeout: time limit for a response of the server in seconds.
-      wait: time in seconds for which `reset` retries to connect. Sessions that are lost later are handled according to
-        `on_environment_error`.
+      timeout: time limit for a server response in seconds.
+      wait: time in seconds for which `reset` retries to connect. `on_environment_error` determines how sessions that
+        are lost later are handled.
     """
     if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
         raise ValueError(f"base_url must start with http:// or https://; got {show(base_url)}")
@@ -73,7 +73,7 @@ def openenv(
 
 @dataclasses.dataclass(eq=False)
 class OpenEnv:
-    """The session of one completion (see `openenv`). `state` is {} until the session ends."""
+    """Session for one completion (see `openenv`). `state` is {} until the session ends."""
 
     _connect: Callable[[], Foreign]
     _url: str
@@ -138,7 +138,7 @@ class OpenEnv:
             await session.disconnect()
 
     def _read(self, result: Foreign) -> str:
-        """Record the reward of a step and return its observation as a string."""
+        """Record a step's reward and return its observation as a string."""
         if result.reward is not None:
             self._rewards.append(float(result.reward))
         seen: Mapping[str, object] = result.observation

@@ -30,12 +30,12 @@ def reasoning_gym(
     timeout: float | None = None,
     **settings: object,
 ) -> Suite:
-    """Return a task of [reasoning-gym](https://github.com/open-thought/reasoning-gym), with its verifier as the reward.
+    """Return a [reasoning-gym](https://github.com/open-thought/reasoning-gym) task, with its verifier as the reward.
 
     Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)`. Most items are generated
     from `seed + i`, so datasets with seeds closer than `size` share items. The reward is the verifier's score, 0 to 1.
-    The reward function reads the task from the columns of a row, so rows of several tasks can be concatenated. The mean
-    reward of each task is logged as the metric `reasoning_gym/<task>`.
+    The reward function reads the task from the row's columns, so rows from several tasks can be concatenated. The mean
+    reward for each task is logged as the metric `reasoning_gym/<task>`.
 
     Args:
       task: name of the task.
@@ -44,9 +44,9 @@ def reasoning_gym(
       system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS` (they ask for `<answer>`).
       answer_tag: name of the tag. The answer is the content of the last `<answer_tag>…</answer_tag>`. If None, this is
         "answer" for named system prompts; otherwise the answer is the whole completion, stripped of whitespace.
-      timeout: time limit for scoring a completion in seconds, in a worker process (`isolated`). If None, this process
-        scores without a limit. Some verifiers call `eval` on the completion.
-      settings: settings of the task, such as `max_terms`.
+      timeout: time limit in seconds for scoring a completion in a worker process (`isolated`). If None, completions are
+        scored in this process, without a limit. Some verifiers call `eval` on the completion.
+      settings: task settings, such as `max_terms`.
     """
     utils = import_extra("reasoning_gym.utils", _PACKAGE)
     if answer_tag is None and system_prompt in utils.SYSTEM_PROMPTS:
@@ -84,7 +84,7 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
         if name not in known:
             near = nearest(name, known)
             hint = f"did you mean {near!r}?" if near else f"its settings are {', '.join(sorted(known)) or 'none'}"
-            raise ValueError(f"{task}.{name}: no such setting of this task; {hint}")
+            raise ValueError(f"{task}.{name}: unknown setting; {hint}")
     try:
         json.dumps(settings)  # `_verifier` requires JSON
         return factory.create_dataset(task, **settings, size=size, seed=seed)
@@ -95,7 +95,7 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
 
 @functools.lru_cache(256)
 def _verifier(task: str, settings: str) -> Callable[[str | None, Json], float]:
-    """Return the `score_answer` method of a task, which may depend on the settings."""
+    """Return a task's `score_answer` method, which may depend on the settings."""
     verifier: Callable[[str | None, Json], float] = _dataset(task, json.loads(settings), 1, 0).score_answer
     return verifier
 
@@ -110,7 +110,7 @@ def _score(
     answer_tag: Sequence[str | None],
     extract: Callable[..., str | None],
 ) -> Scores:
-    """Compute rewards with reasoning-gym's verifiers, from completions and the columns of their rows."""
+    """Compute rewards with reasoning-gym's verifiers, from completions and their dataset columns."""
     values, failures = np.full(len(completions), np.nan), Failures()
     columns = zip(completions, question, answer, metadata, task, settings, answer_tag, strict=True)
     for index, (completion, asked, truth, about, name, task_settings, tag) in enumerate(columns):
@@ -126,7 +126,7 @@ def _score(
 
 @dataclasses.dataclass(frozen=True)
 class _ByTask:
-    """A reward function that calls `_score`, in this process or a worker, and logs the rewards of each task."""
+    """A reward function that calls `_score`, in this process or a worker, and logs rewards separately for each task."""
 
     score: Callable[..., Foreign]
     __name__ = "reasoning_gym"

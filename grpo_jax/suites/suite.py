@@ -1,4 +1,4 @@
-"""The tasks of a suite as arguments of `train`."""
+"""A suite's tasks in the form that `train` accepts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from grpo_jax.types import Environments, RewardFn, Row
 
 Foreign = Any
-"""Type of modules and objects of optional packages."""
+"""Type of modules and objects from optional packages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Tasks from an external package. Each field is passed to the argument of `train` with that name.
+    """Tasks from an external package. Pass each field to `train` as the argument with the same name.
 
     `rows` contains a dict with a `prompt` for each task. `reward_fns` is empty if environments return the rewards.
     """

@@ -1,4 +1,4 @@
-"""Tasks of the `verifiers` package, whose environments use the policy as their agent."""
+"""Tasks from the `verifiers` package, in which the policy is the environment's agent."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from grpo_jax.types import Json, Message, Messages, Row
 
 
 def verifiers(taskset: str, *, size: int | None = None, env: str = "", **settings: object) -> Suite:
-    """Return the tasks of a [verifiers](https://github.com/PrimeIntellect-ai/verifiers) 0.4 taskset.
+    """Return the tasks in a [verifiers](https://github.com/PrimeIntellect-ai/verifiers) 0.4 taskset.
 
-    The environment controls the episode, and the policy generates the turns of its agent. The reward is the trace's
-    weighted sum of the rewards of the task (`@reward` and judges) and of the environment. Reward functions with an
+    The environment controls the episode, and the policy generates its agent's turns. The reward is the trace's
+    weighted sum of rewards from the task (`@reward` and judges) and from the environment. Reward functions with an
     argument `environments` can read each reward and metric from `trace`.
 
-    Tools (`toolsets`) run in `verifiers` servers. Tools of a task use one server per completion, tools of a taskset one
-    per process. Stop conditions (`@stop`) are checked before and after each turn. Containers, several agents,
-    limits on tokens, remote tools and `@intercept` hooks are not supported.
+    Tools (`toolsets`) run in `verifiers` servers: a task's tools in one server per completion, a taskset's tools in one
+    server per process. Stop conditions (`@stop`) are checked before and after each turn. Containers, several agents,
+    token limits, remote tools and `@intercept` hooks are not supported.
 
     Args:
-      taskset: module name of an installed taskset, or of one that is part of `verifiers`.
+      taskset: module name of an installed taskset, or of a taskset that is part of `verifiers`.
       size: number of tasks. If None, all tasks are used.
-      env: id of an environment. If "", the taskset's default is used.
-      settings: settings of the taskset's config, such as `game`.
+      env: environment id. If "", the taskset's default is used.
+      settings: settings for the taskset's config, such as `game`.
 
     Example:
       >>> suite = verifiers("textarena", game="Hangman-v0", size=100)  # doctest: +SKIP
@@ -60,7 +60,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
 
 
 def _in_process(config: Foreign) -> Foreign:
-    """Return a copy of an environment's config in which agents run in this process, without a program."""
+    """Copy an environment's config, changed to run agents in this process and without a program."""
     v1 = import_extra(V1, PACKAGE)
     updates = {"harness": v1.HarnessConfig(id="null"), "runtime": v1.SubprocessConfig(), "retries": v1.RetryConfig()}
     agents = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(config)
@@ -68,7 +68,7 @@ def _in_process(config: Foreign) -> Foreign:
 
 
 def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> list[Foreign]:
-    """Return the toolsets of an environment. Raises ValueError if the environment or its tasks are not supported."""
+    """Return an environment's toolsets. Raises ValueError if the environment or its tasks are not supported."""
     configs = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(environment.config)
     if len(configs) != 1:
         raise ValueError(f"{name!r}: the environment must have one agent; got {', '.join(configs)}")
@@ -77,7 +77,7 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> list[Fo
     (config,) = configs.values()
     limits = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
     if limited := [limit for limit in limits if getattr(config, limit) is not None]:
-        raise ValueError(f"{name!r}: {limited[0]} of the agent is not supported; set max_completion_length instead")
+        raise ValueError(f"{name!r}: the agent's {limited[0]} is not supported; set max_completion_length instead")
     if type(tasks[0]).NEEDS_CONTAINER:
         raise ValueError(f"{name!r}: tasks that need a container are not supported")
     taskset, remote = environment.taskset, import_extra(f"{V1}.interception", PACKAGE).requires_tunnel
@@ -120,11 +120,11 @@ async def _run_episode(servers: Servers, task: Foreign, conversation: Conversati
 
 
 async def _schemas(servers: Servers, task: Foreign) -> list[Json]:
-    """Return the schemas of a task's tools. They are read from an episode that is canceled before its first turn."""
+    """Return the schemas of a task's tools, read from an episode that is canceled before its first turn."""
     conversation = Conversation(None, _prompt(task))
     episode = asyncio.create_task(_run_episode(servers, task, conversation))
     if await conversation.reply() is None:
-        await episode  # raises the exception of the episode
+        await episode  # raises the episode's exception
     episode.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await episode
@@ -132,7 +132,7 @@ async def _schemas(servers: Servers, task: Foreign) -> list[Json]:
 
 
 class VerifiersEnv:
-    """Environment of one completion, which runs an episode of a task (see `verifiers`)."""
+    """Environment for one completion, which runs an episode of a task (see `verifiers`)."""
 
     def __init__(self, servers: Servers, tasks: Sequence[Foreign], tool_schemas: list[Json]):
         self._servers, self._tasks = servers, tasks
@@ -172,5 +172,5 @@ class VerifiersEnv:
     async def _reply(self) -> Foreign:
         reply = await self._conversation.reply()
         if reply is None and self._episode is not None:
-            await asyncio.shield(self._episode)  # raises the exception of the episode
+            await asyncio.shield(self._episode)  # raises the episode's exception
         return reply

@@ -1,4 +1,4 @@
-"""Parsing of tool calls in untrusted text, and a check that a template's calls can be parsed."""
+"""Parsing of tool calls in untrusted text, and a check that calls rendered by a chat template can be parsed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Decode = Callable[..., str]
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A tool call from the policy. `tools.bind_arguments` later validates its name and arguments (a JSON value)."""
+    """A tool call by the policy. `arguments` is any JSON value; `tools.bind_arguments` validates it later."""
 
     name: str
     arguments: Any
@@ -31,7 +31,7 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A parsed turn of the policy.
+    """A parsed turn by the policy.
 
     Attributes:
       content: text without parsed calls and special tokens. It includes `<think>` blocks and malformed calls.
@@ -56,9 +56,9 @@ class Format:
     Attributes:
       name: key of the format in `FORMATS`.
       recognize: function that returns whether a chat template uses this format.
-      parse: parser of one decoded turn. `schemas` maps tool names to schemas; formats that do not distinguish strings
-        from numbers use them. `thinking` is True if the generation prompt opens <think>.
-      keeps_special_tokens: whether turns are decoded with special tokens, which delimit the calls of this format.
+      parse: parser for one decoded turn. `schemas` maps tool names to schemas, for formats that do not distinguish
+        strings from numbers. `thinking` is True if the generation prompt opens <think>.
+      keeps_special_tokens: whether special tokens delimit calls in this format, so that decoding must keep them.
       markers: strings that delimit calls and reasoning. They are kept even if they are special tokens.
     """
 
@@ -70,11 +70,11 @@ class Format:
 
 
 class MalformedCall(ValueError):
-    """Error in a tool call. Its message completes the sentence "A tool call could not be read: ..."."""
+    """Raised for an invalid tool call. The message completes the sentence "A tool call could not be read: ..."."""
 
 
 def parse_json(text: str) -> Any:
-    """Parse untrusted JSON. Replaces lone surrogates. Raises ValueError for Infinity, NaN and over 100 levels."""
+    """Parse untrusted JSON. Replaces lone surrogates. Raises ValueError for Infinity, NaN and deep nesting."""
     try:
         value = json.loads(text, parse_constant=_not_finite, parse_float=_finite)
         if "\\ud" in text.lower():  # files and tokenizers reject lone surrogates
@@ -102,7 +102,7 @@ def _finite(digits: str) -> float:
 
 
 def parse_arguments(arguments: Any) -> Any:
-    """Parse `arguments` if they are a JSON string. Other arguments are returned unchanged."""
+    """Parse `arguments` if it is a JSON string. Other values are returned unchanged."""
     try:
         return parse_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -124,12 +124,12 @@ def parse_call(text: str) -> ToolCall:
 
 
 def problem_message(reason: str, form: str) -> str:
-    """Return the error message for the policy about a malformed call. `form` shows the correct syntax."""
+    """Format an error message about a malformed call for the policy. `form` shows the correct syntax."""
     return f"A tool call could not be read: {reason}. Write calls as {form}"
 
 
 def map_calls(change: Callable[[int, int, Json], Json], messages: Messages) -> Messages:
-    """Return the messages with each call's `function` replaced by `change(message_index, call_index, function)`."""
+    """Replace the `function` of each call in the messages with `change(message_index, call_index, function)`."""
     changed = []
     for index, message in enumerate(messages):
         calls = []
@@ -141,10 +141,10 @@ def map_calls(change: Callable[[int, int, Json], Json], messages: Messages) -> M
 
 
 def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> Messages:
-    """Convert tool call arguments from JSON strings to objects.
+    """Convert the arguments of tool calls from JSON strings to objects.
 
-    Most templates serialize the arguments and would encode a string twice. Returns the messages unchanged if `render`
-    shows that the template rejects objects or writes their Python repr (DeepSeek).
+    Most templates serialize the arguments, so a string would be encoded twice. Returns the messages unchanged if
+    `render`, which applies the template, fails with objects or writes their Python repr (DeepSeek).
     """
     objects = list[Json]()
 
@@ -164,7 +164,7 @@ def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> M
 
 
 def assistant_message(parsed: Parsed) -> Message:
-    """Convert a parsed turn to a message in the format of chat templates and TRL."""
+    """Convert a parsed turn to a message in the format that chat templates and TRL use."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.calls:
         functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
@@ -173,7 +173,7 @@ def assistant_message(parsed: Parsed) -> Message:
 
 
 def tool_message(name: str, text: str) -> Message:
-    """Return a tool's result as a message."""
+    """Build a message that contains a tool's result."""
     return {"role": "tool", "name": name, "content": text}
 
 
@@ -192,7 +192,7 @@ def turn_text(ids: np.ndarray, decode: Decode, form: Format, hidden: Sequence[in
 
 
 def call_fault(template: ChatTemplate, form: Format) -> str:
-    """Check that a call of the first tool can be rendered, tokenized and parsed. Returns an error message, or ""."""
+    """Check that a call to the first tool can be rendered, tokenized and parsed. Returns an error message, or ""."""
     tools, tokenizer = template.tools or [], template.tokenizer
     function = tools[0]["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}
@@ -216,7 +216,7 @@ def call_fault(template: ChatTemplate, form: Format) -> str:
         if parsed.calls:
             found = f"{parsed.calls[0].name} with {show(parsed.calls[0].arguments)}"
         faults.append(
-            f"the chat template renders a call of {call.name} with {show(call.arguments)} as {show(written, 300)},"
+            f"the chat template renders a call to {call.name} with {show(call.arguments)} as {show(written, 300)},"
             f" which the tokenizer decodes to {show(text, 300)}; the {form.name!r} parser finds {found}. Use a chat"
             " template with a supported tool call format"
         )

@@ -1,4 +1,4 @@
-"""Decoding of completions for reward functions, and of single tokens to bytes."""
+"""Decoding of completions for reward functions, and conversion of single tokens to bytes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from grpo_jax.types import Messages, Row, Tokenizer
 Array = jax.Array | np.ndarray
 
 CONTEXT = 8
-"""Number of prompt tokens decoded together with a completion. No character spans more tokens."""
+"""Number of prompt tokens that are decoded together with a completion. A character spans at most this many tokens."""
 
-_REPLACEMENT = "\ufffd"  # what decoders return for an incomplete character
+_REPLACEMENT = "\ufffd"  # returned by decoders for an incomplete character
 
 
 class RewardInputs(NamedTuple):
-    """Inputs of reward functions: lists of length B·G in prompt-major order.
+    """Inputs for reward functions: lists of length B·G in prompt-major order.
 
-    `columns` maps the names of the other dataset columns to their values. An assistant prefill at the end of a prompt
-    is moved to the completion's message, so that prompt + completion is the whole conversation.
+    `columns` contains the other dataset columns, keyed by name. An assistant prefill at the end of a prompt is moved to
+    the completion's message, so that prompt + completion is the whole conversation.
     """
 
     prompts: list[str | Messages]
@@ -43,7 +43,7 @@ def reward_inputs(
     *,
     prompt_ids: Sequence[Sequence[int]] | None = None,
 ) -> RewardInputs:
-    """Decode completions `tokens` [B, G, T] of B dataset rows into the inputs of reward functions.
+    """Decode completions `tokens` [B, G, T] for B dataset rows into inputs for reward functions.
 
     `mask` [B, G, T] is True on completion tokens. Some tokenizers (Llama 2, SentencePiece) drop a leading space when
     decoding. Completions that continue a string or a prefill are therefore decoded together with the prompt's last
@@ -67,7 +67,7 @@ def reward_inputs(
 
 
 def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
-    """Return the tokens where `mask` [B, G, T] is True, as B·G lists in prompt-major order."""
+    """Select the tokens where `mask` [B, G, T] is True. Returns B·G lists in prompt-major order."""
     tokens, mask = np.asarray(tokens), np.asarray(mask).astype(bool)
     flat = zip(tokens.reshape(-1, tokens.shape[2]), mask.reshape(-1, tokens.shape[2]), strict=True)
     return [row[keep].tolist() for row, keep in flat]
@@ -82,11 +82,11 @@ class PrecedingText(NamedTuple):
 
 
 def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> PrecedingText:
-    """Return the end of a prompt, which its completions continue. It is empty if they start a new message."""
+    """Return the end of the prompt that completions continue. It is empty if completions start a new message."""
     prefill = _prefill(prompt)
     last, text = list[int](), ""
     if isinstance(prompt, str) or prefill:
-        for count in (CONTEXT, len(ids)):  # use all tokens if the last ones decode to ""
+        for count in (CONTEXT, len(ids)):  # use all tokens if the last tokens decode to ""
             last = [int(i) for i in ids[-count:]]
             text = tokenizer.decode(last, skip_special_tokens=True)
             if text:
@@ -96,7 +96,7 @@ def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[i
 
 
 def continuation(before: str, both: str) -> str:
-    """Return `both` without its common prefix with `before`: ("caf\ufffd", "café!") → "é!"."""
+    """Remove from `both` its common prefix with `before`: ("caf\ufffd", "café!") → "é!"."""
     return both[common_length(before, both) :]
 
 
@@ -132,25 +132,25 @@ def _without_prefill(prompt: str | Messages) -> str | Messages:
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the longest common prefix."""
+    """Return the length of the longest prefix that both sequences share."""
     differ = (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y)
     return next(differ, min(len(one), len(other)))
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return a dict that maps the id of each special token to its string."""
+    """Return a dict that maps special token ids to strings."""
     added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     return added | {index: token for index, token in named if index is not None}  # None if not in the vocabulary
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """Return the bytes that each token id adds to decoded text, b"" for special tokens and unused ids.
+    """Return the bytes that each token id adds to decoded text, and b"" for special tokens and unused ids.
 
-    Each token is decoded after an ordinary token, because some tokenizers drop a leading space. The bytes of tokens
-    that are not whole characters are parsed from their names in the vocabulary, in the notation of byte-level BPE
-    (GPT-2, Llama 3, Qwen) or byte fallback (SentencePiece). Raises ValueError for names in a different notation, and
-    for tokenizers that decode a token differently depending on its neighbors (CLIP).
+    Each token is decoded after an ordinary token, because some tokenizers drop a leading space. If a token is only part
+    of a character, its bytes are parsed from its vocabulary name, which must use the notation of byte-level BPE (GPT-2,
+    Llama 3, Qwen) or byte fallback (SentencePiece). Raises ValueError for names in a different notation, and for
+    tokenizers that decode a token differently depending on its neighbors (CLIP).
     """
     vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
     names = {index: name for name, index in vocabulary.items() if index not in special}
@@ -172,23 +172,23 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def _ordinary(tokenizer: Tokenizer, names: Mapping[int, str]) -> int:
-    """Return the id of a token that decodes to text, preferably to letters or digits."""
+    """Return the id of a token that decodes to text, preferably to ASCII letters or digits."""
     plain = (index for index, name in names.items() if name.isascii() and name.isalnum())
     for index in itertools.chain(plain, names):
         text = tokenizer.decode([index], skip_special_tokens=True)
         if text and _REPLACEMENT not in text:
             return index
-    raise ValueError("no token of the tokenizer decodes to text")
+    raise ValueError("the tokenizer must have a token that decodes to text")
 
 
 _PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTES = {chr(byte): byte for byte in _PRINTED}
 _BYTES |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)}
-"""Maps characters in token names of byte-level BPE to the bytes that they represent."""
+"""Maps characters in the token names of byte-level BPE to the bytes that they represent."""
 
 
 def _bytes_of(name: str, index: int) -> bytes:
-    """Return the bytes that the name of a token specifies. The token need not be a whole character."""
+    """Parse the bytes of a token, which may be only part of a character, from the token's vocabulary name."""
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
         return bytes([int(found[1], 16)])
     if all(character in _BYTES for character in name):
@@ -196,5 +196,5 @@ def _bytes_of(name: str, index: int) -> bytes:
     if _REPLACEMENT in name:  # the replacement character itself
         return name.encode()
     raise ValueError(
-        f"token {index} of the tokenizer ({name!r}) is not a whole character, and its name does not specify its bytes"
+        f"the tokenizer's token {index} ({name!r}) is part of a character, but its name does not specify its bytes"
     )

@@ -2,8 +2,8 @@
 
 | columns of a row | tokens included in the loss |
 |---|---|
-| `prompt` and `completion`, strings or messages | the completion; all with `completion_only_loss=False` |
-| `messages` | all; only assistant messages with `assistant_only_loss` |
+| `prompt` and `completion`, strings or messages | the completion; if `completion_only_loss=False`, all |
+| `messages` | all; if `assistant_only_loss`, only assistant messages |
 | `text` | all |
 | `input_ids` and `labels` | where `labels` is not −100 |
 | `input_ids` and `assistant_masks`, `completion_mask`, or both | where the masks are 1 |
@@ -48,9 +48,9 @@ _MASKS = ("assistant_masks", "completion_mask")
 
 @dataclasses.dataclass(frozen=True)
 class Examples(EncodedPrompts):
-    """Tokenized SFT examples. `token_ids` holds whole examples, and `masks` is True on tokens included in the loss.
+    """Tokenized SFT examples. `token_ids` contains whole examples, and `masks` is True on tokens included in the loss.
 
-    `blocks` lists the indices of the examples in each packed block. Without packing, a block is one example.
+    `blocks` contains a list of example indices for each packed block. Without packing, each block is one example.
     """
 
     masks: list[list[bool]]
@@ -58,7 +58,7 @@ class Examples(EncodedPrompts):
 
     @property
     def shared(self) -> int:
-        """Length of the longest prefix that all examples share and that is excluded from the loss in all of them."""
+        """Length of the longest prefix that all examples have in common and that is always excluded from the loss."""
         first, shared = self.token_ids[0], min(mask.index(True, 1) for mask in self.masks)
         for ids in self.token_ids:
             if ids[:shared] != first[:shared]:
@@ -68,8 +68,8 @@ class Examples(EncodedPrompts):
     def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
         """Convert the examples in the given blocks to a `Batch` [rows, 1, length] of NumPy arrays.
 
-        The first `prompt_length` tokens of an example are the prompt. The remaining tokens are a completion with
-        advantage 1 and `sampling_log_probs` of 0. Unused rows are masked out.
+        The first `prompt_length` tokens of each example become the prompt, and the remaining tokens a completion with
+        advantage 1 and `sampling_log_probs` 0. Unused rows are masked out.
         """
         examples = [index for block in blocks for index in self.blocks[block]]
         first, tokens = np.zeros((rows, prompt_length), np.int32), np.zeros((rows, 1, length), np.int32)
@@ -88,7 +88,7 @@ class Examples(EncodedPrompts):
         )
 
     def count_tokens(self, blocks: Sequence[int]) -> int:
-        """Return the number of tokens in the given blocks, including tokens excluded from the loss."""
+        """Count all tokens in the given blocks, including tokens that are excluded from the loss."""
         return sum(len(self.token_ids[index]) for block in blocks for index in self.blocks[block])
 
 
@@ -106,7 +106,7 @@ def load_examples(
     argument: str = "dataset",
     max_rows: int | None = None,
 ) -> list[Row]:
-    """Read an SFT dataset. `text_field` names the column of strings. See `load_rows` for the other arguments."""
+    """Read an SFT dataset. `text_field` is the name of the text column; `load_rows` documents the other arguments."""
 
     def fault_of(row: object, first: Json) -> str:
         if not isinstance(row, Mapping):
@@ -140,7 +140,7 @@ def encode_examples(
     packing: bool = False,
     argument: str = "dataset",
 ) -> Examples:
-    """Tokenize the rows of `load_examples`, compute their loss masks and truncate them to `config.max_length`.
+    """Tokenize rows from `load_examples`, compute their loss masks and truncate them to `config.max_length`.
 
     Examples without tokens in the loss are dropped. If `packing`, examples are packed into blocks of `max_length`
     tokens with best fit decreasing. Both match TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
@@ -150,7 +150,7 @@ def encode_examples(
     found = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
     truncated = sum(length is not None and len(ids) > length for ids, _ in found)
     found = [_Example(ids[:length], mask[:length]) for ids, mask in found]
-    kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # the first token is not predicted
+    kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # the first token is never predicted
     dropped = sorted(set(range(len(rows))) - set(kept))
     if not kept:
         fix = f"increase max_length={length}" if truncated else "add rows with a completion"
@@ -168,7 +168,7 @@ def encode_examples(
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Pack items of the given lengths into blocks of `size` with best fit decreasing. Returns each block's indices."""
+    """Pack items with the given lengths into blocks of `size` with best fit decreasing. Returns indices per block."""
     blocks: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free tokens, block index), sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -204,7 +204,7 @@ def _ids_fault(row: Json) -> str:
 
 
 class _Encoder:
-    """Tokenizer of single rows with the settings of `encode_examples`."""
+    """Tokenizer for single rows; see `encode_examples` for the arguments."""
 
     def __init__(self, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int]):
         self.tokenizer, self.config, self.ends = tokenizer, config, set(eos_token_ids)
@@ -280,7 +280,7 @@ class _Encoder:
     def assistant_mask(
         self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str
     ) -> list[bool]:
-        """Return a mask of assistant tokens, from the end of each generation prompt to the message's last EOS."""
+        """Return a mask for assistant tokens: from the end of each generation prompt to the message's last EOS."""
         mask = [False] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -302,8 +302,8 @@ class _Encoder:
         return mask
 
     def learn_openings(self, ids: list[int], mask: list[bool], last: Message, keywords: Json) -> None:
-        """Set `mask` in place on EOS tokens that open the next turn. Appends one to a final assistant turn."""
-        # There is no EOS, or an EOS already closes the last turn.
+        """Include EOS tokens that open the next turn in `mask`, in place. Appends one to a final assistant turn."""
+        # Nothing to do if there is no EOS, or if an EOS already closes the last turn.
         if self.ends.isdisjoint(ids) or not self.ends.isdisjoint(ids[-2:]):
             return
         template = ChatTemplate(self.tokenizer, keywords, eos_token_ids=self.ends)

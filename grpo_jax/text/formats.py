@@ -1,4 +1,4 @@
-"""Tool call formats. For each, `FORMATS` has a parser and a function that recognizes its chat templates.
+"""Tool call formats: parsers, and functions that recognize the chat templates that use a format.
 
 The parsed text is untrusted. Parsing takes linear time and never raises. `Parsed.problems` reports malformed calls.
 """
@@ -15,7 +15,7 @@ from grpo_jax.text.calls import Format, MalformedCall, Parsed, ToolCall, parse_c
 from grpo_jax.types import Json
 
 MAX_CALLS = 64
-"""Maximum number of calls parsed per turn. It keeps the time linear for turns with thousands of opening tags."""
+"""Maximum number of calls parsed per turn. It keeps parsing time linear for turns with thousands of opening tags."""
 _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
 
 
@@ -28,7 +28,7 @@ _UNWRAPPED = "it is not enclosed in <tool_call> and </tool_call>"
 _DECODER = json.JSONDecoder()
 
 ReadCall = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
-"""Parser of one call: (text, position after the opening tag, tool schemas) → (call, position after the call)."""
+"""A parser for one call: (text, position after the opening tag, tool schemas) → (call, position after the call)."""
 
 
 def _parse_tagged(
@@ -72,7 +72,7 @@ def _end_of(text: str, tag: str, start: int) -> int:
 
 
 def _read_hermes(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
-    """Parse JSON and its closing tag. Closing tags inside JSON strings are ignored."""
+    """Parse JSON followed by a closing tag. Closing tags inside JSON strings are ignored."""
     start = _skip(text, start)
     try:
         _, end = _DECODER.raw_decode(text, start)
@@ -129,7 +129,7 @@ def _properties(schema: Json | None) -> Json:
 
 
 def _value(text: str, schema: Json | None) -> Any:
-    """Parse a parameter's value. It is a string if the schema requires one or the text is not JSON."""
+    """Parse a parameter's value. Returns the text if the schema requires a string or the text is not JSON."""
     text = text[text.startswith("\n") :]
     text = text[: len(text) - text.endswith("\n")]
     kind = (schema or {}).get("type")
@@ -169,7 +169,7 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
 
 
 def _is_called(written: str) -> bool:
-    """Return whether a message looks like a call: JSON with a name and arguments under one of the usual keys."""
+    """Return whether a message looks like a call: JSON in which the usual keys hold a name and arguments."""
     named = '"name"' in written or '"function"' in written
     return written.startswith("{") and named and ('"parameters"' in written or '"arguments"' in written)
 
@@ -234,7 +234,7 @@ def _addressed(recipient: str, body: str, end: str) -> ToolCall:
         raise MalformedCall(str(error)) from None
 
 
-# --- The table, in matching order: harmony and XML templates may also contain markers of later formats.
+# --- Formats in matching order: harmony and XML templates may also contain markers of later formats.
 
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _parse_xml = functools.partial(_parse_tagged, read=_read_xml, form=_XML_FORM)
@@ -254,7 +254,7 @@ FORMATS: dict[str, Format] = {entry.name: entry for entry in _ALL}
 
 
 def format_of(chat_template: str | Mapping[str, str] | None) -> Format | None:
-    """Return the tool call format of a chat template, or None if unknown. Prefers the named template "tool_use"."""
+    """Return a chat template's tool call format, or None if unknown. Prefers the named template "tool_use"."""
     if isinstance(chat_template, Mapping):
         chat_template = chat_template.get("tool_use") or chat_template.get("default")
     if not chat_template:

@@ -2,7 +2,7 @@
 
 ```
 dataset ── load_rows ──► list of dicts ── encode_prompts ──► token ids ── make_prompts ──► Prompts [B, P]
-Completions [B, G, T] ── reward_inputs ──► inputs of reward functions: lists of length B·G, prompt-major
+Completions [B, G, T] ── reward_inputs ──► inputs for reward functions: lists of length B·G, prompt-major
 ```
 """
 
@@ -25,11 +25,11 @@ _RESERVED_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize
 
 
 def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = None, on_host: bool = False) -> Prompts:
-    """Pad lists of token ids on the right and stack them.
+    """Stack lists of token ids with padding on the right.
 
     Args:
       token_ids: B non-empty lists of token ids.
-      length: P, the padded length. If None, the length of the longest prompt is used.
+      length: padded length P. If None, the length of the longest prompt is used.
       on_host: whether to return NumPy arrays instead of JAX arrays.
 
     Returns:
@@ -71,10 +71,10 @@ def _id_array(ids: object, where: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompts:
-    """Rows of a dataset with the token ids of their prompts.
+    """Dataset rows with the token ids of their prompts.
 
-    `dropped` lists the indices of rows that were removed because their prompt is too long. If several datasets were
-    joined, `parts` maps each name to its number of rows. `masks` and `blocks` are set for SFT examples only.
+    `dropped` contains the indices of rows that were removed because their prompt is too long. If several datasets were
+    joined, `parts` maps each dataset's name to its number of rows. `masks` and `blocks` are set only for SFT examples.
     """
 
     rows: list[Row]
@@ -85,7 +85,7 @@ class EncodedPrompts:
     blocks: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
 
     def by_part(self) -> dict[str, EncodedPrompts]:
-        """Return the joined datasets, keyed by name. A single dataset has the name ""."""
+        """Split joined datasets into a dict, keyed by name. A single dataset has the name ""."""
         parts, found, end = self.parts or {"": len(self.rows)}, {}, 0
         for name, count in parts.items():
             part, end = slice(end, end + count), end + count
@@ -111,15 +111,15 @@ def encode_prompts(
     tools: Sequence[list[Json] | None] | None = None,
     argument: str = "dataset",
 ) -> EncodedPrompts:
-    """Tokenize the prompt of each row of `load_rows`.
+    """Tokenize the prompts in rows from `load_rows`.
 
     A string is encoded with the tokenizer's special tokens. Messages are rendered with its chat template, including the
-    generation prompt and the `tools` of the row. A final assistant message is left open and continued by the completion
-    (TRL 1.16 closes it and starts a new turn). A prompt longer than `max_prompt_length` is an error, or is dropped if
+    generation prompt and the row's `tools`. A final assistant message is left open and continued by the completion (TRL
+    1.16 closes it and starts a new turn). A prompt longer than `max_prompt_length` is an error, or is dropped if
     `on_long_prompt` is "drop". Prompts are never truncated.
 
     Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt encodes to no tokens, or if
-    the chat template rejects or omits a message. Messages start with `argument`, the name of the dataset.
+    the chat template rejects or omits a message. In error messages, `argument` is the name of the dataset.
     """
     if on_long_prompt not in ("error", "drop"):
         raise ValueError(f"on_long_prompt must be 'error' or 'drop'; got {on_long_prompt!r}")
@@ -170,7 +170,7 @@ def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, 
         return tokenizer.apply_chat_template(list(messages), **keywords)
     except ImportError:  # jinja2 is missing
         raise
-    except Exception as error:  # no narrower class covers jinja2's errors and those raised in templates
+    except Exception as error:  # no narrower class covers both jinja2's errors and errors raised in templates
         raise ValueError(
             f"{where}: the chat template rejected {show(list(messages))} ({type(error).__name__}: {error})"
         ) from error
@@ -179,11 +179,11 @@ def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, 
 def template_messages(
     messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str, seen: set[object]
 ) -> Messages:
-    """Return messages with tool call arguments in the form that the chat template expects (`decode_arguments`).
+    """Convert tool call arguments to the form that the chat template expects (see `decode_arguments`).
 
     Raises ValueError if the template omits a message or call. The check renders markers instead of the contents, since
     templates may modify contents on purpose (whitespace, earlier reasoning). `seen` collects the structures of checked
-    conversations, since each structure is checked only once.
+    conversations, so that each structure is checked only once.
     """
     keywords = {**keywords, "tokenize": False}
     messages = decode_arguments(messages, lambda changed: apply_template(changed, tokenizer, keywords, where=where))
@@ -212,7 +212,7 @@ def template_messages(
     for mark, (index, tool) in marks.items():
         if mark not in shown:
             content, role = show(messages[index]["content"]), messages[index]["role"]
-            what = f"the call of the tool {tool!r} in" if tool else f"the content {content} of"
+            what = f"the call to the tool {tool!r} in" if tool else f"the content {content} of"
             raise ValueError(
                 f"{where}: the chat template omits {what} message {index} with role {role!r}. Use roles and content"
                 " types that the template supports (mostly 'system', 'user', 'assistant' and 'tool', with a string or a"
@@ -222,7 +222,7 @@ def template_messages(
 
 
 def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
-    """Return entries start..start+count−1 of an infinite sequence of (epoch, row index).
+    """Return entries start..start+count−1 of an infinite sequence of pairs (epoch, row index).
 
     Each epoch is a permutation of 0..num_rows−1, or the dataset order if `shuffle` is False. The sequence depends only
     on the arguments, so a resumed run needs only the integer `start`.
@@ -238,7 +238,7 @@ def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle:
 
 @functools.lru_cache(maxsize=2)  # a batch may span two epochs; sorting a million rows takes 0.2 s
 def _epoch_order(epoch: int, num_rows: int, seed: int) -> np.ndarray:
-    # Sort raw bits instead of Generator.permutation: NumPy keeps the stream of a bit generator across versions, but not
-    # the results of Generator's methods (NEP 19), and a run may be resumed with a newer version.
+    # Sort raw bits instead of Generator.permutation: NumPy keeps bit generator streams stable across versions, but
+    # not the results of Generator's methods (NEP 19), and a run may be resumed with a newer version.
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_rows)
     return np.argsort(bits, kind="stable")

@@ -12,10 +12,10 @@ from grpo_jax.text.sources import Dataset, read_rows, without_arrays
 from grpo_jax.types import Json, Messages, Row
 
 Columns = Mapping[str, str]
-"""Maps new column names to names in the dataset. A dot selects a nested field (`reward_model.ground_truth`)."""
+"""Mapping from new to existing column names. A dot selects a nested field (`reward_model.ground_truth`)."""
 
 Template = str | list[dict[str, str]]
-"""A format string, or messages with format strings as `role` and `content`. `{column}` refers to the row's value."""
+"""A format string, or messages with format strings as `role` and `content`. `{column}` inserts the row's value."""
 
 _BRACES = "write literal braces as {{ and }}"
 _ABSENT = object()
@@ -32,11 +32,11 @@ def load_rows(
 ) -> list[Row]:
     """Read a dataset as a list of dicts with the same columns, including a `prompt`.
 
-    Prompts are all strings or all lists of messages. The dataset is a sequence or iterable of dicts
-    (`datasets.Dataset`, `datasets.IterableDataset`, a grain source), a pandas DataFrame, a pyarrow Table, the path of a
+    The prompts must be all strings or all lists of messages. The dataset is a sequence or iterable of dicts
+    (`datasets.Dataset`, `datasets.IterableDataset`, a grain source), a pandas DataFrame, a pyarrow Table, the path to a
     JSONL, .csv or .parquet file, the name of a hub dataset (split "train"), or a mapping with `path` or `name` and
-    optionally `config`, `split` and the number of `rows`. At most `max_rows` are read from an iterable. Raises
-    ValueError for invalid datasets and rows; its message starts with `argument`.
+    optionally `config`, `split` and the number of `rows`. At most `max_rows` rows are read from an iterable. Raises
+    ValueError for invalid datasets and rows, with a message that starts with `argument`.
 
     Example:
       >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")
@@ -63,7 +63,7 @@ def filled_rows(
 
 
 def checked_rows(rows: Sequence[Json], fault_of: Callable[[object, Json], str], argument: str) -> list[Row]:
-    """Convert the rows to dicts. Raises ValueError if `fault_of(row, rows[0])` returns a message for any row."""
+    """Convert rows to dicts. Raises ValueError if `fault_of(row, rows[0])` returns an error message for any row."""
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := fault_of(row, rows[0]))]
     if faults:
         more = f" ({len(faults) - 1} more of the {len(rows)} rows are invalid)" if len(faults) > 1 else ""
@@ -84,7 +84,7 @@ def _row_fault(row: object, first: Json) -> str:
 
 
 def content_fault(row: Json, first: Json) -> str:
-    """Return why the columns of a row are invalid, or "" if they are valid."""
+    """Describe why a row's columns are invalid. Returns "" if they are valid."""
     for name in ("image", "images"):
         if row.get(name) is not None and row[name] != []:
             return f"has a column {name!r}, but models support text only; remove the column"
@@ -105,7 +105,7 @@ def content_fault(row: Json, first: Json) -> str:
 
 
 def messages_fault(value: object, column: str) -> str:
-    """Return why a value is not a string or a list of valid messages, or "" if it is."""
+    """Describe why a value is neither a string nor a list of valid messages. Returns "" if it is valid."""
     if isinstance(value, str):
         return ""
     if not isinstance(value, (list, tuple)):
@@ -139,12 +139,12 @@ def _message_fault(message: object) -> str:
 
 
 def is_conversation(prompt: str | Messages) -> bool:
-    """Return whether a prompt is a list of messages, not a string."""
+    """Return whether a prompt is a list of messages rather than a string."""
     return not isinstance(prompt, str)
 
 
 def check_templates(columns: object, prompt: object) -> None:
-    """Raise ValueError unless `columns` is None or valid `Columns`, and `prompt` is None or a valid `Template`."""
+    """Raise ValueError if `columns` is neither None nor `Columns`, or `prompt` neither None nor a `Template`."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     valid = all(isinstance(message, dict) and set(message) == {"role", "content"} for message in messages)
     texts = [text for message in messages for text in message.values()] if valid else [None]
@@ -162,7 +162,7 @@ def check_templates(columns: object, prompt: object) -> None:
 
 
 def fill(row: Json, where: str, columns: Columns | None, prompt: Template | None) -> Row:
-    """Rename the columns of a row and fill in its prompt. `where` is the name of the row in error messages."""
+    """Rename a row's columns and fill in its prompt. `where` is the row's name in error messages."""
     names = columns or {}
     missing = [name for name in names.values() if _column(row, name) is _ABSENT]
     if missing:
@@ -194,7 +194,7 @@ def _filled(template: str, row: Json, where: str) -> str:
 
 
 def _column(row: Json, name: str) -> Any:
-    """Return the value of a column or nested field, or `_ABSENT`."""
+    """Return the value in a column or nested field, or `_ABSENT` if there is none."""
     if name in row:
         return row[name]
     outer, dot, inner = name.partition(".")

@@ -1,4 +1,4 @@
-"""Readers of datasets: sequences, tables, streams, files (JSONL, CSV, Parquet) and hub datasets."""
+"""Dataset readers: sequences, tables, streams, files (JSONL, CSV, Parquet) and hub datasets."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class RandomAccess(Protocol):
 
 
 Dataset = str | os.PathLike[str] | Json | Iterable[object] | RandomAccess
-"""Types of datasets that `load_rows` supports."""
+"""Dataset types that `load_rows` supports."""
 
 
 def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> list[Any]:
-    """Return the rows of a dataset without validation. See `load_rows` for the arguments."""
+    """Read a dataset's rows without validating them. See `load_rows` for the arguments."""
     if isinstance(dataset, Mapping):
         return _read_described(dataset, argument)
     if isinstance(dataset, str | os.PathLike):
@@ -57,7 +57,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     if not isinstance(dataset, Iterable):
         raise ValueError(
             f"{argument} must be a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
-            f" ({', '.join(_KINDS)}) or the name of a dataset on the hub; got {show(dataset)}"
+            f" ({', '.join(_KINDS)}) or the name of a hub dataset; got {show(dataset)}"
         )
     try:
         rows = list(itertools.islice(dataset, limit))
@@ -88,7 +88,7 @@ def without_arrays(value: object) -> object:
 
 
 def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
-    """Return a dict of datasets unchanged, a single dataset as {"": dataset}, and {} for None."""
+    """Convert a single dataset to {"": dataset} and None to {}. Dicts of datasets are returned unchanged."""
     if not isinstance(dataset, Mapping) or {"path", "name"} & dataset.keys():
         return {} if dataset is None else {"": dataset}
     # In a dict of columns, the list elements are values, not rows.
@@ -98,7 +98,7 @@ def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a string has the form of a hub dataset's name rather than a file name."""
+    """Return whether a string looks like the name of a hub dataset rather than a file name."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None and not text.endswith(_KINDS)
 
 
@@ -150,7 +150,7 @@ def _read_file(path: Path, argument: str) -> list[object]:
     """Read the rows of a .csv, .parquet or JSONL (any other suffix) file."""
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "file not found"
-        raise FileNotFoundError(f"{argument}={str(path)!r}: {what}; pass the path of a file ({', '.join(_KINDS)})")
+        raise FileNotFoundError(f"{argument}={str(path)!r}: {what}; pass the path to a file ({', '.join(_KINDS)})")
     if path.suffix == ".csv":
         return _read_csv(path, argument)
     if path.suffix != ".parquet":
@@ -164,11 +164,11 @@ def _read_file(path: Path, argument: str) -> list[object]:
 
 _UTF16 = "is UTF-16; convert it to UTF-8 (iconv -f utf-16 -t utf-8)"
 _MAGIC = {b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)", b"\xff\xfe": _UTF16, b"\xfe\xff": _UTF16}
-"""Maps the first bytes of common non-UTF-8 files to the end of the error message."""
+"""Maps the first bytes of common non-UTF-8 files to a problem and fix for the error message."""
 
 
 def _read_lines(path: Path, argument: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, with line breaks. Raises ValueError with the number of an invalid line."""
+    """Yield the lines of a UTF-8 file, with line breaks. Raises ValueError with the line number for invalid text."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:

@@ -1,4 +1,4 @@
-"""Chat templates: encoding of the messages between two turns of the policy, and properties of a template.
+"""Chat templates: encoding of messages between two turns by the policy, and template properties.
 
 Sampled tokens are never re-encoded. To encode an observation, a conversation with a placeholder turn is rendered:
 
@@ -30,7 +30,7 @@ _SPLIT = "\U000f5ca1"
 
 
 class _End(NamedTuple):
-    """The end of a policy turn in a template: `text` from the mark up to and including the `closing` token, an EOS.
+    """The end of a policy turn: `text` from the placeholder mark up to and including the `closing` token, an EOS.
 
     `opens` is True if the closing token also opens the next turn and depends on its role (GLM-4's <|user|>).
     """
@@ -44,9 +44,9 @@ _ENDS: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[object, ...], _End]] = we
 
 
 class ChatTemplate:
-    """The chat template of a transformers tokenizer, with fixed template keywords `kwargs` and schemas of `tools`.
+    """The chat template of a transformers tokenizer, with fixed template keywords `kwargs` and tool schemas `tools`.
 
-    A turn ends with any of `eos_token_ids`, or with the tokenizer's EOS if there are none.
+    A turn ends with any of `eos_token_ids`, or with the tokenizer's EOS if `eos_token_ids` is empty.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """Template that transformers uses, or None if there is none. Among named templates, this is the keyword
-        `chat_template` if set, else "tool_use" if there are tools, else "default"."""
+        """Template source that transformers uses, or None if there is none. Named templates are selected by the
+        keyword `chat_template`, else "tool_use" is used if there are tools, else "default"."""
         named = self.kwargs.get("chat_template")
         if named is None and getattr(self.tokenizer, "chat_template", None) is None:
             return None
@@ -88,16 +88,16 @@ class ChatTemplate:
             )
         except ImportError:  # jinja2 is missing
             raise
-        except Exception as error:  # no narrower class covers jinja2's errors and those raised in templates
+        except Exception as error:  # no narrower class covers both jinja2's errors and errors raised in templates
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(f"it rejects messages with the roles {roles} ({type(error).__name__}: {error})") from error
 
     def observation_ids(self, messages: Sequence[Message], *, drawn: int | None = None) -> list[int]:
-        """Return the token ids between two turns of the policy: `messages` and the generation prompt.
+        """Return the token ids between two turns by the policy: `messages` and the generation prompt.
 
         Strings in a message that look like special tokens are encoded as ordinary text, so tools cannot end or open a
-        turn. `messages` have the role "tool" (after a turn with a call) or "user". `drawn` is the last sampled token of
-        the turn. If it is not None and does not end the turn, the result starts with the closing EOS. Raises ValueError
+        turn. The role of `messages` is "tool" (after a turn with a call) or "user". `drawn` is the turn's last sampled
+        token. If it is not None and does not end the turn, the result starts with the closing EOS. Raises ValueError
         if the template rejects the messages or is unsuitable. `check` detects unsuitable templates before a run.
         """
         mark = _MARK
@@ -118,7 +118,7 @@ class ChatTemplate:
         return ids if drawn is None or drawn in ends else closing + ids
 
     def check(self, roles: Sequence[str] = ("tool",)) -> None:
-        """Raise ValueError unless the template renders tools and all `roles`, and ends turns with an EOS."""
+        """Raise ValueError if the template does not render tools and all `roles`, or does not end turns with an EOS."""
         if self.source is None:
             raise ValueError(
                 "multi-turn rollouts need a chat template, but the tokenizer has none; set tokenizer.chat_template or"
@@ -138,7 +138,7 @@ class ChatTemplate:
         """Render an assistant message, and remove the generation prompt from its start.
 
         Also returns whether the whole prompt was removed: many templates open <think> in the generation prompt, but
-        omit the reasoning of earlier turns. Raises ValueError if the template rejects the message.
+        omit the reasoning in earlier turns. Raises ValueError if the template rejects the message.
         """
         opening = self.render([_USER])
         whole = self.render([_USER, message], generation_prompt=False)
@@ -149,7 +149,7 @@ class ChatTemplate:
         return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
 
     def closing_token(self) -> int | None:
-        """Return the first special token after a final assistant turn, or None if there is none or an EOS follows."""
+        """Return the first special token after a final assistant turn. Returns None without one, or if EOS follows."""
         try:
             after = self._after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
         except ValueError:
@@ -159,7 +159,7 @@ class ChatTemplate:
         return None if found is None or set(self.eos_token_ids) & set(special.values()) else special[found[1]]
 
     def opening_token(self, role: str) -> int | None:
-        """Return the EOS that ends a turn and opens a message of `role` (GLM-4's <|user|>), or None if none does."""
+        """Return the EOS id that both ends a turn and opens a message from `role` (GLM-4's <|user|>), or None."""
         try:
             end = self._end_of_turn(role, _MARK)
         except ValueError:
@@ -181,7 +181,7 @@ class ChatTemplate:
         return after
 
     def _end_of_turn(self, role: str, mark: str) -> _End:
-        """Return the end of a turn before a message of `role`, cached. Raises ValueError for unsuitable templates."""
+        """Return the (cached) end of a turn before a message from `role`. Raises ValueError if unsuitable."""
         described = json.dumps([self.kwargs, self.tools], sort_keys=True, default=repr)
         key = (str(self.tokenizer.chat_template), role, mark, described, self.eos_token_ids)
         known = _ENDS.setdefault(self.tokenizer, {})
@@ -198,7 +198,7 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template omits messages with the role {role!r}; use a template{support} that renders them"
             )
-        # The text that is rendered both with and without the message belongs to the turn.
+        # Text that is rendered both with and without the message belongs to the turn.
         common = after[: common_length(self._after_mark([turn], mark), after)]
         ids = [index for index in self.eos_token_ids or (self.tokenizer.eos_token_id,) if index is not None]
         ends = [text for index in ids if (text := self.tokenizer.decode([index], skip_special_tokens=False))]
@@ -209,7 +209,7 @@ class ChatTemplate:
         if found is None:
             opening = _first(after[: after.find(_PROBE)], [*ends, *special])
             opens = opening is not None and opening[1] in ends
-            # gpt-oss ends earlier turns with a different token than the final one. The policy samples the latter.
+            # gpt-oss ends earlier turns with a different token than the final turn. The policy samples the latter.
             found = opening if opens else _first(common, special)
             last = self._after_mark([turn], mark, generation_prompt=False)
             if found is None or not (opens or last[found[0] :].startswith(tuple(ends))):
@@ -223,17 +223,17 @@ class ChatTemplate:
 
 
 def _placeholder(message: Message, mark: str) -> Message:
-    """Return a placeholder for the policy's turn: a tool call if a tool's message follows."""
+    """Return a placeholder for the policy's turn. It contains a tool call if a message from a tool follows."""
     turn: Message = {"role": "assistant", "content": mark}
     if message["role"] == "tool":
-        # A single call: some templates reject two, and others label all results with the name of the first.
+        # Use a single call: some templates reject two, and others label all results with the first call's name.
         function = {"name": message.get("name", "tool"), "arguments": {"value": mark}}
         turn["tool_calls"] = [{"type": "function", "function": function}]
     return turn
 
 
 def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:
-    """Return the first position of any of the tokens and the longest token at that position, or None if none occurs."""
+    """Find the first position of any token, and the longest token at that position. Returns None if none occurs."""
     places = [(text.find(token), -len(token), token) for token in tokens if token in text]
     return (min(places)[0], min(places)[2]) if places else None
 

@@ -234,7 +234,7 @@ def test_a_server_with_too_short_sequences_is_refused_before_sampling(server):
     with pytest.raises(EngineError, match=r"limited to 9 tokens, .* may have 10; start it with --max-model-len 10"):
         draws(vllm(server.url))
     assert not server.posts("/v1/completions")
-    with pytest.raises(EngineError, match=r"must be one of the models of .* .base.; got 'other'"):
+    with pytest.raises(EngineError, match=r"must be a model that .* serves .*base.*; got 'other'"):
         draws(vllm(server.url, model="other"))
 
 

@@ -416,9 +416,9 @@ class Untold(Sums):
     [
         ({"factory": {"a": 3}}, r"environment_factory\['a'\] must be a class .*; got 3"),
         ({"factory": object}, "object must have respond.text. or another public method"),
-        ({"factory": Wants}, r"Wants.reset must accept the columns of the dataset.*\(target\).*level"),
-        ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*callable without arguments"),
-        ({"factory": Sums}, "the prompts of the dataset are strings. Convert the prompts"),
+        ({"factory": Wants}, r"Wants.reset must accept the dataset.s columns.*\(target\).*level"),
+        ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*called without arguments"),
+        ({"factory": Sums}, "the dataset's prompts are strings. Convert the prompts"),
         ({"factory": Untold, "rows": (CHAT,)}, "Untold.sub"),
         ({"factory": Guess, "rows": ({**ROW, "environments": 1},)}, "column 'environments', which the trainer passes"),
         ({"factory": {"a": Guess}}, "the dataset must have a column 'environment'"),

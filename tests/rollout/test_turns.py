@@ -182,7 +182,7 @@ def test_an_observation_that_just_fits_leaves_a_token():
 
 @pytest.mark.quick
 def test_a_model_without_a_cache_is_refused():
-    with pytest.raises(ValueError, match="model must be a built-in model for completions with several turns; got Bare"):
+    with pytest.raises(ValueError, match="model must be a built-in model if completions have several turns; got Bare"):
         generate(
             *(Bare(MODEL), {}, PROMPTS, jax.random.key(0)),
             answer_turn=Script(),

@@ -58,7 +58,7 @@ def test_rewards_of_one_turn_are_weighted():
     ({"taskset": "sums_of_verifiers", "kind": "Contained"}, "tasks that need a container are not supported"),
     ({"taskset": "sums_of_verifiers", "kind": "Rewriting"}, "@intercept hooks .polite. are not supported"),
     ({"taskset": "sums_of_verifiers", "env": "user-sim"}, "must have one agent; got .*"),
-    ({"taskset": "sums_of_verifiers", "env": "limited_of_verifiers"}, "max_total_tokens of the agent is not supported"),
+    ({"taskset": "sums_of_verifiers", "env": "limited_of_verifiers"}, "max_total_tokens is not supported"),
     (
         {"taskset": "tools_of_verifiers", "task": {"tools": {"runtime": {"type": "prime"}}}},
         "tools that run on a different machine .sum. are not supported",
@@ -72,7 +72,7 @@ def test_unsupported_tasks_are_refused(arguments, message):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "turns", "message"),
-    [({"kind": "Failing"}, 1, "no score"), ({"env": "best-of-n"}, 0, "several conversations in an episode")],
+    [({"kind": "Failing"}, 1, "no score"), ({"env": "best-of-n"}, 0, "several conversations per episode")],
 )
 def test_an_error_in_an_episode_is_raised_at_the_next_call(arguments, turns, message):
     environment = verifiers("sums_of_verifiers", **arguments).environment_factory()

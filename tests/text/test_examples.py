@@ -120,7 +120,7 @@ CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
         "message 0 with role 'human'",
     ),
     ({"prompt": TALK[:1], "completion": [{"role": "function", "content": "3"}]}, "message 1 with role 'function'"),
-    ({"messages": [TALK[0], {**TALK[1], "tool_calls": [CALL]}]}, "the call of the tool 'add' in message 1"),
+    ({"messages": [TALK[0], {**TALK[1], "tool_calls": [CALL]}]}, "the call to the tool 'add' in message 1"),
 ])  # fmt: skip
 def test_a_message_or_a_call_that_the_template_leaves_out_is_refused(row, said):
     """SFT refuses a message, of whatever role, and a call of a tool that the chat template omits."""

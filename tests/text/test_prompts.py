@@ -105,7 +105,7 @@ def called(arguments):
 
 def test_a_call_that_the_template_leaves_out_is_refused_with_its_row_and_tool():
     tokenizer = make_tokenizer()
-    with pytest.raises(ValueError, match=r"dataset row 1: .* omits the call of the tool 'add' in message 1"):
+    with pytest.raises(ValueError, match=r"dataset row 1: .* omits the call to the tool 'add' in message 1"):
         lib.encode_prompts([{"prompt": [user("hi")]}, {"prompt": called({})}], tokenizer)
 
 
