@@ -1,4 +1,4 @@
-"""Estimates of a run's memory and FLOPs from the compiler, without weights or devices.
+"""The compiler's estimates of a run's memory and FLOPs, without weights or devices.
 
 The programs are lowered for abstract arrays, so no weights are read. For devices that are not available on this machine
 (`models.devices`), they are compiled in a separate process.
@@ -47,10 +47,10 @@ from grpo_jax.watch.summary import short_number
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Memory and FLOPs of a run's programs.
+    """Memory and FLOPs for a run's programs.
 
     Attributes:
-      device: kind of the devices.
+      device: device kind.
       devices: number of devices in the mesh.
       memory: memory of one device in bytes, or None if unknown.
       held: bytes per device that are in use during the whole run, keyed by part: "base" (the adapters' frozen
@@ -118,9 +118,9 @@ def programs(
 
     Args:
       model: name of a model on the Hub, path of a directory or config.json, or the content of a config.json.
-      config: config of `train` or `sft`. Its mesh uses as many of the first devices as it needs.
+      config: config for `train` or `sft`. Its mesh uses as many of the first devices as it needs.
       prompt_length: P, length of padded prompts in tokens. Not used for `sft`, whose examples have `max_length` tokens.
-      devices: devices of one platform.
+      devices: devices, all on one platform.
       param_dtype: dtype of the loaded params, "float32" or "bfloat16".
 
     Returns:
@@ -157,13 +157,13 @@ def plan(
 
     Args:
       model: model, as in `planning.programs`.
-      config: config of `train` or `sft`.
+      config: config for `train` or `sft`.
       prompt_length: P, length of padded prompts in tokens.
       device: device type to compile for, which need not be available, such as "H100", "H100-8" or "v5e-8"
-        (`models.devices`). If None, the devices of this machine are used.
+        (`models.devices`). If None, this machine's devices are used.
       memory: memory of one device in bytes, used to decide whether the run fits. If None, the device's memory is used.
       param_dtype: dtype of the loaded params, "float32" or "bfloat16".
-      lora: rank of adapters, or a dict with `rank` and `targets`. If None, all params are trained.
+      lora: adapter rank, or a dict with `rank` and `targets`. If None, all params are trained.
       quantize: quantization of the adapters' base model: "nf4", "int8" or None.
       donate: whether the caller's params are donated, as in `train`. `grpo-jax train` always donates them.
 

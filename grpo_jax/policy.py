@@ -15,7 +15,7 @@ from grpo_jax.types import MODEL_CALL, Json, Params, as_argument, is_cached
 
 
 class Donated(dict[str, Any]):
-    """Placeholder for the params of a policy that were donated to `train`. Any use raises ValueError."""
+    """Placeholder for a policy's params after they were donated to `train`. Any use raises ValueError."""
 
     def refuse(self, *_: Any) -> Any:
         """Raise ValueError with instructions to restore the params."""
@@ -47,7 +47,7 @@ class Policy:
       config: content of config.json.
       generation_config: content of generation_config.json, empty if the file does not exist.
       files: tokenizer files as bytes, keyed by name. Saved unchanged unless `tokenizer` was replaced or modified.
-      extra_tensors: tensors of the checkpoint that are not part of the language model, such as a vision tower, keyed by
+      extra_tensors: checkpoint tensors that are not part of the language model, such as a vision tower, keyed by
         name. They are memory-mapped and saved unchanged.
       stacked_experts: whether the checkpoint stacks a layer's expert weights of each kind in one tensor.
       loaded_tokenizer: result of `hub.policy.state_of` at load time, used to detect changes, or None without `files`.

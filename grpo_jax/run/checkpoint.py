@@ -229,7 +229,7 @@ class Checkpoints:
         """Restore the newest readable checkpoint into arrays with the shapes and shardings of `state`.
 
         Returns `state` for a new run. Otherwise, the arrays of `state` are deleted before the checkpoint is read, so
-        that only one state is in memory. `keep_params` keeps its params, which a donating caller's policy still uses.
+        that only one state is in memory. `keep_params` keeps its params, for a caller whose policy still shares them.
         Raises ValueError, with a list of all differences, if settings changed, or if no checkpoint can be read.
         """
         steps = self.steps()

@@ -47,9 +47,9 @@ class CheckedAdvantageFn:
     def __call__(
         self, state: TrainState, batch: Batch, rollout: RolloutResult, rewards: Rewards, counted: np.ndarray
     ) -> np.ndarray:
-        """Compute the advantages of a batch on the host, [B, G] or [B, G, T] float32.
+        """Compute a batch's advantages on the host, [B, G] or [B, G, T] float32.
 
-        Masked tokens have advantage 0. `counted` is [B] bool, False for padding groups, whose rewards are NaN.
+        They are 0 at masked tokens and in padding groups, where `counted` [B] bool is False and rewards are NaN.
         """
         t, turns, placed = batch.mask.shape[2], rollout.turns, None
         if "token_rewards" in self.keywords:
@@ -105,7 +105,7 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
 
 
 def _abstract_context(b: int, g: int, t: int, functions: int, *, reference: bool) -> Context:
-    """Return the context of `CheckedAdvantageFn` as abstract arrays."""
+    """Return the context for `CheckedAdvantageFn` as abstract arrays."""
     shape, per_token = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((b, g, t), np.float32)
     return {
         "weights": shape((functions,), np.float32),

@@ -34,7 +34,7 @@ def fingerprint(tree: Params) -> str:
 
 
 def reward_sources(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> dict[str, dict[str, str]]:
-    """Hash the sources of all functions that affect rewards, keyed by argument of `train` and by name."""
+    """Hash the sources of all functions that affect rewards, keyed by the argument to `train` and by name."""
     names = reward_names(reward_fns)
     found = {"reward_fns": {name: sources_of(fn) for name, fn in zip(names, reward_fns, strict=True)}}
     if interaction is not None:
@@ -70,7 +70,7 @@ def source_of(function: Callable[..., object]) -> dict[str, str | None]:
 def sources_of(function: Any, seen: set[int] | None = None) -> str:
     """Hash the source of a reward function, tool or environment, including the functions that it uses.
 
-    Used functions are found in partials, attributes, closures and globals from the same module. Values and base classes
+    The latter are found in partials, attributes, closures and globals from the same module. Values and base classes
     are not hashed. For this package's functions, only name and settings are hashed, because versions differ in source.
     """
     seen = set() if seen is None else seen

@@ -59,7 +59,7 @@ def episode_prompts(
 ) -> Prompts:
     """Return encoded prompts for the `opened` rows. Prompts that an environment's `reset` changed are encoded again.
 
-    P is `length` if all prompts fit. Otherwise, it is the longest prompt's length, padded to a multiple of `padding`.
+    P is `length` if all prompts fit, else the longest prompt's length rounded up to a multiple of `padding`.
     """
     ids = []
     for i, row in zip(rows, opened, strict=True):

@@ -57,7 +57,7 @@ def vocab_size(model: Model, params: Params) -> int:
 def with_settings(
     model: Model, config: Config, devices: Sequence[jax.Device] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """Set a model's compute dtype and checkpointing from the config, and its attention implementation for the devices.
+    """Set compute dtype and activation checkpointing from the config, and the attention implementation for the devices.
 
     A custom model is returned unchanged.
     """

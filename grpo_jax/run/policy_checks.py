@@ -66,7 +66,7 @@ def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: in
     if largest >= shape.vocab_size:
         raise ValueError(
             f"policy.tokenizer returned the token id {largest}, but the model's vocabulary size is {shape.vocab_size}."
-            " Use the tokenizer of the model's checkpoint."
+            " Use the tokenizer from the model's checkpoint."
         )
     if max_completion_length:
         longest, positions = max(map(len, data.token_ids)), shape.max_position_embeddings
@@ -87,7 +87,7 @@ def warn_of_tokens(
 
 
 def _messages_in(row: Row) -> Messages:
-    """Return the messages of a row. The list is empty if the prompt is a string or token ids."""
+    """Return a row's messages. The list is empty if the prompt is a string or token ids."""
     columns = [row.get(name) for name in ("prompt", "completion", "messages")]
     return [one for column in columns if isinstance(column, list | tuple) for one in column if isinstance(one, dict)]
 
@@ -154,6 +154,6 @@ def _null_arguments(rows: Sequence[Row], argument: str) -> Iterator[str]:
 
 
 def _arguments(call: Json) -> Json:
-    """Return the arguments of a tool call. The dict is empty if they are not a JSON object."""
+    """Return a tool call's arguments. The dict is empty if they are not a JSON object."""
     arguments = (call.get("function") or call).get("arguments")
     return arguments if isinstance(arguments, Mapping) else {}

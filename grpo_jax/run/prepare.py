@@ -114,7 +114,7 @@ def prepare(
 
 
 def _local_memory(devices: Sequence[jax.Device]) -> int | None:
-    """Return the memory of a local device in bytes, or None if unknown."""
+    """Return a local device's memory in bytes, or None if unknown."""
     local = next((device for device in devices if device.process_index == jax.process_index()), None)
     return None if local is None else memory_of(local)
 
@@ -286,7 +286,7 @@ def _make_interaction(
 def _encode_rows(
     policy: Policy, rows: Sequence[Row], config: GRPOConfig, interaction: Interaction | None, argument: str
 ) -> EncodedPrompts:
-    """Tokenize the prompts of a dataset and check their token ids."""
+    """Tokenize a dataset's prompts and check their token ids."""
     data = encode_prompts(
         rows,
         policy.tokenizer,

@@ -45,7 +45,7 @@ class DryRun:
       seconds: duration of each phase, including compilation.
       suspicious: likely problems, one sentence each.
       rows: the sampled group, in the format of `completions.jsonl`.
-      metrics: metrics of the rollout and the update.
+      metrics: metrics from the rollout and the update.
     """
 
     sizes: str
@@ -163,7 +163,7 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
 
 
 def _data_problems(run: Run) -> Iterator[str]:
-    """Yield a sentence for each likely problem in the data and the settings."""
+    """Yield a sentence for each likely problem with the data or the settings."""
     data, config, sizes = run.data, run.config, run.sizes
     if dropped := len(data.dropped):
         total, most = len(data.rows) + dropped, config.max_prompt_length
@@ -178,7 +178,7 @@ def _data_problems(run: Run) -> Iterator[str]:
 def _group_problems(
     run: Run, batch: Batch, rollout: dict[str, float], rows: list[dict[str, Any]], metrics: dict[str, float]
 ) -> Iterator[str]:
-    """Yield a sentence for each likely problem in the completions, the rewards and the update."""
+    """Yield a sentence for each likely problem with the completions, the rewards or the update."""
     config, g = run.config, len(rows)
     if not any(row["ended"] for row in rows):
         yield (

@@ -153,7 +153,7 @@ def refill_groups(
 
 
 def _take_groups(rewards: Rewards, groups: np.ndarray) -> Rewards:
-    """Return the rewards of the given groups, in the given order."""
+    """Return the rewards for the given groups, in the given order."""
     g = rewards.values.shape[1]
     old = [b * g + i for b in groups.tolist() for i in range(g)]
     new = {completion: at for at, completion in enumerate(old)}

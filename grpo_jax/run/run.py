@@ -63,7 +63,7 @@ class BaseRun:
 
     @property
     def keeps_old_params(self) -> bool:
-        """Whether the params of the sampling policy are needed after the first update of an iteration."""
+        """Whether the sampling policy's params are needed after an iteration's first update."""
         return self.sizes.updates > 1
 
     def zero_batch(self, state: TrainState) -> Batch:

@@ -1,4 +1,4 @@
-"""Host-side state of a run, shared by `train` and `sft`: logging, signals, evaluation, checkpoints and publishing."""
+"""A run's host-side state, shared by `train` and `sft`: logging, signals, evaluation, checkpoints and publishing."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def open_session(
 
 @dataclasses.dataclass
 class Session:
-    """Progress of a run, and the objects that log, stop, save and publish it.
+    """A run's progress, and the objects that log, stop, save and publish it.
 
-    `run_dir` is None in all processes except process 0. Checkpoints store `progress` and the prefetched completions of
+    `run_dir` is None in all processes except process 0. Checkpoints store `progress` and the completions prefetched by
     `source`. `train` and `sft` set `evaluate`, a function from params to metrics. If None, the run is not evaluated.
     """
 
@@ -132,7 +132,7 @@ class Session:
         return self.progress.step < self.run.total_steps and not self.stopping()
 
     def log_batch(self, cursor: int, metrics: Mapping[str, float], rows: Sequence[dict[str, Any]] = ()) -> None:
-        """Log the metrics of an iteration's batch, and its completions if they were sampled."""
+        """Log the metrics for an iteration's batch, and its completions if they were sampled."""
         self.progress.count_batch(cursor, metrics)
         self.monitor.completions(self.progress.step + 1, rows)
 
@@ -213,7 +213,7 @@ class Session:
         self.checkpoints.save(state, self.progress, batch, completions, transcript)
 
     def save_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Write a checkpoint if one is due, and push its policy to the hub if `save_steps` scheduled it."""
+        """Write a checkpoint if one is due, and push its policy to the Hub if the checkpoint is scheduled."""
         step = self.progress.step
         if self.checkpoints.due(step):
             self.save(state, batch)

@@ -89,7 +89,7 @@ class PrefetchedRollouts(LocalRollouts):
         return self.waiting.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8)
 
     def _continues_after(self, state: TrainState) -> bool:
-        """Return whether the current iteration is not the last."""
+        """Return whether another iteration follows the current one."""
         return int(state.step) + self.run.sizes.updates < self.run.total_steps
 
 
@@ -140,7 +140,7 @@ class EngineRollouts(PrefetchedRollouts):
 
     @contextlib.contextmanager
     def prefetch(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
-        """Start sampling the next completions, which continues after the context exits."""
+        """Start sampling the next completions. Sampling continues after the context exits."""
         if self._continues_after(state):
             self.begin(state)
         yield

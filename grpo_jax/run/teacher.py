@@ -100,8 +100,8 @@ def _contradictions(is_policy: bool, config: GRPOConfig, *, has_rewards: bool) -
         yield "distillation_coef must be positive with a teacher; got 0.0. Set it, or omit teacher"
     if not is_policy and config.distillation_mode == "full_logits":
         yield (
-            "distillation_mode='full_logits' needs a Policy as the teacher, because a scorer returns log-probs of a few"
-            " tokens only. Use 'sampled_token', or 'topk_logits' with distillation_topk"
+            "distillation_mode='full_logits' needs a Policy as the teacher, because a scorer returns log-probs for a"
+            " few tokens only. Use 'sampled_token', or 'topk_logits' with distillation_topk"
         )
     if is_policy and config.distillation_mode == "topk_logits":
         yield (

@@ -1,4 +1,4 @@
-"""Monitoring of a run: log files, plots, the HTML report, the progress display, hints, callbacks and trackers."""
+"""Run monitoring: log files, plots, the HTML report, the progress display, hints, callbacks and trackers."""
 
 from grpo_jax.watch.monitor import Callback, StopRun
 

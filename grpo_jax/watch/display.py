@@ -41,7 +41,7 @@ def escape_controls(text: str) -> str:
 
 
 def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple[str, str]:
-    """Format the metrics of a logged step and the time per iteration, split by phase.
+    """Format a logged step's metrics and the time per iteration, split by phase.
 
     The times in `metrics` are totals over `iterations`. The second string is empty if no times were logged.
     """
@@ -56,10 +56,10 @@ def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple
 
 
 class Display:
-    """Progress display of a run. It is a callback: call `display(step, metrics)` after each logged step.
+    """A run's progress display. It is a callback: call `display(step, metrics)` after each logged step.
 
     In a terminal, a progress bar is redrawn after each optimizer step. In a log file, pipe or notebook, one line is
-    printed per logged step, and after `SILENCE` seconds without output a line with the current `activity`, so that a
+    printed per logged step. After `SILENCE` seconds without output, the current `activity` is printed, so that a
     long rollout or compilation is not mistaken for a hang. Output goes to `console`, by default standard error (in a
     notebook, the output cell). Exiting the context restores the terminal, even after an error.
     """

@@ -21,7 +21,7 @@ from grpo_jax.watch.writer import Line
 KL_WINDOW = 50
 """Number of logged steps over which a steadily rising KL triggers a hint."""
 WINDOW = 10
-"""Number of logged steps over which the current value of a metric is averaged."""
+"""Number of logged steps over which a metric's current value is averaged."""
 FIRST, LAST = 12, 100
 """Numbers of lines kept in memory: the first `FIRST` lines of the run and the latest `LAST` lines."""
 SAMPLER_GAP, SAMPLER_GAP_FLOAT32 = 1.5, 1e-3
@@ -122,7 +122,7 @@ def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
 def engine_fault(metric: Callable[[str], float | None], config: GRPOConfig) -> str | None:
     """Return a message if the `sampler/…` metrics show that a custom sampler does not match the policy, else None.
 
-    `metric` maps the name of a metric to its value, or to None if it was not logged.
+    `metric` maps a metric's name to its value, or to None if it was not logged.
     """
     weight, gap = metric("sampler/importance_weight_mean"), metric("sampler/log_prob_difference_mean")
     advice = "check that the engine uses the current params and the same temperature, top_k, top_p and min_p"
@@ -130,11 +130,11 @@ def engine_fault(metric: Callable[[str], float | None], config: GRPOConfig) -> s
         return (
             f"the mean importance weight of the sampler's completions is {weight:.2g}, but should be about 1; {advice}."
             f" If its log-probs are correct, change sampler_correction_max (now {config.sampler_correction_max}) or"
-            f" sampler_correction (now {config.sampler_correction!r}) to discard less"
+            f" sampler_correction (now {config.sampler_correction!r}) to weaken the correction"
         )
     if gap is not None and gap > ENGINE_DIFFERENCE and config.sampler_correction is None:
         return (
-            f"the log-probs of the sampler's engine differ from the trainer's by {gap:.2g} nats per token; {advice},"
+            f"the sampling engine's log-probs differ from the trainer's by {gap:.2g} nats per token; {advice},"
             " or set sampler_correction to apply importance weights to its completions"
         )
     return None
@@ -201,7 +201,7 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
 
 
 class Hints:
-    """Hints for the metrics of a run. Each hint is reported once."""
+    """Hints for a run's metrics. Each hint is reported once."""
 
     def __init__(self, config: GRPOConfig):
         self._config = config

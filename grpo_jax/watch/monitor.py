@@ -43,15 +43,15 @@ class StopRun(Exception):
 
 @dataclasses.dataclass
 class Progress:
-    """Counters of a run, as JSON values. A checkpoint stores them with the `TrainState` and a partly used batch.
+    """A run's counters, as JSON values. A checkpoint stores them with the `TrainState` and a partly used batch.
 
     Attributes:
       cursor: number of prompts sampled since the start of the run; `tokens` is the number of tokens sampled for them.
       updates_done: number of updates made on the current batch; 0 between iterations.
       evaluated: step of the last evaluation; −1 before the first.
-      skipped: number of consecutive updates skipped up to now, because the loss or gradient was not finite.
+      skipped: current number of consecutive updates skipped because the loss or gradient was not finite.
       metric: latest value of `metric_for_best_model`; `metrics` maps the steps of scheduled checkpoints to its values.
-      in_progress: whether an engine is already sampling completions of the prompts that start at `cursor`.
+      in_progress: whether an engine is already sampling completions for the prompts that start at `cursor`.
       window: dict that maps each metric name to [sum, count] since the last logged line.
     """
 
@@ -99,7 +99,7 @@ class Progress:
 
 
 class Phases:
-    """Stopwatch for the phases of an iteration.
+    """Stopwatch for an iteration's phases.
 
     Phases may be nested; time is attributed to the innermost phase only. JAX dispatches asynchronously, so a phase must
     wait for its results. Otherwise, their time is attributed to the next phase.
@@ -199,7 +199,7 @@ class Monitor:
         resumed: bool = False,
         updates: int = 1,
     ) -> None:
-        """Open the files and trackers of a run and print its sizes. On resume, drop lines after the checkpoint."""
+        """Open a run's files and trackers and print its sizes. On resume, drop lines after the checkpoint."""
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
         self._writer.config(self._config, prompts=num_rows, param_dtype=max(dtypes, default="float32"))
@@ -241,7 +241,7 @@ class Monitor:
         self._display.say(message)
 
     def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
-        """Write the completions of the batch whose updates start at `step`. With `log_completions`, also print them."""
+        """Write the completions in the batch whose first update is `step`. With `log_completions`, also print them."""
         self._step = step
         if rows:
             self._writer.completions(step, rows)

@@ -95,7 +95,7 @@ _PANELS: tuple[tuple[str, str, float | None, dict[str, tuple[str, str]]], ...] =
 # fmt: on
 """(title, unit, lower limit of the y axis, dict that maps regular expressions for metrics to (label, meaning)).
 
-If the label is empty, group 1 of the match is used. If the meaning is empty, the color of the reward function is used.
+If the label is empty, group 1 of the match is used. If the meaning is empty, the reward function's color is used.
 """
 
 _HIDDEN_AT_ZERO = ("KL divergence", "Clip fraction")
@@ -148,7 +148,7 @@ def reward_colors(names: Iterable[str]) -> dict[str, str]:
 
 
 def _values(lines: Sequence[Line], name: str) -> np.ndarray:
-    """Return the value of a metric in each line: [n] float, NaN if missing."""
+    """Return a metric's value in each line: [n] float, NaN if missing."""
     logged = [line.get(name) for line in lines]
     return np.array([value if isinstance(value, int | float) else np.nan for value in logged], float)
 
@@ -172,7 +172,7 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
 
 
 _COLUMNS, _LETTERS = 3, 62
-"""Number of panels per row, and of characters per line of a legend."""
+"""Number of panels per row, and of characters per legend line."""
 
 # fmt: off
 _STYLE: Any = {  # matplotlib's type stubs list every key

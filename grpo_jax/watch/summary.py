@@ -1,4 +1,4 @@
-"""Summaries of a run: its sizes at the start, its result in one line, and the names of its metrics."""
+"""Run summaries: sizes at the start, the result in one line, and the names of logged metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_REWARDS |= {"seconds", "std", "missing", "errors", "unscored"}
 
 
 def finite_values(lines: Iterable[Line], name: str) -> list[float]:
-    """Return the finite values of a metric, in the order of the lines."""
+    """Return a metric's finite values, in the order of the lines."""
     values = (line.get(name) for line in lines)
     return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
@@ -54,7 +54,7 @@ def short_number(number: float, unit: str = "") -> str:
 
 
 def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str) -> str:
-    """Describe the sizes of a run in three lines. `state_bytes` is the size of the state, `device` the device kind."""
+    """Describe a run's sizes in three lines. `state_bytes` is the size of the state, `device` the device kind."""
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     devices, iterations = math.prod((config.mesh or {}).values()), math.ceil(steps / sizes.updates)
     if config.num_generations == 1:  # SFT: a row of a batch is an example or a packed block
@@ -81,7 +81,7 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
 
 
 def headline(lines: Sequence[Line]) -> str:
-    """Describe the result of a run in one line: the first and last value of a reward, and the number of steps.
+    """Describe a run's result in one line: the first and last value of a reward, and the number of steps.
 
     The reward is the first held-out reward or, without one, the training reward. Returns "" if nothing was logged.
     """

@@ -114,7 +114,7 @@ def package_versions() -> dict[str, str]:
 
 
 class RunWriter:
-    """Writer of the files in a run directory. If `run_dir` is None, its methods do nothing.
+    """Writer for the files in a run directory. If `run_dir` is None, its methods do nothing.
 
     Every line is flushed. When a run resumes, `truncate` drops the lines after its checkpoint, so that no step is
     logged twice. The constructor raises ValueError if the directory cannot be created or written to.
@@ -160,7 +160,7 @@ class RunWriter:
         self._append("warnings.jsonl", [{"step": step, "category": category, "message": message}])
 
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
-        """Drop the lines of steps after `step` (−1: all lines) and a truncated last line.
+        """Drop the lines for steps after `step` (−1: all lines) and a truncated last line.
 
         `evaluated=False` also drops the evaluation at `step`, for a checkpoint that was written before this evaluation.
         """
