@@ -96,7 +96,7 @@ OTHER = Policy(WithoutBatch(), {})
         (lambda: from_nnx(WithDropout()), "module must be a flax.nnx.Module; got WithDropout"),
         (lambda: train_by(Decoder(nnx.Rngs(0))), "model must have an `apply` method; got Decoder. .*grpo_jax.from_nnx"),
         (lambda: train_by(WithDropout()), r"apply raised .*\. A model is called as .*without a dropout key"),
-        (lambda: train_by(WithoutBatch()), r"returned .*\(3, 4\).* for tokens \[2, 3\]\. A model is called as"),
+        (lambda: train_by(WithoutBatch()), r"returned .*\(3, 4\).* for tokens of shape \[2, 3\]\. A model is called"),
         (lambda: add_lora(OTHER, jax.random.key(0)), "created by from_pretrained or .*; its model is a WithoutBatch"),
         (lambda: save_pretrained("x", OTHER), "written as a checkpoint; its model is a WithoutBatch"),
     ],

@@ -115,7 +115,7 @@ BAD = [
     (dict(policy=lambda: tiny_policy().replace(tokenizer=None)), "policy has no tokenizer: its checkpoint has no"),
     (dict(policy=no_eos),
         "policy has no EOS token, so completions would never end. Set eos_token_id in generation_"),
-    (dict(policy=other_vocabulary), "but the model's vocabulary size is 40. Use the tokenizer of"),
+    (dict(policy=other_vocabulary), "but the model's vocabulary size is 40. Use the tokenizer from"),
     (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict. GRPOConfig.from_dict converts a dict."),
     (dict(max_completion_length=400),
         "max_completion_length = 400: with prompts of up to 3 tokens, this exceeds the 256"),
