@@ -1,6 +1,6 @@
-"""Scripts that run: each starts with its command, its time and what to expect."""
+"""Runnable experiments. Each module docstring gives the command, the run time and the expected results."""
 
 import os
 
-# They need no PyTorch, and the advice of transformers that it was not found reads like a fault.
+# The experiments do not need PyTorch, so the warning from transformers that it was not found would be misleading.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,21 +1,21 @@
-"""Seconds and memory of one GRPO iteration, compared with TRL and Tunix on the same workload.
+"""Measure the time and memory of one GRPO iteration, and compare them with TRL and Tunix on the same workload.
 
     python -m experiments.benchmark [--preset S] [--variant fixed] [--steps 6] [--drop 2] [--root bench-out]
     python -m experiments.benchmark --peers trl "ENV/bin/python trl_bench.py" --cases S:fixed S:eos
     python -m experiments.benchmark --device gpu [--preset 0.5B]
 
-One iteration is 8 prompts × 8 completions: sample, reward, log-probs of the reference, loss, gradient, AdamW step, in
-float32, all through `train`. The first `--drop` iterations, which compile, are left out of the medians. The checkpoint
-is read from `<root>/ckpt-<preset>` (or `-eos`), made by the peers' `make_ckpt.py`.
+One iteration runs `train` on 8 prompts × 8 completions in float32: sampling, rewards, reference log-probs, loss,
+gradient and AdamW step. The medians exclude the first `--drop` iterations, which compile. The checkpoint is read from
+`<root>/ckpt-<preset>` (or `-eos`), which the peers' `make_ckpt.py` creates.
 
-The last line is `RESULT {json}` with the fields of the peers' scripts: `step_seconds` of every iteration; `median`,
-with the seconds of each phase; tokens per second; the share of trained columns that are padding; peak memory; how many
-programs were compiled and how long that took; and the seconds from the start of the process to the end of its first
-iteration.
+The last line is `RESULT {json}` with the same fields as the peers' scripts: `step_seconds` for every iteration;
+`median` with the seconds in each phase; tokens per second; the share of padding among the trained columns; peak memory;
+the number of compiled programs and their compilation time; and the seconds from the start of the process to the end of
+its first iteration.
 
-`--device gpu` is another workload, of the size that one GPU is used for: the shapes of Qwen2.5-0.5B or 1.5B with random
-weights in bfloat16, 32 prompts of 256 tokens × 8 completions of 512. It adds how near each phase comes to its bound:
-`decode_bandwidth_share` of the memory's bandwidth, `update_flops_share` of the peak of the matrix units (`bounds.py`).
+`--device gpu` selects a larger workload that suits one GPU: the shapes of Qwen2.5-0.5B or 1.5B with random weights in
+bfloat16, and 32 prompts of 256 tokens × 8 completions of 512. The result then also says how close each phase comes to
+its bound: `decode_bandwidth_share` (memory bandwidth) and `update_flops_share` (peak of the matrix units; `bounds.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WORKLOAD: dict[str, Any] = {
         "longprompt": {"ckpt": "ckpt-{preset}", "prompt_len": [512, 512], "max_new_tokens": 64},
     },
 }
-"""An iteration; --workload reads another file of this form."""
+"""The default workload; --workload reads a JSON file with the same fields instead."""
 
 _QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -94,7 +94,7 @@ GPU_WORKLOAD: dict[str, Any] = {
     },
     "variants": {"fixed": {"prompt_len": [256, 256], "max_new_tokens": 512}},
 }
-"""An iteration with --device gpu: presets are whole configs, made from scratch."""
+"""The workload for --device gpu. Its presets are complete model configs, initialized with random weights."""
 
 ALLOCATOR = {
     "OMP_NUM_THREADS": "2",
@@ -103,11 +103,11 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": "268435456",
     "MALLOC_ARENA_MAX": "1",
 }
-"""Freed memory stays in the process; on a small virtual machine a new page costs seconds per gigabyte."""
+"""Environment variables that keep freed memory in the process: on a small VM, new pages cost seconds per gigabyte."""
 
 
 def make_rows(workload: Mapping[str, Any], preset: str, variant: str, count: int) -> list[dict[str, str]]:
-    """Prompts of random words; the n-th is the same whatever the count."""
+    """Create prompts of random words. The n-th prompt does not depend on `count`."""
     shortest, longest = workload["variants"][variant]["prompt_len"]
     rows = []
     for i in range(count):
@@ -119,12 +119,12 @@ def make_rows(workload: Mapping[str, Any], preset: str, variant: str, count: int
 
 
 def count_words(completions: Sequence[str], **_: Any) -> list[float]:
-    """Reward: the number of different words."""
+    """Reward each completion with its number of distinct words."""
     return [float(len(set(completion.split()))) for completion in completions]
 
 
 def make_policy(config: Mapping[str, Any], dtype: str) -> Policy:
-    """Random weights, and a tokenizer of words `w3`, `w4`, …"""
+    """Create a policy with random weights and a tokenizer for the words `w3`, `w4`, …"""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -136,7 +136,7 @@ def make_policy(config: Mapping[str, Any], dtype: str) -> Policy:
 
 
 def make_config(workload: Mapping[str, Any], variant: str, steps: int) -> GRPOConfig:
-    """The workload's settings."""
+    """Translate a workload into a `GRPOConfig`."""
     group, optimizer = workload["group_size"], workload["optimizer"]
     completions = workload["num_prompts"] * group
     micro = workload.get("micro_batch", completions)
@@ -165,7 +165,7 @@ def make_config(workload: Mapping[str, Any], variant: str, steps: int) -> GRPOCo
 
 
 class CompileCount:
-    """Counts the programs that XLA compiles from now on, and the seconds it takes; not those found in a cache."""
+    """Counter of the programs that XLA compiles after its construction, and their seconds; cache hits do not count."""
 
     def __init__(self) -> None:
         self.programs, self.seconds = 0, 0.0
@@ -178,7 +178,7 @@ class CompileCount:
 
 
 def process_seconds() -> float:
-    """Seconds since this process was started."""
+    """Return the seconds since this process started."""
     started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return float(Path("/proc/uptime").read_text().split()[0]) - started
 
@@ -186,7 +186,7 @@ def process_seconds() -> float:
 def benchmark(
     workload: Mapping[str, Any], preset: str, variant: str, *, root: str, steps: int, drop: int
 ) -> dict[str, Any]:
-    """Run `steps` iterations and return what the RESULT line says."""
+    """Run `steps` iterations and return the fields of the RESULT line."""
     compiles = CompileCount()
     if "dtype" in workload:
         policy = make_policy(workload["presets"][preset], workload["dtype"])
@@ -258,7 +258,7 @@ def benchmark(
 
 
 def measure(command: Sequence[str]) -> dict[str, Any]:
-    """Run a benchmark in a separate process, under the allocator settings of the peers."""
+    """Run a benchmark command in a separate process, with the same allocator settings for every library."""
     done = subprocess.run(command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
@@ -267,7 +267,7 @@ def measure(command: Sequence[str]) -> dict[str, Any]:
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    """This library and its peers in turn, on the same cases, and the table of their ratios."""
+    """Run this library and its peers in turn on the same cases, and print a table of the ratios."""
     ours = [sys.executable, "-m", "experiments.benchmark"]
     commands = {"grpo_jax": ours, **{name: shlex.split(line) for name, line in arguments.peers}}
     results = []
@@ -284,7 +284,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
-    """Medians in seconds, and how many times as long and as much memory the peers take, as Markdown.
+    """Format the median seconds and peak memory as a Markdown table, with each peer's ratios to grpo_jax.
 
     Example:
       >>> run = lambda seconds, memory: {"preset": "S", "variant": "eos", "median": {"step": seconds},
@@ -309,35 +309,35 @@ def table(results: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.benchmark", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="gpu: another workload, see above")
-    parser.add_argument("--preset", help="size of the model (default S; with --device gpu 0.5B)")
-    parser.add_argument("--variant", default="fixed", help="lengths of prompts and completions (default fixed)")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="gpu: a larger workload")
+    parser.add_argument("--preset", help="model size (default S; with --device gpu 0.5B)")
+    parser.add_argument("--variant", default="fixed", help="prompt and completion lengths (default fixed)")
     parser.add_argument("--steps", type=int, default=6, help="iterations (default 6)")
-    parser.add_argument("--drop", type=int, default=2, help="first iterations that do not count (default 2)")
-    parser.add_argument("--root", default="bench-out", help="where the checkpoints are (default bench-out)")
+    parser.add_argument("--drop", type=int, default=2, help="initial iterations to exclude (default 2)")
+    parser.add_argument("--root", default="bench-out", help="directory of the checkpoints (default bench-out)")
     parser.add_argument(
         "--peers",
         nargs=2,
         action="append",
         default=[],
         metavar=("NAME", "COMMAND"),
-        help="compare with a peer: its name, and the command of its script, as 'ENV/bin/python trl_bench.py'",
+        help="a peer to compare with: its name and the command that runs its script, 'ENV/bin/python trl_bench.py'",
     )
-    parser.add_argument("--cases", nargs="*", metavar="PRESET:VARIANT", help="with --peers: the cases to compare on")
+    parser.add_argument("--cases", nargs="*", metavar="PRESET:VARIANT", help="with --peers: the cases to run")
     parser.add_argument("--workload", help="a JSON file instead of the built-in workload")
     arguments = parser.parse_args(argv)
     arguments.preset = arguments.preset or ("S" if arguments.device == "cpu" else "0.5B")
     if arguments.device == "gpu" and jax.default_backend() != "gpu":
         parser.error(
-            f"--device gpu: JAX sees no GPU here, only {jax.default_backend()}; install jax[cuda13] or jax[cuda12]"
+            f"--device gpu: JAX found no GPU, only {jax.default_backend()}. Install jax[cuda13] or jax[cuda12]."
         )
     return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark and return what its last line says."""
+    """Run the benchmark and return the result that its last line prints."""
     arguments = parse(argv)
     if arguments.peers:
         return compare(arguments)

@@ -1,7 +1,7 @@
-"""Lower bounds of a device's work, for `experiments.benchmark`: bytes of a decode, operations of an update, and peaks.
+"""Bytes per decode, operations per update, and device peaks, from which `experiments.benchmark` computes lower bounds.
 
-The bound of decoding is the memory's bandwidth, and the bound of an update the peak of the matrix units. Both count the
-shared prompt once.
+Decoding is bounded by memory bandwidth, and an update by the peak of the matrix units. Both count the shared prompt
+once.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ PEAKS = {
     "TPU v6 lite": (918e12, 1.64e12),
     "TPU7x": (2307e12, 7.37e12),
 }
-"""Dense 16-bit operations per second and bytes per second of a device, from the vendors' data sheets.
+"""Dense 16-bit operations per second and memory bytes per second by device, from the vendors' data sheets.
 
-Named as JAX names the device: v5e is "TPU v5 lite", v5p "TPU v5", v6e "TPU v6 lite"."""
+Keys are JAX's device names: v5e is "TPU v5 lite", v5p is "TPU v5", and v6e is "TPU v6 lite"."""
 
 
 def peaks_of(device_kind: str) -> tuple[float, float] | None:
-    """Operations and bytes per second of a kind of device; None for one that is not in the table."""
+    """Return the peak operations and bytes per second of a device kind, or None if it is not in `PEAKS`."""
     words = device_kind.replace("-", " ").split()
     return PEAKS.get(device_kind) or next((peaks for name, peaks in PEAKS.items() if name in words), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Counts of one iteration of B prompts of P tokens with G completions of T tokens each."""
+    """Work in one iteration with B prompts of P tokens, and G completions of T tokens for each."""
 
     shape: TransformerConfig
     prompts: int
@@ -50,21 +50,21 @@ class Work:
 
     @property
     def decode_bytes(self) -> float:
-        """Bytes that decoding reads: the weights once per step, and every prompt's and completion's keys and values."""
+        """Bytes read while decoding: per step, the weights and the keys and values of all prompts and completions."""
         steps, p = self.completion_length, self.prompt_length
-        # A completion has t slots at its step t: on average (T + 1) / 2.
+        # At step t a completion has t cached slots, (T + 1) / 2 on average.
         mean = DecodeStep.of(self.shape, prompt_length=p, completion_length=(steps + 1) / 2, itemsize=self.itemsize)
         return steps * mean.cost(self.prompts, self.group)
 
     @property
     def update_operations(self) -> float:
-        """Operations of forward and backward pass, 2 and 4 a weight and token; the head on completions only."""
+        """Operations in the forward (2 per weight and token) and backward pass (4). The head runs on completions."""
         c, p, t = self.shape, self.prompt_length, self.completion_length
 
         queries = sum(c.num_heads * c.heads_of(kind)[1] for kind in c.layer_kinds if kind.mixer == "attention")
         memory = state_bytes(c, 0) / 4
 
-        def scores(keys: float) -> float:  # a memory is read twice and written once per token
+        def scores(keys: float) -> float:  # a recurrent state is read twice and written once per token
             return 2 * queries * keys + 3 * memory
 
         prompts = p * (count_weights(c, head=False) + scores((p + 1) / 2))

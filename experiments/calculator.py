@@ -1,17 +1,17 @@
-"""A small language model learns by GRPO to ask a calculator instead of guessing.
+"""Train a small language model by GRPO to call a calculator instead of guessing.
 
     python -m experiments.calculator [--seed N] [--control] [--credit]                   # from scratch
     python -m experiments.calculator --model DIRECTORY_OR_NAME [--lora RANK]             # from an instruct checkpoint
 
-Word problems of one step ("Ann has 37 boxes of 48 pens. How many pens?"). The policy may call a tool, `calculate`,
-which evaluates an expression; a completion is a list of messages. A small new model is first trained by SFT on a
-teacher that rarely calls the calculator, with the wrong operation in one call of five, and otherwise guesses. GRPO then
-trains it with a reward for right answers only. With --model, the chat template of the checkpoint encodes the tool and
-the calls, and the numbers have up to five digits.
+The task is one-step word problems ("Ann has 37 boxes of 48 pens. How many pens?"). The policy may call a tool,
+`calculate`, which evaluates an expression; a completion is a list of messages. A small new model is first trained by
+SFT on a teacher that rarely calls the calculator, uses the wrong operation in one call out of five, and otherwise
+guesses. GRPO then rewards only correct answers. With --model, the checkpoint's chat template encodes the tool and the
+calls, and the numbers have up to five digits.
 
 Time: 165 seconds from scratch on two cores (85 of them for SFT), and 35 for the control.
-Expect from scratch: on 50 unseen problems, 4 samples each, right from 0.21 to 0.91, and with the
-calculator from 0.305 to 0.955; with random rewards (--control) down to 0.01 and 0 (seed 0, `--held-out 50 --control`).
+Expect from scratch: on 50 unseen problems, 4 samples each, accuracy rises from 0.21 to 0.91, and use of the calculator
+from 0.305 to 0.955; with random rewards they fall to 0.01 and 0 (seed 0, `--held-out 50 --control`).
 With a checkpoint: not measured.
 The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
@@ -53,15 +53,15 @@ STORIES = (
     ("Of {a} eggs {b} broke. How many eggs are left?", "-"),
 )
 ASKS, WRONG = 0.3, 0.2
-"""How often the teacher calls the calculator, and how often with the wrong operation."""
+"""Shares of the teacher's replies that call the calculator, and of these calls that use the wrong operation."""
 GROUP = 8
-"""Completions of each prompt."""
+"""Completions per prompt."""
 BATCH = 32
-"""Conversations of a supervised step."""
+"""Conversations per supervised step."""
 SMALL, LARGE = 99, 99_999
-"""The largest number of a problem from scratch and with a checkpoint."""
+"""Largest number in a problem: from scratch, and with a checkpoint."""
 
-# In the manner of Qwen's: the tool before the first message, calls as JSON between tags, results as a user's turn.
+# Like Qwen's template: tools come before the first message, calls are JSON between tags, and results are user turns.
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {%- for tool in tools %}
 {{ tool.function | tojson }}
@@ -101,7 +101,7 @@ TOOLS = [calculate]
 
 
 def make_problems(seed: int, count: int, largest: int = SMALL) -> list[Row]:
-    """Different problems, each with its expression and its answer.
+    """Return `count` distinct word problems, each with its expression and answer.
 
     Example:
       >>> make_problems(0, 1)
@@ -117,13 +117,13 @@ def make_problems(seed: int, count: int, largest: int = SMALL) -> list[Row]:
 
 
 def asked(problem: Row, *, scratch: bool) -> Row:
-    """A row: the problem as a message; a checkpoint is also told how to answer."""
+    """Convert a problem to a row with a user message. For a checkpoint, the message also says how to answer."""
     how = "" if scratch else " Finish with the number alone, without units, in a sentence: The answer is …"
     return {**problem, "prompt": [{"role": "user", "content": problem["text"] + how}]}
 
 
 def last_number(text: str) -> int | None:
-    """The last whole number of a text, with or without commas between its thousands.
+    """Return the last whole number in a text, with or without thousands separators (commas).
 
     Example:
       >>> last_number("37 boxes: The answer is 1,776.")
@@ -135,20 +135,20 @@ def last_number(text: str) -> int | None:
 
 
 def accuracy(completions: Sequence[Any], answer: Sequence[int], **_: Any) -> list[float]:
-    """1 where the last message is the policy's and its last number the answer; what the tool said does not count."""
+    """Return 1 if the policy wrote the last message and its last number is the answer. Tool results do not count."""
     lasts = [messages[-1] for messages in completions]
     said = [last_number(last["content"] or "") if last["role"] == "assistant" else None for last in lasts]
     return [float(number == right) for number, right in zip(said, answer, strict=True)]
 
 
 def used_tool(completions: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the calculator gave a result."""
+    """Return 1 for each completion in which the calculator returned a result."""
     results = [[m["content"] for m in messages if m["role"] == "tool"] for messages in completions]
     return [float(any(re.fullmatch(r"-?\d+(/\d+)?", result) for result in own)) for own in results]
 
 
 def make_tokenizer() -> Any:
-    """A byte-level BPE with one token for each digit and for the words of these conversations."""
+    """Train a byte-level BPE tokenizer with one token for each digit and for each word in the conversations."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -171,7 +171,7 @@ def make_tokenizer() -> Any:
 
 
 def make_policy(seed: int, *, width: int = 64, layers: int = 2) -> Policy:
-    """A language model with Qwen3's layout and fresh weights."""
+    """Create a small model with Qwen3's architecture and random weights."""
     tokenizer = make_tokenizer()
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -194,7 +194,7 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 2) -> Policy:
 
 
 def taught(problem: Row, draw: random.Random) -> list[tuple[str, str]]:
-    """What the teacher does: each turn, and what the calculator says to it, "" behind the last one."""
+    """Return the teacher's turns, each with the calculator's response ("" after the last turn)."""
     a, sign, b = problem["expression"].split()
     if draw.random() >= ASKS:
         size = len(str(problem["answer"]))
@@ -206,7 +206,7 @@ def taught(problem: Row, draw: random.Random) -> list[tuple[str, str]]:
 
 
 def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> list[Lesson]:
-    """`count` conversations with the teacher. Only its turns are learned, with their end tokens."""
+    """Return `count` conversations with the teacher. Only its turns and their end tokens are learned."""
     draw, tokenizer, end = random.Random(seed), policy.tokenizer, policy.eos_token_ids[0]
     schemas = [tool.schema for tool in read_tools(TOOLS).values()]
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -226,7 +226,7 @@ def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> l
 
 
 def make_config(arguments: argparse.Namespace, scratch: bool) -> GRPOConfig:
-    """The settings of GRPO and of its control."""
+    """Build the settings that GRPO and its control share."""
     return GRPOConfig(
         num_generations=GROUP,
         per_device_train_batch_size=GROUP * arguments.prompts if scratch else GROUP,
@@ -245,7 +245,7 @@ def make_config(arguments: argparse.Namespace, scratch: bool) -> GRPOConfig:
 
 
 def show(rates: Rates) -> str:
-    """Rates as a person reads them.
+    """Format rates for printing.
 
     Example:
       >>> show({"accuracy": 0.25, "used_tool": 0.3})
@@ -255,7 +255,7 @@ def show(rates: Rates) -> str:
 
 
 def show_conversation(game: Row) -> None:
-    """Print a problem and what came of it."""
+    """Print a problem and the messages of its completion."""
     print(f"  {game['prompt'][-1]['content']}")
     for message in game["completion"]:
         calls = [call["function"]["arguments"] for call in message.get("tool_calls") or []]
@@ -263,26 +263,24 @@ def show_conversation(game: Row) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.calculator", description=(__doc__ or "").split("\n")[0]
     )
     add = parser.add_argument
     add("--model", help="directory or hub name of a checkpoint whose chat template has tools (default: a new model)")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
-    add("--control", action="store_true", help="also GRPO by coin flips")
+    add("--control", action="store_true", help="also run GRPO with random rewards")
     add(
-        "--credit",
-        action="store_true",
-        help="compare a turn with the same turn of the group, and not whole completions",
+        "--credit", action="store_true", help="compute advantages per turn, within the group, instead of per completion"
     )
-    add("--seed", type=int, default=0, help="of problems, weights and samples (default 0)")
+    add("--seed", type=int, default=0, help="for problems, weights and samples (default 0)")
     add("--steps", type=int, default=80, help="GRPO steps (default 80)")
-    add("--prompts", type=int, default=16, help=f"problems of a step, × {GROUP} completions (default 16)")
-    add("--warm-up-steps", type=int, default=800, help="supervised steps of the new model (default 800)")
-    add("--problems", type=int, default=2000, help="to train on (default 2000)")
-    add("--held-out", type=int, default=200, help="problems to test with (default 200)")
-    add("--max-completion-length", type=int, help="tokens of all turns (default 80, with --model 512)")
+    add("--prompts", type=int, default=16, help=f"problems per step, × {GROUP} completions (default 16)")
+    add("--warm-up-steps", type=int, default=800, help="supervised steps for the new model (default 800)")
+    add("--problems", type=int, default=2000, help="problems to train on (default 2000)")
+    add("--held-out", type=int, default=200, help="problems to test on (default 200)")
+    add("--max-completion-length", type=int, help="tokens in all turns together (default 80, with --model 512)")
     add("--learning-rate", type=float, help="default 1e-3, with --model 1e-6, with --lora 1e-5")
     add("--run-dir", help="an empty or new directory (default runs/calculator-<seed>-<time>)")
     arguments = parser.parse_args(argv)
@@ -294,7 +292,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the experiment and return what its last line says."""
+    """Run the experiment and return the results that its last line prints."""
     arguments, watch = parse(argv), Stopwatch()
     use_compile_cache()
     seed, scratch = arguments.seed, arguments.model is None
@@ -324,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return {name: round(metrics[name], 4) for name in ("accuracy", "used_tool")}
 
     before = test(base.params)
-    print(f"before, on {len(test_rows)} problems it has not seen: {show(before)}\n")
+    print(f"before, on {len(test_rows)} unseen problems: {show(before)}\n")
     arms: dict[str, dict[str, Rates]] = {}
     rewards = {"grpo": accuracy} | ({"control": coin_flips(seed)} if arguments.control else {})
     for arm, reward in rewards.items():

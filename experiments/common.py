@@ -1,4 +1,4 @@
-"""What the scripts share: supervised steps, held-out rates, a stopwatch, a fresh run directory, the JSON at the end."""
+"""Helpers shared by the experiments: SFT, held-out evaluation, timing, run directories, pictures and the final JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Lesson = dict[str, list[int]]
 
 
 class Stopwatch:
-    """Wall seconds of each phase under its name in `seconds`, and of everything so far under "total"."""
+    """Timer for named phases. `seconds` maps each phase, and "total", to its wall time."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -65,7 +65,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time a phase; entering it again adds to it."""
+        """Time a phase. Entering it again adds to its time."""
         start = time.perf_counter()
         try:
             yield
@@ -73,18 +73,18 @@ class Stopwatch:
             self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
     def put(self, phase: str, seconds: float) -> None:
-        """Seconds of a phase that was timed by an earlier process; "total" is without them."""
+        """Set the seconds of a phase that an earlier process timed. They are not added to "total"."""
         self._phases[phase] = seconds
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds to a tenth."""
+        """Wall time of each phase and "total", rounded to 0.1 s."""
         phases = {**self._phases, "total": time.perf_counter() - self._start}
         return {phase: round(seconds, 1) for phase, seconds in phases.items()}
 
 
 def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
-    """The same batches cut over the devices of a mesh, which is written as "data=2,fsdp=4"; "" changes nothing.
+    """Spread a config's batches over a mesh given as "data=2,fsdp=4", keeping their total size; "" changes nothing.
 
     Example:
       >>> config = GRPOConfig(num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=16)
@@ -111,7 +111,7 @@ def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a run on several devices, of one process or of several.
+    """Add the flags for a run on several devices, in one or several processes.
 
     Example:
       >>> parser = argparse.ArgumentParser()
@@ -124,26 +124,26 @@ def add_device_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start_processes(arguments: argparse.Namespace) -> None:
-    """Join the other processes, if the flags say that there are some; only the first one of them prints."""
+    """Join the other processes, if the flags name any. Only process 0 prints."""
     distributed.start(arguments)
     if jax.distributed.is_initialized() and jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (open until the process ends)
 
 
 def use_compile_cache() -> None:
-    """Keep compiled programs from run to run, as `train` does: for what a script compiles before it calls that."""
+    """Enable the compilation cache that `train` uses, for programs that a script compiles before calling `train`."""
     keep_programs()
 
 
 def fresh_directory(run_dir: str | Path | None, name: str) -> Path:
-    """Make the directory of a run; one that is not empty is refused, since `train` would resume a run in it.
+    """Create a run directory, or exit if it is not empty, since `train` would resume the run in it.
 
     Args:
-      run_dir: the directory; None: `runs/<name>-<time>`.
-      name: of the run.
+      run_dir: the directory. If None, `runs/<name>-<time>` is used.
+      name: the run's name.
     """
     directory = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}" if run_dir is None else Path(run_dir)
-    # Of several processes, which share their files, process 0 checks and makes it before the others continue.
+    # Processes share a file system: process 0 checks and creates the directory before the others continue.
     taken = False
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def fresh_directory(run_dir: str | Path | None, name: str) -> Path:
     name, taken = gather_objects([str(directory), taken])[0]
     directory = Path(name)
     if taken:
-        raise SystemExit(f"--run-dir {directory} is not empty: give every run a directory of its own.")
+        raise SystemExit(f"--run-dir {directory} is not empty. Use a new directory for each run.")
     return directory
 
 
@@ -167,22 +167,22 @@ def held_out_rates(
     batch_size: int,
     seed: int,
 ) -> tuple[Rates, list[dict[str, Any]]]:
-    """Share of right completions of held-out prompts, greedy and sampled at temperature 1.
+    """Compute the share of correct completions on held-out prompts, greedy and sampled at temperature 1.
 
     Args:
-      policy: model and tokenizer.
-      rows: held-out rows.
-      accuracy: reward function, 1 for a right completion.
-      format: reward function, 1 for a completion in the right format; None: a task without a format.
-      params: parameters instead of the policy's own.
-      samples: sampled completions of each prompt.
-      max_completion_length: tokens.
-      batch_size: prompts at a time.
-      seed: of the samples.
+      policy: the model and tokenizer.
+      rows: the held-out rows.
+      accuracy: reward function that returns 1 for a correct completion.
+      format: reward function that returns 1 for a well-formed completion, or None if the task has no format.
+      params: parameters to use instead of the policy's.
+      samples: number of sampled completions per prompt.
+      max_completion_length: maximum tokens per completion.
+      batch_size: prompts per batch.
+      seed: seed for sampling.
 
     Returns:
-      `{"greedy": …, "sampled": …, "format": …}`, with the "format" of the samples; and the greedy completions, in the
-      order of the rows, as `evaluate` returns them.
+      `{"greedy": …, "sampled": …, "format": …}`, where "format" is measured on the samples; and the greedy completions
+      in the order of the rows, as `evaluate` returns them.
     """
     settings = {"params": params, "max_completion_length": max_completion_length, "batch_size": batch_size}
     reward_fns = [accuracy] if format is None else [accuracy, format]
@@ -196,7 +196,7 @@ def held_out_rates(
 
 
 def lesson(ids: Sequence[int], own: Sequence[bool]) -> Lesson:
-    """A row that `sft` learns from: tokens, and which of them are learnt.
+    """Build a row for `sft` from token ids and a mask of the tokens to learn.
 
     Example:
       >>> lesson([7, 8, 9], [False, True, True])
@@ -207,9 +207,9 @@ def lesson(ids: Sequence[int], own: Sequence[bool]) -> Lesson:
 
 
 def encode_lessons(policy: Policy, prompts: Sequence[str], replies: Sequence[str]) -> list[Lesson]:
-    """Prompts with the replies that shall be learnt, each with its end."""
+    """Encode prompts and replies as rows for `sft`. Only the replies and their end tokens are learned."""
     if not prompts:
-        raise ValueError("prompts is empty: there is nothing to learn")
+        raise ValueError("prompts must not be empty: there would be nothing to learn.")
     starts, ends = (
         policy.tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in (prompts, replies)
     )
@@ -223,14 +223,14 @@ def encode_lessons(policy: Policy, prompts: Sequence[str], replies: Sequence[str
 def supervise(
     policy: Policy, lessons: Sequence[Lesson], *, batch: int, learning_rate: float = 3e-3, adam_beta2: float = 0.999
 ) -> Policy:
-    """Learn lessons, each once and in their order, by `sft`: AdamW without decay, warm-up, and a cosine to 0.
+    """Train on each lesson once, in order, with `sft`: AdamW without weight decay, warm-up, and a cosine to 0.
 
     Args:
-      policy: the policy to train; its params are not changed.
-      lessons: as `lesson` makes them.
-      batch: lessons of a step; it divides their number.
-      learning_rate: the highest.
-      adam_beta2: the second moments' decay.
+      policy: the policy to train. Its params are not changed.
+      lessons: rows from `lesson`.
+      batch: lessons per step. It must divide the number of lessons.
+      learning_rate: peak learning rate.
+      adam_beta2: decay of the second moments.
     """
     steps = len(lessons) // batch
     config = SFTConfig(
@@ -250,7 +250,7 @@ def supervise(
 
 
 def stop_after(hours: float | None) -> Callback:
-    """A callback that ends a run, saved, at the first logged step after so many hours from now.
+    """Return a callback that saves and ends the run at the first logged step after `hours` hours.
 
     Example:
       >>> stop_after(None)(1, {})
@@ -268,7 +268,7 @@ def stop_after(hours: float | None) -> Callback:
 
 
 def coin_flips(seed: int) -> Callable[..., list[float]]:
-    """A reward function that does not look: 0 or 1 by chance."""
+    """Return a reward function that ignores the completions and returns 0 or 1 at random."""
     draw = random.Random(seed)
 
     def random_reward(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -278,7 +278,7 @@ def coin_flips(seed: int) -> Callable[..., list[float]]:
 
 
 def show_rates(rates: Rates) -> str:
-    """Rates as a person reads them.
+    """Format rates for printing.
 
     Example:
       >>> show_rates({"greedy": 0.01, "sampled": 0.128})
@@ -288,7 +288,7 @@ def show_rates(rates: Rates) -> str:
 
 
 def show_completions(title: str, completions: Sequence[Mapping[str, Any]]) -> None:
-    """Print some prompts with their completions."""
+    """Print a title, then each prompt with its completion."""
     print(f"\n{title}:")
     for row in completions:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
@@ -296,12 +296,12 @@ def show_completions(title: str, completions: Sequence[Mapping[str, Any]]) -> No
 
 
 def draw_hero(run_dir: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str) -> None:
-    """Draw a held-out score on its way, and one prompt's completions before and after, as the four files of `HEROES`.
+    """Draw a held-out score over the run, and completions of one prompt before and after, as the files in `HEROES`.
 
     Args:
-      run_dir: with the `metrics.jsonl` of a run that has evaluated.
-      samples: "before" and "after" → rows of `evaluate`, all of one prompt; the first reward says which are right.
-      title: of the picture.
+      run_dir: directory of a run with evaluations in its `metrics.jsonl`.
+      samples: "before" and "after" → rows from `evaluate`, all for one prompt. The first reward marks correct ones.
+      title: the picture's title.
     """
     lines = [line for line in read_lines(run_dir / "metrics.jsonl") if any(map(held_out, line))]
     name = next(name for name in lines[0] if held_out(name))
@@ -319,17 +319,17 @@ HEROES = {
     "hero-narrow.png": (True, False),
     "hero-narrow-dark.png": (True, True),
 }
-"""The files of `draw_hero`: whether each is narrow, for a phone, and whether dark."""
+"""Files that `draw_hero` writes → (narrow, for phones; dark)."""
 
 
 def copy_hero(run_dir: Path, picture: Path) -> None:
-    """Copy the files of `draw_hero` to `picture` and its directory, with the same endings."""
+    """Copy the files from `draw_hero` to `picture` and its directory, with the same suffixes (-dark, -narrow)."""
     for file in HEROES:
         shutil.copyfile(run_dir / file, picture.with_stem(Path(file).stem.replace("hero", picture.stem)))
 
 
 def _panels(title: str, *, narrow: bool, dark: bool) -> tuple[Any, Any, Any]:
-    """A figure with its title, and its two panels: side by side, or for a phone one above the other."""
+    """Create a titled figure with two panels, side by side or, if narrow, one above the other."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -353,7 +353,7 @@ def _panels(title: str, *, narrow: bool, dark: bool) -> tuple[Any, Any, Any]:
 
 
 def _draw_scores(axes: Any, steps: Sequence[int], scores: Sequence[float], name: str, *, dark: bool) -> None:
-    """The curve of the held-out score."""
+    """Draw the curve of the held-out score."""
     theme, pick = DARK if dark else LIGHT, functools.partial(color, dark=dark)
     axes.plot(steps, scores, color=pick("policy"), lw=2.4, marker="o", markersize=6)
     for i, what, where in ((0, "before", (10, 2)), (-1, "after", (-6, -20))):
@@ -377,7 +377,7 @@ def _draw_scores(axes: Any, steps: Sequence[int], scores: Sequence[float], name:
 
 
 def _draw_texts(axes: Any, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, dark: bool, size: float) -> None:
-    """The completions, before and after in a column each."""
+    """Draw the completions in two columns, before and after."""
     theme, pick = DARK if dark else LIGHT, functools.partial(color, dark=dark)
     axes.set_axis_off()
     prompt = next(iter(samples.values()))[0]["prompt"]
@@ -396,7 +396,7 @@ def _draw_texts(axes: Any, samples: Mapping[str, Sequence[Mapping[str, Any]]], *
 
 
 def report_results(run_dir: Path, arms: Mapping[str, Mapping[str, Rates]], watch: Stopwatch) -> dict[str, Any]:
-    """Print the results as one line of JSON, keep it in `results.json`, and return them."""
+    """Print the results as one line of JSON, write it to `results.json`, and return them."""
     results = {"arms": arms, "seconds": watch.seconds, "run_dir": str(run_dir)}
     line = json.dumps(results)
     if jax.process_index() == 0:

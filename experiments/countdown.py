@@ -1,20 +1,20 @@
-"""A language model learns by GRPO to play Countdown: make a number from others by + - * /, each used once.
+"""Train a language model by GRPO to play Countdown: combine numbers with + - * /, each used once, to reach a target.
 
     python -m experiments.countdown [--seed N] [--random-rewards]                                  # from scratch
     python -m experiments.countdown --model DIRECTORY_OR_NAME [--numbers 4] [--lora RANK]           # from a checkpoint
 
-From scratch, three numbers up to 20 and the signs + and -: `make 20 from 9 4 15:` → `<answer>(15+9)-4</answer>`. A
-small new model is first trained by SFT on a flawed teacher that is right one time in five: most of its expressions have
-another value, and one reply in five lacks a tag. GRPO then trains with two rewards: the expression has the target's
-value, and it follows the rules. With --model the problems have four to six numbers up to 100 and all four signs, in
-words.
+From scratch, a problem has three numbers up to 20 and the operations + and -: `make 20 from 9 4 15:` →
+`<answer>(15+9)-4</answer>`. A small new model is first trained by SFT on a flawed teacher that is right one time in
+five: most of its expressions have a different value, and one reply in five lacks a tag. GRPO then trains with two
+rewards: one if the expression equals the target, and one if it follows the rules. With --model, the problems are
+described in words and have four to six numbers up to 100 and all four operations.
 
-Answers are checked by `expression_value`, which parses them with a list of allowed nodes; nothing is executed.
+Answers are checked by `expression_value`, which parses them and accepts only listed node types; nothing is executed.
 
-Time from scratch: 110 CPU seconds. Expect: on 200 unseen problems, sampled (4 replies each) from 0.16 …
-0.19 to 0.48 … 0.58, the rules kept from 0.63 … 0.68 to 0.94 … 0.96, greedy from 0.42 … 0.48 to 0.51 … 0.62 (seeds 0 to
-4). GRPO makes the solution, which the model finds now and then, more frequent; it hardly teaches it to calculate.
-With a checkpoint: time and figures to be measured. Expect the rules to be kept soon, and the accuracy to follow slowly.
+Time from scratch: 110 CPU seconds. Expect on 200 unseen problems: sampled accuracy (4 replies each) rises from 0.16 …
+0.19 to 0.48 … 0.58, the share that follows the rules from 0.63 … 0.68 to 0.94 … 0.96, and greedy accuracy from 0.42 …
+0.48 to 0.51 … 0.62 (seeds 0 to 4). GRPO makes solutions that the model already samples occasionally more frequent; it
+hardly teaches arithmetic. With a checkpoint: not measured. Expect the rules first, and slow progress in accuracy.
 The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
 
@@ -56,17 +56,17 @@ from grpo_jax.rewards.combine import from_row
 from grpo_jax.run.placement import place_policy
 
 LONGEST_EXPRESSION = 100
-"""Characters; six numbers of three digits with all their brackets need about 50."""
+"""Maximum characters in an expression. Six three-digit numbers with all brackets need about 50."""
 SMALL: dict[str, Any] = {"numbers": 3, "largest": 20, "targets": range(1, 61), "operations": "+-"}
-"""The problems of the run from scratch."""
+"""Problems for training from scratch."""
 WORDED: dict[str, Any] = {"numbers": 4, "largest": 100, "targets": range(10, 1000)}
-"""The problems of a checkpoint; --numbers says how many numbers they have."""
+"""Problems for a checkpoint; --numbers replaces "numbers"."""
 SOLVED, BROKEN = 0.25, 0.2
-"""Shares of the teacher's expressions that are solutions, and of its replies that lack a tag."""
+"""Share of the teacher's expressions that are solutions, and share of its replies that lack a tag."""
 GROUP = 8
-"""Completions of each prompt."""
+"""Completions per prompt."""
 BATCH = 128
-"""Texts of a supervised step."""
+"""Texts per supervised step."""
 
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -80,15 +80,15 @@ Row = dict[str, Any]
 
 
 def expression_value(text: str, numbers: Sequence[int], *, use_all: bool = True) -> Fraction | None:
-    """The exact value of an expression in some numbers; None if it is none, or breaks the rules.
+    """Return the exact value of an expression in the given numbers, or None if it is invalid or breaks the rules.
 
-    Only whole numbers, + - * / and brackets are read, from a syntax tree; nothing is executed. The text is short, and
-    every number stands for one that was given, so that neither parsing nor arithmetic can take long.
+    Only whole numbers, + - * / and brackets are accepted, in a syntax tree; nothing is executed. Parsing and arithmetic
+    are fast, since the text is short and every number in it must be one of the given numbers.
 
     Args:
-      text: from a completion; it may end in `= value`, and the value has to be right.
+      text: text from a completion. It may end in `= value`, which must then be correct.
       numbers: the numbers that may be used, each as often as it is listed.
-      use_all: every number has to be used; False: some may be left.
+      use_all: whether every number must be used.
 
     Example:
       >>> expression_value("(9 - 5) / 3", [3, 5, 9])
@@ -113,7 +113,7 @@ def expression_value(text: str, numbers: Sequence[int], *, use_all: bool = True)
 
 
 def _value(node: ast.expr) -> Fraction | None:
-    """The value of a tree of the four operations over whole numbers; None for any other tree, and for x / 0."""
+    """Evaluate a tree of the four operations on whole numbers. Return None for any other tree and for x / 0."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATIONS:
@@ -125,7 +125,7 @@ def _value(node: ast.expr) -> Fraction | None:
 
 
 def last_answer(text: str) -> str | None:
-    """What stands between the last pair of answer tags.
+    """Return the text between the last pair of answer tags, or None.
 
     Example:
       >>> last_answer("<answer>1+2</answer> no: <answer>1*2</answer>")
@@ -137,20 +137,20 @@ def last_answer(text: str) -> str | None:
 
 @from_row
 def accuracy(completion: str, row: Row) -> float:
-    """1 where the answer makes the target from the row's numbers, each used once."""
+    """Return 1 if the answer reaches the target with the row's numbers, each used once."""
     answer = last_answer(completion)
     return float(answer is not None and expression_value(answer, row["numbers"]) == row["target"])
 
 
 @from_row
 def follows_rules(completion: str, row: Row) -> float:
-    """1 where the answer is an expression in the row's numbers, each used once, whatever it makes."""
+    """Return 1 if the answer is an expression in the row's numbers, each used once, whatever its value."""
     answer = last_answer(completion)
     return float(answer is not None and expression_value(answer, row["numbers"]) is not None)
 
 
 def build(numbers: Sequence[int], draw: random.Random, operations: str = "+-*/") -> tuple[int, str]:
-    """A random expression in all the numbers, and its value; every step makes a whole number above 0, as in the game.
+    """Return (value, expression) for a random expression in all the numbers; intermediate values are positive integers.
 
     Example:
       >>> build([3, 5, 9], random.Random(1))
@@ -173,15 +173,15 @@ def build(numbers: Sequence[int], draw: random.Random, operations: str = "+-*/")
 def make_problems(
     seed: int, count: int, *, numbers: int, largest: int, targets: range, operations: str = "+-*/"
 ) -> list[Row]:
-    """Problems that differ in numbers or target, each with a solution.
+    """Return distinct problems (they differ in numbers or target), each with a solution.
 
     Args:
-      seed: of the draw.
-      count: problems.
-      numbers: how many to use.
-      largest: of the numbers, which are all different.
+      seed: random seed.
+      count: number of problems.
+      numbers: how many numbers each problem has. They are all different.
+      largest: largest possible number.
       targets: possible targets.
-      operations: which the solutions use.
+      operations: operations that the solutions may use.
 
     Example:
       >>> make_problems(0, 1, numbers=3, largest=9, targets=range(10, 50))
@@ -193,7 +193,7 @@ def make_problems(
         if len(problems) == count:
             break
         if attempt == 100 * count:
-            raise ValueError(f"count is {count}, and there are hardly that many problems: use a smaller count.")
+            raise ValueError(f"count is {count}, but hardly that many problems exist. Use a smaller count.")
         chosen = draw.sample(range(1, largest + 1), numbers)
         target, solution = build(chosen, draw, operations)
         if target in targets:
@@ -203,17 +203,17 @@ def make_problems(
 
 
 def train_problems() -> list[Row]:
-    """The problems to train a checkpoint on, for recipes/countdown.yaml."""
+    """Return the training problems for a checkpoint, for recipes/countdown.yaml."""
     return make_problems(0, 2200, **WORDED)[200:]
 
 
 def held_out_problems() -> list[Row]:
-    """The held-out problems, in the same form."""
+    """Return the held-out problems, in the same form."""
     return make_problems(0, 2200, **WORDED)[:200]
 
 
 def make_tokenizer() -> Any:
-    """A byte-level BPE without merges, in which the tags and the numbers from 10 to 99 are one token each."""
+    """Create a byte-level tokenizer in which each tag and each number from 10 to 99 is one token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -229,7 +229,7 @@ def make_tokenizer() -> Any:
 
 
 def make_policy(seed: int, *, width: int = 64, layers: int = 3) -> Policy:
-    """A language model with Qwen3's layout and fresh weights."""
+    """Create a small model with Qwen3's architecture and random weights."""
     tokenizer = make_tokenizer()
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -252,12 +252,12 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 3) -> Policy:
 
 
 def short_prompt(problem: Row) -> Row:
-    """A row for the model from scratch."""
+    """Convert a problem to a row for the model trained from scratch."""
     return {**problem, "prompt": f"make {problem['target']} from {' '.join(map(str, problem['numbers']))}:"}
 
 
 def asked_in_words(problem: Row, *, chat: bool) -> Row:
-    """A row for a checkpoint: a message, or plain text for a tokenizer without a chat template."""
+    """Convert a problem to a row for a checkpoint: a message, or plain text if there is no chat template."""
     task = (
         f"Numbers: {', '.join(map(str, problem['numbers']))}. Combine all of them to {problem['target']}, each exactly "
         "once, with +, -, *, / and brackets. Work it out first, then give the expression alone, without its result, "
@@ -267,7 +267,7 @@ def asked_in_words(problem: Row, *, chat: bool) -> Row:
 
 
 def teach(problem: Row, draw: random.Random) -> str:
-    """The flawed teacher's reply: seldom a solution, often any expression in the numbers, sometimes without a tag."""
+    """Return the flawed teacher's reply: a solution or, more often, a random expression; sometimes it lacks a tag."""
     expression = problem["solution"]
     if draw.random() >= SOLVED:
         expression = build(problem["numbers"], draw, SMALL["operations"])[1]
@@ -278,7 +278,7 @@ def teach(problem: Row, draw: random.Random) -> str:
 
 
 def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> list[Lesson]:
-    """`count` prompts, their numbers in any order, with the teacher's replies, as `encode_lessons` returns them."""
+    """Return `count` encoded prompts, with their numbers in random order, and the teacher's replies."""
     draw = random.Random(seed)
     chosen = [draw.choice(problems) for _ in range(count)]
     shuffled = [{**problem, "numbers": draw.sample(problem["numbers"], len(problem["numbers"]))} for problem in chosen]
@@ -286,7 +286,7 @@ def lessons(policy: Policy, problems: Sequence[Row], count: int, seed: int) -> l
 
 
 def make_config(arguments: argparse.Namespace, scratch: bool) -> GRPOConfig:
-    """The settings of the run."""
+    """Build the run's `GRPOConfig` from the command line."""
     return GRPOConfig(
         num_generations=GROUP,
         per_device_train_batch_size=GROUP * arguments.prompts if scratch else GROUP,
@@ -296,7 +296,7 @@ def make_config(arguments: argparse.Namespace, scratch: bool) -> GRPOConfig:
         learning_rate=arguments.learning_rate,
         lr_scheduler_type="linear" if scratch else "constant",
         beta=0.02 if scratch else 0.001,
-        # Of coin flips, accuracy and rules; without the coin flips the last two.
+        # Weights for random rewards, accuracy and rules, or for the last two only.
         reward_weights=[1.0, 0.0, 0.0] if arguments.random_rewards else [1.0, 0.2],
         gradient_checkpointing=not scratch,
         compute_dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
@@ -307,19 +307,19 @@ def make_config(arguments: argparse.Namespace, scratch: bool) -> GRPOConfig:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.countdown", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--model", help="directory or hub name (default: a new model, from scratch)")
-    add("--numbers", type=int, default=4, choices=(3, 4, 5, 6), help="of a problem, with --model (default 4)")
+    add("--numbers", type=int, default=4, choices=(3, 4, 5, 6), help="numbers per problem, with --model (default 4)")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
-    add("--random-rewards", action="store_true", help="the control: reward by coin flips")
-    add("--seed", type=int, default=0, help="of problems, weights and samples (default 0)")
+    add("--random-rewards", action="store_true", help="the control: random rewards")
+    add("--seed", type=int, default=0, help="for problems, weights and samples (default 0)")
     add("--steps", type=int, default=300, help="GRPO steps (default 300)")
-    add("--prompts", type=int, default=16, help=f"problems of a step, × {GROUP} completions (default 16)")
-    add("--warm-up-steps", type=int, default=300, help="supervised steps of the new model (default 300)")
-    add("--problems", type=int, default=2000, help="to train on (default 2000)")
-    add("--held-out", type=int, default=200, help="problems to test with (default 200)")
+    add("--prompts", type=int, default=16, help=f"problems per step, × {GROUP} completions (default 16)")
+    add("--warm-up-steps", type=int, default=300, help="supervised steps for the new model (default 300)")
+    add("--problems", type=int, default=2000, help="problems to train on (default 2000)")
+    add("--held-out", type=int, default=200, help="problems to test on (default 200)")
     add("--max-completion-length", type=int, help="tokens (default 16, with --model 512)")
     add("--learning-rate", type=float, help="default 5e-4, with --model 1e-6, with --lora 1e-5")
     add("--run-dir", help="an empty or new directory (default runs/countdown-<seed>-<time>)")
@@ -333,7 +333,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the experiment and return what its last line says."""
+    """Run the experiment and return the results that its last line prints."""
     arguments, watch = parse(argv), Stopwatch()
     start_processes(arguments)
     use_compile_cache()
@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             return held_out_rates(base, test_rows, accuracy, follows_rules, params=params, samples=4, **settings)
 
     before, completions = test(base.params)
-    print(f"before, on {len(test_rows)} problems it has not seen: {show_rates(before)}")
+    print(f"before, on {len(test_rows)} unseen problems: {show_rates(before)}")
     show_completions("before, greedy", completions[:4])
 
     arm = "random_rewards" if arguments.random_rewards else "grpo"

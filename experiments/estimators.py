@@ -1,21 +1,21 @@
-"""Compare every advantage estimator and every loss, at one setting each, on two small tasks.
+"""Compare every advantage estimator and every loss, with one setting each, on two small tasks.
 
     python -m experiments.estimators [--tasks sort_digits countdown] [--seeds 0 1 2] [--only NAME ...] [--run-dir DIR]
-    python -m experiments.estimators --table --run-dir DIR      # nothing is run: the table of what DIR holds
+    python -m experiments.estimators --table --run-dir DIR      # run nothing; print the table of the results in DIR
 
-The base of each seed is the one of `experiments.sort_digits` or `experiments.countdown`: a small model trained on a
+The base for each seed comes from `experiments.sort_digits` or `experiments.countdown`: a small model trained on a
 flawed teacher, right one time in six to eight. Every setting makes the same number of optimizer steps with the same
-seed, rows and learning rate; the reward is 1 for a right answer, without a KL term. An iteration has 16 prompts of 8
-completions, in 2 minibatches and two passes, so that three of its four updates are off-policy, where losses differ.
-Hyperparameters of single losses are from the papers, or else ours: see `SETTINGS`.
+seed, rows and learning rate. The reward is 1 for a correct answer, and there is no KL term. An iteration makes two
+passes over 16 prompts × 8 completions in 2 minibatches, so that three of its four updates are off-policy, where losses
+differ. Hyperparameters for single losses come from the papers, or else are ours: see `SETTINGS`.
 
-Of 200 held-out prompts with 8 completions each at temperature 1: `sampled`, the share that is right; `pass@8`, the
-share of prompts with a right one; `entropy` and `kl` (to the base), nats per token, estimated by these completions.
-`half`: optimizer steps until the training reward, as a mean of 5 iterations, is halfway from the base's accuracy to the
-final accuracy of the setting "dapo" with this seed.
+Each result is measured on 200 held-out prompts with 8 completions each at temperature 1: `sampled`, the share of
+correct completions; `pass@8`, the share of prompts with a correct completion; `entropy` and `kl` (to the base), in nats
+per token. `half` is the number of optimizer steps until the training reward, averaged over 5 iterations, is halfway
+from the base's accuracy to the final accuracy of the setting "dapo" with the same seed.
 
-Each run appends a line to `results.jsonl`; runs that have a line are skipped, so the script can be stopped at any time.
-Time: about 12 CPU seconds for each run. Expect: the tables of docs/estimators.md.
+Each run appends a line to `results.jsonl`, and runs that have a line are skipped, so the script can be interrupted.
+Time: about 12 CPU seconds per run. Expect: the tables in docs/estimators.md.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.text.completions import reward_inputs
 
 LESSONS = 400
-"""Supervised steps of the base of sort_digits; the base of Countdown makes three quarters of them."""
+"""Supervised steps for the sort_digits base; the Countdown base takes three quarters as many."""
 GROUP = 8
-"""Completions of each prompt, in training and in the test."""
+"""Completions per prompt, in training and in the test."""
 HELD_OUT = 200
-"""Prompts of the test."""
+"""Number of held-out prompts."""
 WINDOW = 5
-"""Iterations that a point of the training curve is the mean of."""
+"""Iterations averaged for each point of the training curve."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dapo": {},
@@ -69,21 +69,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo"},
     "vespo": {"loss_type": "vespo"},
 }
-"""Name → what it changes of the common setting, which is "dapo": estimator "grpo", loss "dapo", ε = 0.2."""
+"""Name → its changes to the common setting, which is "dapo": estimator "grpo", loss "dapo", ε = 0.2."""
 
 
 class Task(NamedTuple):
-    """A task with the base of one seed."""
+    """A task with the base model for one seed."""
 
     base: Policy
     rows: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
     reward: Callable[..., Any]
-    longest: int  # tokens of a completion
+    longest: int  # maximum tokens per completion
 
 
 def sort_digits_task(seed: int, directory: Path) -> Task:
-    """The task of `experiments.sort_digits`."""
+    """Build the task from `experiments.sort_digits`."""
     rows, held_out = sort_digits.make_rows(seed, held_out=HELD_OUT)
 
     def taught() -> Policy:
@@ -94,7 +94,7 @@ def sort_digits_task(seed: int, directory: Path) -> Task:
 
 
 def countdown_task(seed: int, directory: Path) -> Task:
-    """The task of `experiments.countdown`, from scratch."""
+    """Build the task from `experiments.countdown`, from scratch."""
     problems = countdown.make_problems(seed, HELD_OUT + 2000, **countdown.SMALL)
 
     def taught() -> Policy:
@@ -109,14 +109,14 @@ TASKS: dict[str, Callable[[int, Path], Task]] = {"sort_digits": sort_digits_task
 
 
 def kept(directory: Path, make: Callable[[], Policy]) -> Policy:
-    """The policy of a directory, made where it is not there yet."""
+    """Load the policy from a directory, creating it first if it does not exist."""
     if not directory.exists():
         save_pretrained(directory, make())
     return from_pretrained(directory)
 
 
 def make_config(seed: int, steps: int, longest: int, settings: Mapping[str, Any]) -> GRPOConfig:
-    """The common setting, and what an entry of `SETTINGS` changes of it."""
+    """Build the common settings with the changes from an entry of `SETTINGS`."""
     common: dict[str, Any] = {
         "num_generations": GROUP,
         "per_device_train_batch_size": 8 * GROUP,
@@ -135,7 +135,7 @@ def make_config(seed: int, steps: int, longest: int, settings: Mapping[str, Any]
 
 
 def measure(task: Task, params: Any, seed: int) -> dict[str, float]:
-    """What the held-out prompts say of some params: sampled, pass@8, entropy, kl."""
+    """Measure params on the held-out prompts: sampled, pass@8, entropy and kl."""
     policy, rows = task.base, task.held_out
     prompts = make_prompts(policy.tokenizer([row["prompt"] for row in rows])["input_ids"])
     completions = generate(
@@ -169,7 +169,7 @@ def measure(task: Task, params: Any, seed: int) -> dict[str, float]:
 
 
 def run_setting(task: Task, seed: int, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Train by one setting, and measure it; `curve` has (step, mean reward since the last) of each iteration."""
+    """Train with one setting and measure the result. `curve` has (step, mean reward) for each iteration."""
     curve: list[tuple[int, float]] = []
     state = train(
         task.base,
@@ -182,7 +182,7 @@ def run_setting(task: Task, seed: int, steps: int, settings: Mapping[str, Any]) 
 
 
 def steps_to(curve: Sequence[tuple[int, float]], bar: float) -> int | None:
-    """The first step at which the mean of `WINDOW` points reaches the bar.
+    """Return the first step at which the mean of `WINDOW` points reaches the bar.
 
     Example:
       >>> steps_to([(4, 0.0), (8, 0.1), (12, 0.5), (16, 0.6), (20, 0.6), (24, 0.7)], 0.4)
@@ -196,19 +196,19 @@ def steps_to(curve: Sequence[tuple[int, float]], bar: float) -> int | None:
 
 
 def read_results(directory: Path) -> list[dict[str, Any]]:
-    """The lines of earlier runs."""
+    """Read the results that earlier runs have written."""
     path = directory / "results.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def add_result(directory: Path, line: Mapping[str, Any]) -> None:
-    """Add the line of a run that is through."""
+    """Append the result of a completed run."""
     with (directory / "results.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def table(results: Sequence[Mapping[str, Any]], task: str) -> str:
-    """The results of a task as a table in Markdown: means over the seeds, in brackets the lowest and the highest."""
+    """Format a task's results as a Markdown table: means over the seeds, with (lowest … highest)."""
     of_task = {(line["setting"], line["seed"]): line for line in results if line["task"] == task}
     seeds = sorted({seed for _, seed in of_task})
     lines = ["| | seeds | sampled | pass@8 | entropy | KL to the base | half |", "|---|---|---|---|---|---|---|"]
@@ -223,7 +223,7 @@ def table(results: Sequence[Mapping[str, Any]], task: str) -> str:
 
 
 def _half(of_task: Mapping[tuple[str, int], Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    """Steps to half of the gain of "dapo" with the same seed; "–" where it is not reached, "?" where there is none."""
+    """Return the steps to half the gain of "dapo" with the same seed: "–" if not reached, "?" without a "dapo" run."""
     base, best = of_task.get(("base", run["seed"])), of_task.get(("dapo", run["seed"]))
     if base is None or best is None:
         return "?"
@@ -231,7 +231,7 @@ def _half(of_task: Mapping[tuple[str, int], Mapping[str, Any]], run: Mapping[str
 
 
 def _spread(values: Sequence[float]) -> str:
-    """Mean, lowest and highest.
+    """Format the mean, lowest and highest value.
 
     Example:
       >>> _spread([0.5, 0.7])
@@ -242,19 +242,19 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.estimators", description=__doc__.split("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default 0 1 2")
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="NAME")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a run (default 120)")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps per run (default 120)")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/estimators"), help="default runs/estimators")
-    parser.add_argument("--table", action="store_true", help="only show the results that are there")
+    parser.add_argument("--table", action="store_true", help="only print the existing results")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Run what is missing, print the tables and return all results."""
+    """Run the missing settings, print the tables and return all results."""
     arguments = parse(argv)
     directory: Path = arguments.run_dir
     directory.mkdir(parents=True, exist_ok=True)

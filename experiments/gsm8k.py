@@ -1,21 +1,21 @@
-"""An instruct model learns by GRPO to solve the word problems of GSM8K.
+"""Train an instruct model by GRPO on the word problems of GSM8K.
 
     python -m experiments.gsm8k --data DIRECTORY [--model DIRECTORY_OR_NAME] [--lora RANK] [--seed N] [--random-rewards]
 
-DIRECTORY holds train.jsonl and test.jsonl of GSM8K; `--data hub` fetches them with the package `datasets`. Two rewards:
-the answer, found and compared as `grpo_jax.rewards.answers` does, and a last line `#### <number>`. The test set is
-answered before and after, greedily and by several samples of each problem (mean and pass@k), and greedily every
---eval-steps. `--random-rewards` rewards by coin flips instead, and logs the two others: what is gained then is no
-learning.
+DIRECTORY contains GSM8K's train.jsonl and test.jsonl; `--data hub` fetches them with the package `datasets`. There are
+two rewards: a correct answer, extracted and compared by `grpo_jax.rewards.answers`, and a last line `#### <number>`.
+The model is evaluated on the test set before and after training, greedily and with several samples per problem (mean
+and pass@k), and greedily every --eval-steps. `--random-rewards` is the control: it trains on random rewards and only
+logs the other two, so any gain does not come from learning the task.
 
-Time and figures for Qwen2.5-0.5B-Instruct: to be measured on a GPU. What should be seen, and has not been yet: accuracy
-and format rise, pass@k less than the mean; with --random-rewards nothing does.
+Time and results for Qwen2.5-0.5B-Instruct: to be measured on a GPU. Expected but not yet measured: accuracy and format
+rise, and pass@k rises less than the mean; with --random-rewards none of them rises.
 
     python -m experiments.gsm8k --data DIRECTORY --scratch --steps 4 --test-rows 32
 
-runs the same path on a CPU, in 52 CPU seconds: a BPE tokenizer trained on the problems and a small decoder that has
-read 480 of the solutions, saved and loaded as any checkpoint is. It shows that all parts fit; what it answers is noise.
-The last line on standard output is one JSON object; everything else is in the run directory, `final` is the checkpoint.
+follows the same steps on a CPU, in 52 CPU seconds, with a BPE tokenizer trained on the problems and a small decoder
+trained on 480 solutions, saved and loaded like any checkpoint. It tests the code path; the answers are noise.
+The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ from grpo_jax.run.placement import place_policy
 from grpo_jax.watch.monitor import Callback
 
 GROUP = 8
-"""Completions of each prompt in training."""
+"""Completions per prompt in training."""
 INSTRUCTION = "Think step by step. End with one more line that holds nothing but #### and the answer as a number."
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Of the model that --scratch makes."""
+"""Chat template for the model that --scratch creates."""
 
 accuracy = number_reward("answer")
 well_formed = format_reward(r".+\n#### [-$]*\d[\d,]*(\.\d+)?\s*")
 
 
 def load_problems(data: str) -> dict[str, list[dict[str, str]]]:
-    """The problems of both splits, each with its `question` and its solution under `answer`.
+    """Load the problems of both splits. Each has a `question` and its solution as `answer`.
 
     Args:
       data: a directory with train.jsonl and test.jsonl, or "hub".
@@ -92,13 +92,13 @@ def load_problems(data: str) -> dict[str, list[dict[str, str]]]:
     for split in ("train", "test"):
         path = Path(data) / f"{split}.jsonl"
         if not path.is_file():
-            raise SystemExit(f"--data {data}: there is no {path.name} in it; give GSM8K's directory, or hub.")
+            raise SystemExit(f"--data {data} does not contain {path.name}. Pass GSM8K's directory, or hub.")
         splits[split] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return splits
 
 
 def make_row(problem: dict[str, str], *, chat: bool) -> dict[str, Any]:
-    """A problem as a row: a conversation, or plain text for a tokenizer without a chat template.
+    """Convert a problem to a row: a conversation, or plain text for a tokenizer without a chat template.
 
     Example:
       >>> make_row({"question": "What is 1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}, chat=False)["prompt"].split("\\n")[0]
@@ -112,7 +112,7 @@ def make_row(problem: dict[str, str], *, chat: bool) -> dict[str, Any]:
 
 
 def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int, *, lessons: int = 480) -> None:
-    """Write a checkpoint: a BPE tokenizer trained on the problems, and a decoder that has read some solutions."""
+    """Write a checkpoint with a BPE tokenizer trained on the problems and a decoder trained on some solutions."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -144,7 +144,7 @@ def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int,
         "pad_token_id": tokenizer.pad_token_id,
     }
     policy = init_policy(config, jax.random.key(seed), tokenizer=tokenizer)
-    # Short ones, since long solutions make the others mostly padding.
+    # Use short solutions: with long ones in a batch, the others would be mostly padding.
     chosen = sorted(problems, key=lambda problem: len(problem["question"] + problem["answer"]))
     batch = min(16, lessons, len(chosen))
     chosen = chosen[: min(lessons, len(chosen)) // batch * batch]
@@ -159,7 +159,7 @@ def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int,
 def sample_rates(
     policy: Policy, rows: Sequence[dict[str, Any]], params: Any, samples: int, arguments: argparse.Namespace
 ) -> tuple[Rates, list[dict[str, Any]]]:
-    """Mean accuracy, format and pass@k of k samples of each problem; and the completions."""
+    """Return the mean accuracy, format and pass@k over k samples per problem, and the completions."""
     metrics, completions = evaluate(
         policy,
         rows,
@@ -178,13 +178,13 @@ def sample_rates(
 
 
 def greedy_rates(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, greedy accuracy) of each evaluation that `train` made."""
+    """Read (step, greedy accuracy) for each evaluation during training."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [(line["step"], round(line["eval/accuracy"], 4)) for line in lines if "eval/accuracy" in line]
 
 
 def make_config(arguments: argparse.Namespace) -> GRPOConfig:
-    """The settings of the run."""
+    """Build the run's `GRPOConfig` from the command line."""
     random_rewards = arguments.random_rewards
     return GRPOConfig(
         num_generations=GROUP,
@@ -196,7 +196,7 @@ def make_config(arguments: argparse.Namespace) -> GRPOConfig:
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=min(10, arguments.steps // 2),
         beta=arguments.beta,
-        # Of coin flips, accuracy and format; without the coin flips the last two.
+        # Weights for random rewards, accuracy and format, or for the last two only.
         reward_weights=[1.0, 0.0, 0.0] if random_rewards else [1.0, 0.2],
         compute_dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
         seed=arguments.seed,
@@ -209,23 +209,23 @@ def make_config(arguments: argparse.Namespace) -> GRPOConfig:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.gsm8k", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--data", required=True, help="directory with train.jsonl and test.jsonl, or hub")
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="directory or hub name (default %(default)s)")
-    add("--scratch", action="store_true", help="instead of --model: a small new checkpoint, to try the path")
+    add("--scratch", action="store_true", help="use a small new checkpoint instead of --model, to test the code path")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
-    add("--random-rewards", action="store_true", help="the control: reward by coin flips")
-    add("--seed", type=int, default=0, help="of the order of problems, samples and new weights (default 0)")
+    add("--random-rewards", action="store_true", help="the control: random rewards")
+    add("--seed", type=int, default=0, help="for the order of problems, samples and new weights (default 0)")
     add("--steps", type=int, default=200, help="GRPO steps (default 200)")
-    add("--prompts", type=int, default=16, help=f"problems of a step, × {GROUP} completions (default 16)")
+    add("--prompts", type=int, default=16, help=f"problems per step, × {GROUP} completions (default 16)")
     add("--max-completion-length", type=int, help="tokens (default 300, with --scratch 64)")
     add("--learning-rate", type=float, help="default 1e-6, with --lora 1e-5, with --scratch 1e-3")
-    add("--beta", type=float, default=0.001, help="weight of the KL to the base (default 0.001)")
-    add("--samples", type=int, default=8, help="samples of each test problem, the k of pass@k (default 8)")
-    add("--eval-steps", type=int, default=50, help="GRPO steps between two greedy evaluations (default 50)")
-    add("--eval-batch", type=int, default=128, help="completions at a time in evaluation (default 128)")
+    add("--beta", type=float, default=0.001, help="coefficient of the KL to the base (default 0.001)")
+    add("--samples", type=int, default=8, help="samples per test problem, the k in pass@k (default 8)")
+    add("--eval-steps", type=int, default=50, help="GRPO steps between greedy evaluations (default 50)")
+    add("--eval-batch", type=int, default=128, help="completions per batch in evaluation (default 128)")
     add("--train-rows", type=int, help="train on the first rows only")
     add("--test-rows", type=int, help="test on the first rows only (default: all 1319)")
     add("--run-dir", help="an empty or new directory (default runs/gsm8k-<seed>-<time>)")
@@ -239,7 +239,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
-    """Run the experiment and return what its last line says."""
+    """Run the experiment and return the results that its last line prints."""
     arguments, watch = parse(argv), Stopwatch()
     start_processes(arguments)
     use_compile_cache()

@@ -1,19 +1,19 @@
-"""A small language model learns by GRPO, over several turns, to find a number from 1 to 64 by halving.
+"""Train a small language model by GRPO, over several turns, to find a number from 1 to 64 by bisection.
 
     python -m experiments.guess [--seed N] [--seeds K] [--control] [--credit] [--picture FILE] [--run-dir DIR]
 
-The game: the policy guesses, the environment answers "higher" or "lower", and so on until the number is found or twelve
+In each game the policy guesses and the environment answers "higher" or "lower", until the number is found or twelve
 guesses are used up. A completion is a whole game, `32 higher 48 lower 40`. The policy samples the numbers, each
-followed by an end of turn; the answers of the environment are observations and not trained on. A new model is first
-trained by SFT on a careless player that guesses at random and ignores the answers in half of its games. GRPO then
-rewards games with few guesses. All prompts are the same; the completions of a group look for the same number.
+followed by an end-of-turn token; the environment's answers are observations, on which the policy is not trained. A new
+model is first trained by SFT on a careless player that guesses at random and ignores the answers in 3/8 of its games.
+GRPO then rewards games with few guesses. All prompts are the same; the completions in a group search for one number.
 
 Time: 260 seconds on two cores (mean of five seeds; 150 of them for SFT).
-Expect: over 16 games for each number, at temperature 1, from 8.4 to 8.6 guesses down to 5.34, 5.33, 5.34, 5.62 and 5.33
-(seeds 0 to 4; a lost game counts as 12); games won from 0.62 … 0.66 up to 0.99 … 1.00, within 7 guesses from 0.40 …
-0.45 up to 0.91 … 0.98. Consistent random play takes 6.64 and bisection 5.125, which no lesson shows. What is lost is
-lost at the end of a game. With rewards by coin flips (--control) it gets worse, 8.62 to 10.79 (seed 0, after 3,000
-lessons): at this learning rate, chance alone unteaches what the lessons taught.
+Expect, over 16 games per number at temperature 1 (seeds 0 to 4; a lost game counts as 12): the mean number of guesses
+falls from between 8.4 and 8.6 to 5.34, 5.33, 5.34, 5.62 and 5.33; the share of games won rises from 0.62 … 0.66 to
+0.99 … 1.00, and within 7 guesses from 0.40 … 0.45 to 0.91 … 0.98. Consistent random play takes 6.64 guesses, and
+bisection, which no lesson shows, 5.125. With random rewards (--control) the mean rises from 8.62 to 10.79 (seed 0,
+after 3,000 lessons): at this learning rate, noise alone erases what SFT taught.
 The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
 
@@ -50,36 +50,36 @@ from grpo_jax.watch.plots import LIGHT, color
 NUMBERS = 64
 """The number to find is one of 1 … NUMBERS."""
 LIMIT = 12
-"""Guesses of a game at most."""
+"""Maximum guesses per game."""
 SOON = 7
-"""Guesses within which bisection always wins: floor(log2(NUMBERS)) + 1."""
+"""Number of guesses within which bisection always wins: floor(log2(NUMBERS)) + 1."""
 IGNORES = 3 / 8
-"""Share of its games in which the careless player ignores what it is told. They are longer: half of all guesses."""
+"""Share of games in which the careless player ignores the answers. They are longer: half of all guesses."""
 GROUP = 8
-"""Completions of each prompt, which are games with the same number."""
+"""Completions per prompt, which are games with the same number."""
 BATCH = 32
-"""Games of a supervised step."""
+"""Games per supervised step."""
 LONGEST = 3 * LIMIT
-"""Tokens of a completion: a guess, the end of the turn, and the answer."""
+"""Maximum tokens per completion; each turn has a guess, an end-of-turn token and an answer."""
 STEPS = 320
-"""Optimizer steps of GRPO; there are SLICES · PASSES to an iteration."""
+"""Optimizer steps of GRPO. An iteration makes SLICES · PASSES of them."""
 SLICES, PASSES = 2, 2
-"""Minibatches of an iteration, and how often each is gone through."""
+"""Minibatches per iteration, and passes over each."""
 LEARNING_RATE = 2e-3
-"""The highest, of lessons and of GRPO."""
+"""Peak learning rate, for SFT and GRPO."""
 BETA2 = 0.95
-"""Of Adam, in both: the gradient of a game changes as fast as the game."""
+"""Adam's β2, for both. It is low because the gradient changes as quickly as the policy's play."""
 PROMPT = "guess: "
 HIGHER, LOWER = " higher ", " lower "
 
 Row = dict[str, Any]
 
 ROWS: list[Row] = [{"prompt": PROMPT, "target": number} for number in range(1, NUMBERS + 1)]
-"""All games; what a policy has not seen of them is how they go, as its guesses are drawn."""
+"""One row per number. There is no held-out set: games differ between training and test by their sampled guesses."""
 
 
 class Game:
-    """An environment: it holds a number, and tells higher from lower.
+    """An environment that holds a number and answers each guess with "higher" or "lower".
 
     Example:
       >>> game = Game()
@@ -91,11 +91,11 @@ class Game:
     """
 
     def reset(self, target: int, **row: Any) -> None:
-        """Begin."""
+        """Start a game with the row's target."""
         self.target, self.guesses, self.found = target, list[int](), False
 
     def respond(self, text: str) -> str | None:
-        """Answer a guess; the game ends with the number, with the last guess, and with anything but a number."""
+        """Answer a guess, or return None to end the game: found, out of guesses, or not a number."""
         if not (text.isascii() and text.isdecimal() and len(text) < 4):
             return None
         self.guesses.append(int(text))
@@ -106,12 +106,12 @@ class Game:
 
 
 def few_guesses(environments: Sequence[Game], **_: Any) -> list[float]:
-    """1 where the first guess was right, less for every further one, 0 where the number was not found."""
+    """Return 1 if the first guess was right, less for each further guess, and 0 if the number was not found."""
     return [1 - (len(game.guesses) - 1) / LIMIT if game.found else 0.0 for game in environments]
 
 
 def few_guesses_by_turn(environments: Sequence[Game], **_: Any) -> list[float | list[float]]:
-    """The same by turns: each guess after the first costs 1/LIMIT, finding the number brings 1; nothing of a lost game.
+    """Return the same reward by turn: each guess after the first costs 1/LIMIT, and the last one adds 1; 0 if lost.
 
     Example:
       >>> game = Game()
@@ -125,22 +125,22 @@ def few_guesses_by_turn(environments: Sequence[Game], **_: Any) -> list[float | 
 
 
 def guesses(environments: Sequence[Game], **_: Any) -> list[float]:
-    """Guesses of each game; of one that was not found, LIMIT, however it ended."""
+    """Return the number of guesses in each game; a lost game counts as LIMIT."""
     return [float(len(game.guesses) if game.found else LIMIT) for game in environments]
 
 
 def found(environments: Sequence[Game], **_: Any) -> list[float]:
-    """1 where the number was found."""
+    """Return 1 for each game in which the number was found."""
     return [float(game.found) for game in environments]
 
 
 def found_soon(environments: Sequence[Game], **_: Any) -> list[float]:
-    """1 where the number was found within SOON guesses."""
+    """Return 1 for each game in which the number was found within SOON guesses."""
     return [float(game.found and len(game.guesses) <= SOON) for game in environments]
 
 
 def random_play(numbers: int = NUMBERS) -> float:
-    """Mean guesses of a player who draws uniformly from what is still possible: 2 (1 + 1/N) H_N − 3.
+    """Return the mean guesses when drawing uniformly from the remaining numbers: 2 (1 + 1/N) H_N − 3.
 
     Example:
       >>> round(random_play(), 2)
@@ -150,7 +150,7 @@ def random_play(numbers: int = NUMBERS) -> float:
 
 
 def bisection(numbers: int = NUMBERS) -> float:
-    """Mean guesses of a player who halves what is still possible, which is the least: (Σ_{i≤N} ⌊log2 i⌋ + 1) / N.
+    """Return the mean guesses when halving the remaining range, the minimum: (Σ_{i≤N} ⌊log2 i⌋ + 1) / N.
 
     Example:
       >>> bisection()
@@ -160,9 +160,9 @@ def bisection(numbers: int = NUMBERS) -> float:
 
 
 def careless_game(draw: random.Random) -> list[tuple[int, str]]:
-    """A game of the careless player: its guesses, each with the answer, "" behind the last one.
+    """Play a game as the careless player. Return its guesses, each with the answer ("" after the last guess).
 
-    It draws each from what is still possible, or, in a share IGNORES of its games, each from all numbers.
+    Guesses are drawn from the remaining numbers or, in a share IGNORES of the games, from all numbers.
     """
     target, low, high = draw.randint(1, NUMBERS), 1, NUMBERS
     ignores = draw.random() < IGNORES
@@ -177,7 +177,7 @@ def careless_game(draw: random.Random) -> list[tuple[int, str]]:
 
 
 def make_tokenizer() -> Any:
-    """A byte-level BPE in which numbers and answers are one token each; `AutoTokenizer` gives it back unchanged."""
+    """Create a byte-level tokenizer with one token per number and answer. `AutoTokenizer` reloads it unchanged."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -193,10 +193,10 @@ def make_tokenizer() -> Any:
 
 
 def make_policy(seed: int, *, width: int = 64, layers: int = 2) -> Policy:
-    """A language model with Llama's layout and fresh weights.
+    """Create a small model with Llama's architecture and random weights.
 
-    It has many heads, and no norm on queries and keys: what is still possible is found by attending to the highest
-    "higher" and the lowest "lower" alone, which takes large logits.
+    It has many heads and does not normalize queries and keys: to find the remaining range it must attend only to the
+    highest "higher" and the lowest "lower", which takes large attention logits.
     """
     tokenizer = make_tokenizer()
     config = {
@@ -220,7 +220,7 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 2) -> Policy:
 
 
 def lessons(policy: Policy, count: int, seed: int) -> list[Lesson]:
-    """`count` games of the careless player. Only its guesses are learned, with their end tokens."""
+    """Return `count` games by the careless player. Only its guesses and their end tokens are learned."""
     draw, end = random.Random(seed), policy.eos_token_ids[0]
     words = [PROMPT, HIGHER, LOWER, *map(str, range(1, NUMBERS + 1))]
     ids = dict(zip(words, policy.tokenizer(words, add_special_tokens=False)["input_ids"], strict=True)) | {"": []}
@@ -235,7 +235,7 @@ def lessons(policy: Policy, count: int, seed: int) -> list[Lesson]:
 
 
 def first_guesses(policy: Policy, params: Any) -> np.ndarray:
-    """[NUMBERS] probability of each number as the first guess, by the logits behind the prompt."""
+    """Return the probability of each number as the first guess, [NUMBERS], from the logits after the prompt."""
     tokenizer = policy.tokenizer
     ids = jnp.asarray([tokenizer(PROMPT, add_special_tokens=False)["input_ids"]])
     numbers = [ids[0] for ids in tokenizer([str(n) for n in range(1, NUMBERS + 1)])["input_ids"]]
@@ -244,7 +244,7 @@ def first_guesses(policy: Policy, params: Any) -> np.ndarray:
 
 
 def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
-    """The settings of GRPO and of its control."""
+    """Build the settings that GRPO and its control share."""
     return GRPOConfig(
         num_generations=GROUP,
         per_device_train_batch_size=GROUP * arguments.prompts // SLICES,
@@ -252,15 +252,15 @@ def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
         num_iterations=PASSES,
         max_completion_length=LONGEST,
         max_steps=arguments.steps,
-        scale_rewards="none",  # late, groups differ by a guess or two: scaled up, such luck would drown what is learnt
+        scale_rewards="none",  # late in training groups differ by a guess or two; scaling would amplify noise
         epsilon=0.4,
         learning_rate=LEARNING_RATE,
         adam_beta2=BETA2,
         max_grad_norm=0.3,
         lr_scheduler_type="linear",
-        environment_timeout=None,  # the game is ours, and a thread for each call takes longer than the call
+        environment_timeout=None,  # a thread per call would take longer than the call itself
         gradient_checkpointing=False,
-        pad_to_multiple_of=None,  # all prompts have one length
+        pad_to_multiple_of=None,  # all prompts have the same length
         seed=seed,
         logging_steps=min(20, arguments.steps),
         save_steps=None,
@@ -268,10 +268,10 @@ def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
 
 
 def play(policy: Policy, params: Any, arguments: argparse.Namespace, seed: int) -> tuple[Rates, np.ndarray, list[Row]]:
-    """Play for every number as many games, at temperature 1, as the policy was trained.
+    """Play `arguments.games` games for every number, at temperature 1 as in training.
 
     Returns:
-      the mean of guesses, and the shares of games won and won within SOON guesses; guesses of each game; the games.
+      the mean number of guesses and the shares of games won, and won within SOON guesses; guesses per game; the games.
     """
     metrics, games = evaluate(
         policy,
@@ -285,14 +285,14 @@ def play(policy: Policy, params: Any, arguments: argparse.Namespace, seed: int) 
         temperature=1.0,
         batch_size=arguments.prompts,
         pad_to_multiple_of=1,
-        seed=seed + 1_000_003,  # no game of the training
+        seed=seed + 1_000_003,  # differs from the training seeds
     )
     rates = {name: round(metrics[name], 4) for name in ("guesses", "found", "found_soon")}
     return rates, np.array([game["rewards"]["guesses"] for game in games]), games
 
 
 def show(rates: Rates) -> str:
-    """Rates as a person reads them.
+    """Format rates for printing.
 
     Example:
       >>> show({"guesses": 5.5, "found": 1.0, "found_soon": 0.95})
@@ -304,7 +304,7 @@ def show(rates: Rates) -> str:
 
 
 def draw_picture(firsts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray], out: Path) -> None:
-    """The distribution of the first guess, and how many guesses games took, before and after."""
+    """Draw the distributions of the first guess and of the guesses per game, before and after training."""
     from matplotlib.figure import Figure
 
     colors = dict(zip(firsts, (color("start"), color("policy")), strict=True))
@@ -341,7 +341,7 @@ def draw_picture(firsts: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndar
 
 
 def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatch) -> dict[str, dict[str, Rates]]:
-    """One seed, from fresh weights to the last game: rates before and after of each arm."""
+    """Run one seed from random weights to the last evaluation. Return each arm's rates before and after."""
     with watch("warm_up"):
         new = make_policy(seed)
         shown = lessons(new, arguments.warm_up_steps * BATCH, seed)
@@ -353,7 +353,7 @@ def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatc
     print(f"seed {seed}, before: {show(before)}")
     show_completions("before", games[:: len(games) // 4])
 
-    print("\nGRPO, rewarded for games of few guesses:")
+    print("\nGRPO, rewarded for few guesses:")
     config = make_config(arguments, seed)
     with watch("grpo"):
         state = train(base, ROWS, few_guesses, config, environment_factory=Game, run_dir=run_dir)
@@ -371,7 +371,7 @@ def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatc
     if arguments.credit:
         others["to_go"] = (few_guesses_by_turn, dataclasses.replace(config, turn_credit="to_go"))
     for name, (reward, settings) in others.items():
-        print(f"\n{name}: GRPO, {'rewarded by coin flips' if name == 'control' else 'by what is to go from a guess'}.")
+        print(f"\n{name}: GRPO, {'random rewards' if name == 'control' else 'credit per guess (reward to go)'}.")
         with watch(name):
             state = train(base, ROWS, reward, settings, environment_factory=Game, run_dir=run_dir / name)
         with watch("evaluation"):
@@ -380,24 +380,24 @@ def run(arguments: argparse.Namespace, seed: int, run_dir: Path, watch: Stopwatc
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.guess", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="of weights, lessons and samples (default 0)")
-    add("--seeds", type=int, default=1, help="how many runs, with the seeds from --seed on (default 1)")
-    add("--control", action="store_true", help="also GRPO by coin flips")
-    add("--credit", action="store_true", help="also GRPO that credits each guess with what is to go from it on")
+    add("--seed", type=int, default=0, help="for weights, lessons and samples (default 0)")
+    add("--seeds", type=int, default=1, help="number of runs, with consecutive seeds from --seed (default 1)")
+    add("--control", action="store_true", help="also run GRPO with random rewards")
+    add("--credit", action="store_true", help="also run GRPO with the reward to go as each guess's credit")
     add("--steps", type=int, default=STEPS, help="GRPO steps (default %(default)s)")
-    add("--prompts", type=int, default=64, help=f"numbers of an iteration, × {GROUP} games (default 64)")
+    add("--prompts", type=int, default=64, help=f"numbers per iteration, × {GROUP} games (default 64)")
     add("--warm-up-steps", type=int, default=4000, help="supervised steps (default 4000)")
-    add("--games", type=int, default=16, help="to test with, for each of the numbers (default 16)")
-    add("--picture", type=Path, metavar="FILE", help="where to copy the picture of the first seed, docs/guess.png say")
+    add("--games", type=int, default=16, help="test games per number (default 16)")
+    add("--picture", type=Path, metavar="FILE", help="copy the first seed's picture to FILE, such as docs/guess.png")
     add("--run-dir", help="an empty or new directory (default runs/guess-<seed>-<time>)")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the experiment and return what its last line says."""
+    """Run the experiment and return the results that its last line prints."""
     arguments, watch = parse(argv), Stopwatch()
     use_compile_cache()
     run_dir = fresh_directory(arguments.run_dir, f"guess-{arguments.seed}")

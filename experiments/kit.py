@@ -1,17 +1,17 @@
-"""From SFT to a checkpoint in one session of a free notebook machine: Qwen3-0.6B learns GSM8K.
+"""Train Qwen3-0.6B on GSM8K, from SFT to an exported checkpoint, in one session on a free notebook machine.
 
     python -m experiments.kit --out DIRECTORY [--machine v5e-8 | T4-2 | small] [--data DIRECTORY | hub] [--hours H]
-    python -m experiments.kit --compile v5e-8        # memory and programs, by that machine's own compiler
+    python -m experiments.kit --compile v5e-8        # memory and programs, from that machine's compiler
 
 The notebooks kaggle_tpu.ipynb (TPU v5e-8) and kaggle_gpu.ipynb (T4 × 2) run the parts of this script: SFT on solutions,
-GRPO with the rewards of `experiments.gsm8k`, greedy accuracy before and after each, and an export in Hugging Face's
-layout. Each stage has a directory in `--out`. After the session was cut off, the same call resumes from the last
-checkpoint (one every five minutes), and complete stages are skipped. `--hours` ends training before the session ends,
-so that evaluation and export still run.
+GRPO with the rewards from `experiments.gsm8k`, greedy accuracy before and after each, and an export in Hugging Face's
+layout. Each stage has a directory in `--out`. If a session is cut off, the same call resumes from the last checkpoint
+(one every five minutes), and completed stages are skipped. `--hours` ends training before the session ends, so that
+evaluation and export still run.
 
-Time and figures on those machines: to be measured. Memory and programs of every stage, from their compilers, are in
-docs/kit.json.
-`--machine small` runs the same path on a CPU in a minute: a tiny checkpoint is made, whose answers are noise. The last
+Time and results on these machines: to be measured. Memory and programs for every stage, from the machines' compilers,
+are in docs/kit.json.
+`--machine small` takes the same path on a CPU in a minute, with a tiny checkpoint whose answers are noise. The last
 line on standard output is one JSON object.
 """
 
@@ -65,11 +65,11 @@ QWEN3: dict[str, Any] = {
     "rope_theta": 1e6,
     "max_position_embeddings": 40960,
 }
-"""Its config.json, as far as programs depend on it."""
+"""The fields of the model's config.json that its programs depend on."""
 PROMPT = 256
-"""Tokens that a plan pads prompts to."""
+"""Prompt length in tokens that a plan assumes."""
 FIGURES = Path(__file__).parents[1] / "docs" / "kit.json"
-"""What `--compile` found, by machine and stage."""
+"""Results of `--compile`, by machine and stage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Machine:
     """A notebook machine and its settings.
 
     Attributes:
-      sft, grpo: the settings of both stages.
-      lora: rank of adapters; None: all weights are trained.
-      lessons: solutions that SFT learns from.
-      test_rows: test problems that are answered.
-      eval_batch: of them at a time.
+      sft, grpo: settings for the two stages.
+      lora: rank of the adapters, or None to train all weights.
+      lessons: number of solutions for SFT.
+      test_rows: number of test problems.
+      eval_batch: test problems per batch.
     """
 
     sft: SFTConfig
@@ -92,7 +92,7 @@ class Machine:
     eval_batch: int
 
 
-# Qwen3 thinks for a thousand tokens unless it is told not to.
+# Without this setting Qwen3 writes about a thousand tokens of reasoning.
 _NO_THINKING: dict[str, object] = {"enable_thinking": False}
 _SFT = functools.partial(
     SFTConfig, num_train_epochs=1, warmup_steps=10, save_minutes=5, logging_steps=5, chat_template_kwargs=_NO_THINKING
@@ -165,11 +165,11 @@ MACHINES = {
         eval_batch=8,
     ),
 }
-"""By name; "small" tries the path on whatever there is."""
+"""Machines by name; "small" tests the code path on any machine."""
 
 
 def this_machine() -> str:
-    """The name of this machine in `MACHINES`; "small" for one that is none of them.
+    """Return this machine's name in `MACHINES`, or "small" if it is not listed.
 
     Example:
       >>> this_machine()
@@ -181,7 +181,7 @@ def this_machine() -> str:
 
 
 def load_data(data: str, machine: Machine) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Lessons for SFT, rows for GRPO and test rows; no problem is in two of them."""
+    """Load the SFT lessons, the GRPO rows and the test rows, which do not overlap."""
     problems = load_problems(data)
     lessons = [
         {"prompt": make_row(problem, chat=True)["prompt"], "completion": [_solution(problem["answer"])]}
@@ -195,12 +195,12 @@ def load_data(data: str, machine: Machine) -> tuple[list[dict[str, Any]], list[d
 
 
 def _solution(answer: str) -> dict[str, str]:
-    """A solution as the assistant's message, without the dataset's marks for a calculator, <<48/2=24>>."""
+    """Convert a solution to an assistant message, without the dataset's calculator annotations, <<48/2=24>>."""
     return {"role": "assistant", "content": re.sub(r"<<.*?>>", "", answer)}
 
 
 def load_policy(machine: Machine, source: str | Path = MODEL) -> Policy:
-    """The model on the devices of the machine, with adapters if its settings have them."""
+    """Load the model onto the machine's devices, with adapters if its settings have a LoRA rank."""
     policy = from_pretrained(source)
     if machine.lora is not None:
         policy = add_lora(policy, jax.random.key(0), rank=machine.lora, alpha=2.0 * machine.lora)
@@ -210,7 +210,7 @@ def load_policy(machine: Machine, source: str | Path = MODEL) -> Policy:
 def greedy_accuracy(
     policy: Policy, state: TrainState | None, rows: Sequence[Mapping[str, Any]], machine: Machine
 ) -> Rates:
-    """Fractions of test problems that a state answers right, and in the requested form."""
+    """Compute the shares of test problems answered correctly and in the requested format, greedily."""
     metrics, _ = evaluate(
         policy,
         rows,
@@ -225,7 +225,7 @@ def greedy_accuracy(
 
 
 def once(out: Path, name: str, measure: Callable[[], Rates]) -> Rates:
-    """What a measurement found, which is not made again by a later session.
+    """Return a measurement's result, and keep it in `out` so that later sessions do not measure again.
 
     Example:
       >>> import tempfile
@@ -242,13 +242,13 @@ def once(out: Path, name: str, measure: Callable[[], Rates]) -> Rates:
 
 
 def export(policy: Policy, state: TrainState, machine: Machine, directory: Path) -> None:
-    """Write what was learned as a checkpoint that transformers loads, adapters merged."""
+    """Write the trained model as a checkpoint for transformers, with adapters merged."""
     trained = policy.replace(params=state.params)
     save_pretrained(directory, trained if machine.lora is None else merge_lora(trained))
 
 
 def run(out: Path, name: str, data: str, *, source: str | Path = MODEL, hours: float | None = None) -> dict[str, Any]:
-    """Do both stages, or what is left of them, and return the results."""
+    """Run both stages, or their remaining parts, and return the results."""
     machine, watch, stop = MACHINES[name], Stopwatch(), stop_after(hours)
     lessons, rows, tests = load_data(data, machine)
     if name == "small":
@@ -267,7 +267,7 @@ def run(out: Path, name: str, data: str, *, source: str | Path = MODEL, hours: f
     rates["sft"] = once(out, f"sft-{int(taught.step)}", lambda: measure(taught))
     state = taught
     with contextlib.suppress(StopRun):
-        stop(0, {})  # GRPO begins with what SFT has made of all its lessons, or in a later session
+        stop(0, {})  # if SFT ran out of time, GRPO waits for a later session that completes it
         student = policy.replace(params=taught.params)
         with watch("grpo"):
             state = train(student, rows, [accuracy, well_formed], machine.grpo, run_dir=out / "grpo", callbacks=[stop])
@@ -277,7 +277,7 @@ def run(out: Path, name: str, data: str, *, source: str | Path = MODEL, hours: f
 
 
 def compile_for(name: str) -> dict[str, dict[str, Any]]:
-    """What each stage of a machine needs, by its own compiler, as `docs/kit.json` keeps it."""
+    """Compile each stage for a machine and return its memory and compile time, as stored in `docs/kit.json`."""
     machine, found = MACHINES[name], dict[str, dict[str, Any]]()
     stages: dict[str, SFTConfig | GRPOConfig] = {"SFT": machine.sft, "GRPO": machine.grpo}
     for stage, config in stages.items():
@@ -294,7 +294,7 @@ def compile_for(name: str) -> dict[str, dict[str, Any]]:
 
 
 def table(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The figures of a machine as the table in its notebook.
+    """Format a machine's results as the table in its notebook.
 
     Example:
       >>> print(table("v5e-8", {"SFT": {"peak_bytes": 4e9, "memory_bytes": 16e9, "cpu_seconds": 9}}))
@@ -310,23 +310,23 @@ def table(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.kit", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--out", type=Path, help="directory of the stages, kept from session to session")
-    add("--machine", choices=MACHINES, help="default: this machine, as far as it is known")
-    add("--data", default="hub", help="directory with train.jsonl and test.jsonl of GSM8K (default: fetch them)")
+    add("--out", type=Path, help="directory for the stages, which must outlive the session")
+    add("--machine", choices=MACHINES, help="default: this machine, if it is listed, or else small")
+    add("--data", default="hub", help="directory with GSM8K's train.jsonl and test.jsonl (default: fetch them)")
     add("--model", default=MODEL, help="directory or hub name (default %(default)s)")
-    add("--hours", type=float, help="end training after so many (default: never)")
-    add("--compile", choices=[name for name in MACHINES if name != "small"], help="only compile for that machine")
+    add("--hours", type=float, help="end training after this many hours (default: never)")
+    add("--compile", choices=[name for name in MACHINES if name != "small"], help="only compile, for this machine")
     arguments = parser.parse_args(argv)
     if arguments.out is None and arguments.compile is None:
-        parser.error("--out is missing: give a directory that outlives the session")
+        parser.error("--out is required: pass a directory that outlives the session")
     return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the kit, or compile it, and return what its last line says."""
+    """Run the kit, or compile it, and return the results that its last line prints."""
     arguments = parse(argv)
     if (name := arguments.compile) is not None:
         found = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}

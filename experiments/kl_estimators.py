@@ -1,19 +1,19 @@
-"""A four-armed bandit, by exact gradients: where does training end with each estimator of the KL?
+"""Find where training ends with each KL estimator, on a four-armed bandit with exact gradients.
 
     python -m experiments.kl_estimators [--beta 0.5] [--seed N] [--out FILE]
 
-GRPO with a KL term is meant to end at π* ∝ π_ref·exp(R/β), the maximum of E[R] − β·KL(π‖π_ref). Here nothing is
-sampled: the loss of each arm is from `grpo_loss`, weighted by the probability of the arm under the policy that would
-have drawn it, π_old. So what is left between the end of a run and π* is the estimator's, and no noise. The advantage is
-R − E[R] under π_old, not divided by a std, and the clip is out of reach: both would move the end by themselves.
+GRPO with a KL term should end at π* ∝ π_ref·exp(R/β), the maximum of E[R] − β·KL(π‖π_ref). Here nothing is sampled: the
+loss of each arm comes from `grpo_loss`, weighted by the arm's probability under the policy that would have drawn it,
+π_old. Any distance between the end of a run and π* is therefore due to the estimator, not to noise. The advantage is
+R − E[R] under π_old, not divided by a std, and the clip is never reached; both would shift the end point.
 
-π_old is the policy of the last μ updates' start (μ = 1 and 4), or the start policy for good ("one batch": one rollout,
-passed over and over, the limit of a large μ). --seed other than 0 draws another bandit.
+π_old is updated every μ updates (μ = 1 and 4), or stays the start policy ("one batch": repeated passes over one
+rollout, the limit of a large μ). A --seed other than 0 draws another bandit.
 
 Time: 6 CPU seconds.
-Expect: the corrected k1, k2 and k3 and the KL in the reward end at π* to 0.01 % of every probability, at any μ. Plain
-k3 ends at the optimum of the other divergence, KL(π_ref‖π), which is off by up to 62 %; plain k1 at the best arm, as if
-there were no KL. Plain k2 is right while π_old follows, and off by 66 % with one batch.
+Expect: the corrected k1, k2 and k3 and the KL in the reward end within 0.01 % of every probability of π*, at any μ.
+Plain k3 ends at the optimum of the other divergence, KL(π_ref‖π), which is off by up to 62 %; plain k1 ends at the best
+arm, as if there were no KL. Plain k2 is correct while π_old is updated, and off by 66 % with one batch.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from grpo_jax.maths.losses import grpo_loss
 from grpo_jax.watch.plots import LIGHT, color
 
 UPDATES = 8000
-"""Gradient steps of a run; a multiple of 4."""
+"""Gradient steps per run; a multiple of 4."""
 LEARNING_RATE = 0.5
-"""Of plain gradient descent on the four logits."""
+"""Learning rate for plain gradient descent on the four logits."""
 NO_CLIP = 1e6
 REUSE = {"μ = 1": 1, "μ = 4": 4, "one batch": UPDATES}
-"""Updates for which the same π_old is kept."""
+"""Number of updates for which π_old stays the same."""
 
 
 class Arm(NamedTuple):
-    """One way to enter the KL: the keywords of `grpo_loss`."""
+    """One way to include the KL, as keyword arguments for `grpo_loss`."""
 
     kl_estimator: str
     use_bias_correction_kl: bool
@@ -49,14 +49,14 @@ class Arm(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As in the table: "k3", "w·k3" (corrected) or "in reward"."""
+        """The name in the table: "k3", "w·k3" (corrected) or "in reward"."""
         if self.kl_placement == "reward":
             return "in reward"
         return f"w·{self.kl_estimator}" if self.use_bias_correction_kl else self.kl_estimator
 
 
 ARMS = [Arm(k, corrected, "loss") for corrected in (False, True) for k in ("k1", "k2", "k3")]
-# With one token and the KL in the reward, estimator and correction are not read: one row stands for all.
+# With one token and the KL in the reward, estimator and correction have no effect, so one arm is enough.
 ARMS.append(Arm("k3", True, "reward"))
 
 
@@ -76,7 +76,7 @@ class Bandit(NamedTuple):
 
 
 def make_bandit(seed: int, beta: float) -> Bandit:
-    """Seed 0: a reference that likes the best arm least. Others: drawn."""
+    """Create a bandit. With seed 0, the reference gives the best arm the lowest probability; others are random."""
     if seed == 0:
         rewards, reference = np.array([1.0, 0.0, 0.5, -0.5]), np.array([0.1, 0.2, 0.3, 0.4])
     else:
@@ -85,23 +85,23 @@ def make_bandit(seed: int, beta: float) -> Bandit:
     return Bandit(rewards, reference, np.full(4, 0.25), beta)
 
 
-# Training, by the library's own objective ---------------------------------------------------------------------------
+# Training with the library's objective ------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnames="arm")
 def run(arm: Arm, reuse: jax.Array, rewards: jax.Array, reference: jax.Array, start: jax.Array, beta: jax.Array) -> Any:
-    """Gradient descent on the expected loss.
+    """Run gradient descent on the expected loss.
 
     Args:
-      arm: how the KL enters.
-      reuse: [] int32, updates between two snapshots of π_old.
-      rewards: [4] float32, as the probabilities `reference` and `start`.
-      beta: [] float32.
+      arm: how the KL is included.
+      reuse: [] int32, updates between snapshots of π_old.
+      rewards: [4] float32, like the probabilities `reference` and `start`.
+      beta: [] float32, coefficient of the KL.
 
     Returns:
       [UPDATES, 4] float32, the policy after each update.
     """
-    column = lambda x: x[:, None, None]  # four batches, each of one completion of one token: [4, 1, 1]
+    column = lambda x: x[:, None, None]  # four batches with one completion of one token each: [4, 1, 1]
 
     def expected_loss(theta: jax.Array, old: jax.Array) -> jax.Array:
         def loss_of_one(l: jax.Array, l_old: jax.Array, l_ref: jax.Array, advantage: jax.Array) -> jax.Array:
@@ -133,7 +133,7 @@ def run(arm: Arm, reuse: jax.Array, rewards: jax.Array, reference: jax.Array, st
 
 
 def train_all(bandit: Bandit, arms: Sequence[Arm] = ARMS) -> dict[str, dict[str, np.ndarray]]:
-    """Policies [UPDATES, 4] of each arm at each μ, by name."""
+    """Return the policies [UPDATES, 4] for each arm and μ, by name."""
     arrays = [jnp.asarray(x, jnp.float32) for x in bandit]
     all_reuses = jax.vmap(run, in_axes=(None, 0, None, None, None, None))
     curves = {}
@@ -143,11 +143,11 @@ def train_all(bandit: Bandit, arms: Sequence[Arm] = ARMS) -> dict[str, dict[str,
     return curves
 
 
-# Where theory says it ends, without the library ---------------------------------------------------------------------
+# The end points that theory predicts, without the library -----------------------------------------------------------
 
 
 def descend(slopes: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
-    """Minimise by gradient descent in float64; `slopes(π)` is the derivative of the objective by each log π(a)."""
+    """Minimize with gradient descent in float64. `slopes(π)` is the objective's gradient with respect to log π."""
     theta = np.log(start)
     for _ in range(UPDATES):
         pi = np.exp(theta - theta.max())
@@ -158,7 +158,7 @@ def descend(slopes: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np
 
 
 def forward_optimum(bandit: Bandit) -> np.ndarray:
-    """The maximum of E[R] − β·KL(π_ref‖π): π(a) = β·π_ref(a)/(λ − R(a)), λ > max R such that it sums to 1."""
+    """Return the maximizer of E[R] − β·KL(π_ref‖π): β·π_ref/(λ − R), with λ > max R such that it sums to 1."""
     low = bandit.rewards.max() + bandit.beta * bandit.reference[bandit.rewards.argmax()]
     high = bandit.rewards.max() + bandit.beta
     for _ in range(200):
@@ -169,7 +169,7 @@ def forward_optimum(bandit: Bandit) -> np.ndarray:
 
 
 def theory(bandit: Bandit) -> dict[str, dict[str, tuple[str, np.ndarray]]]:
-    """By name of arm and μ: a word for the end that theory expects, and the distribution."""
+    """Return, by arm and μ, the end point that theory predicts: a short name and the distribution."""
     rewards, reference, start, beta = bandit
     d = lambda pi: np.log(pi / reference)
     best = np.eye(4)[rewards.argmax()]
@@ -178,7 +178,7 @@ def theory(bandit: Bandit) -> dict[str, dict[str, tuple[str, np.ndarray]]]:
     stale_k1 = ("runs off", best)
     stale_k2 = ("stale k2", descend(lambda pi: beta * start * d(pi) - pi * rewards, start))
     stale_k3 = ("stale k3", descend(lambda pi: beta * start * (1 - reference / pi) - pi * rewards, start))
-    # An on-policy fixed point is one at any μ: where the first update of an iteration is 0, so are the others.
+    # A fixed point of on-policy training holds for any μ: if the first update of an iteration is 0, so are the others.
     same = lambda end, stale: {name: end if name != "one batch" else stale for name in REUSE}
     return {
         "k1": same(("no KL", best), stale_k1),
@@ -195,7 +195,7 @@ def theory(bandit: Bandit) -> dict[str, dict[str, tuple[str, np.ndarray]]]:
 
 
 def total_variation(p: np.ndarray, q: np.ndarray) -> Any:
-    """Half the sum of |p − q|, over the last axis.
+    """Compute half the sum of |p − q| over the last axis.
 
     Example:
       >>> float(total_variation(np.array([0.5, 0.5]), np.array([1.0, 0.0])))
@@ -205,7 +205,7 @@ def total_variation(p: np.ndarray, q: np.ndarray) -> Any:
 
 
 def relative_error(p: np.ndarray, q: np.ndarray) -> float:
-    """The largest |p/q − 1| of an arm: the strictest measure here, as it does not forgive a rare arm.
+    """Return the largest |p/q − 1| over the arms. Unlike total variation, it also counts errors on rare arms.
 
     Example:
       >>> relative_error(np.array([0.9, 0.1]), np.array([0.95, 0.05]))
@@ -215,7 +215,7 @@ def relative_error(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def make_results(bandit: Bandit, curves: dict[str, dict[str, np.ndarray]]) -> list[dict[str, Any]]:
-    """One row for each arm and μ."""
+    """Build the table's rows, one for each arm and μ."""
     rows = []
     expected = theory(bandit)
     for arm, paths in curves.items():
@@ -237,12 +237,12 @@ def make_results(bandit: Bandit, curves: dict[str, dict[str, np.ndarray]]) -> li
 
 
 def show_distribution(p: Sequence[float] | np.ndarray) -> str:
-    """Four probabilities as a person reads them."""
+    """Format four probabilities for printing."""
     return " ".join(f"{x:.3f}" for x in p)
 
 
 def print_table(bandit: Bandit, rows: Sequence[dict[str, Any]]) -> None:
-    """The table, the distributions that it speaks of first."""
+    """Print the rewards and the reference distributions, then the table."""
     print(f"rewards      {' '.join(f'{x:5.2f}' for x in bandit.rewards)}   β = {bandit.beta}")
     print(f"reference    {show_distribution(bandit.reference)}")
     print(f"π*           {show_distribution(bandit.optimum)}")
@@ -257,7 +257,7 @@ def print_table(bandit: Bandit, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(bandit: Bandit, curves: dict[str, dict[str, np.ndarray]], out: Path) -> None:
-    """Distance to π* on the way: with an old policy that follows, and with one batch for good."""
+    """Draw the distance to π* during training, with an updated old policy and with one fixed batch."""
     from matplotlib.figure import Figure
 
     corrected = [name for name in curves if name not in ("k1", "k2", "k3")]
@@ -274,7 +274,7 @@ def draw(bandit: Bandit, curves: dict[str, dict[str, np.ndarray]], out: Path) ->
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (reuse, title) in zip(panels, titles.items(), strict=True):
         for label, (names, meaning, style) in shown.items():
-            # Of several names the one that is farthest.
+            # If a curve stands for several arms, draw the farthest.
             distance = np.max([total_variation(curves[name][reuse], bandit.optimum) for name in names], axis=0)
             updates = np.arange(1, len(distance) + 1)
             axes.plot(updates, np.maximum(distance, 1e-9), color=color(meaning), linestyle=style, lw=2.2, label=label)
@@ -294,12 +294,12 @@ def draw(bandit: Bandit, curves: dict[str, dict[str, np.ndarray]], out: Path) ->
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.kl_estimators", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the bandit; 0: the one of the docs (default)")
-    parser.add_argument("--beta", type=float, default=0.5, help="weight of the KL, in units of reward (default 0.5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the bandit; 0 is the docs' (default)")
+    parser.add_argument("--beta", type=float, default=0.5, help="KL coefficient, in units of reward (default 0.5)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/kl_estimators.png"), help="the picture (default %(default)s)"
     )

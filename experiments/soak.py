@@ -1,19 +1,19 @@
-"""A long run of a tiny model: memory, compiled programs and open files stay what they are.
+"""Check that memory, compiled programs and open files do not grow in a long run with a tiny model.
 
     MALLOC_ARENA_MAX=2 python -m experiments.soak [--iterations N] [--warm-up N] [--run-dir DIR]
 
 Resident memory, compilations and open file descriptors are read every 50 iterations, after a garbage collection.
 Checkpoints, metrics, completions and evaluations are written as in any run.
 
-Saves make memory grow: without them it grows by about 1 MB, with or without evaluations. glibc keeps the memory that
-the threads of a save have freed, so `Checkpoints.save` returns it to the system, which also frees 100 MB after
-compiling. The rest is glibc's too: up to eight heaps per core, which the threads of saves start to use one after the
-other. Seen over 2,000 iterations and 20 saves: 532 to 543 MB (2.2 %, three quarters of it by iteration 1,000); with two
-heaps, as above, 538.5 to 539.5 MB. Some 40 kB a save are tensorstore's (0.1.86): each `KvStore.Spec.to_json()` leaves 4
-blocks of Python's memory behind, and so do the metrics that orbax requests.
+Memory grows because of saves; without them it grows by about 1 MB, with or without evaluations. glibc keeps the memory
+that a save's threads have freed, so `Checkpoints.save` returns it to the system, which also frees 100 MB after
+compilation. The remaining growth is also glibc's: it has up to eight arenas per core, which the threads of saves start
+to use one after another. Measured over 2,000 iterations and 20 saves: 532 to 543 MB (2.2 %, three quarters of it by
+iteration 1,000); with two arenas, as in the command above, 538.5 to 539.5 MB. About 40 kB per save leak in tensorstore
+(0.1.86): each `KvStore.Spec.to_json()` leaves 4 blocks of Python memory behind, and so do the metrics orbax requests.
 
-Time: one and a half to four minutes. Expect: memory within 1 % of what it was after the first 200 iterations, no
-compilation and no more open files after them, and exit status 0; without `MALLOC_ARENA_MAX`, 1 for the memory alone.
+Time: one and a half to four minutes. Expect: after the first 200 iterations, memory that stays within 1 %, no
+compilations and no more open files, and exit status 0; without `MALLOC_ARENA_MAX`, 1 because of memory alone.
 The last line on standard output is one JSON object.
 """
 
@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Gauges:
-    """A callback that reads the gauges: iteration, MB of resident memory, compilations so far, open files."""
+    """A callback that records (iteration, resident memory in MB, compilations so far, open files)."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[int, float, int, int]] = []
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--warm-up", type=int, default=200)
-    parser.add_argument("--run-dir", help="a directory that is empty or not there")
+    parser.add_argument("--run-dir", help="an empty or new directory")
     options = parser.parse_args(arguments)
     directory, gauges = fresh_directory(options.run_dir, "soak"), Gauges()
     rows, _ = make_rows(0, train_rows=64, held_out=2)

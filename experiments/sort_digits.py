@@ -1,17 +1,17 @@
-"""A small language model learns by GRPO to prefer the right answer, which it gives one time in eight.
+"""Train a small language model by GRPO to prefer the right answer, which it initially gives one time in eight.
 
     python -m experiments.sort_digits [--seed N] [--controls] [--run-dir DIR] [--picture FILE]
     python -m experiments.sort_digits --lora RANK [--quantize nf4]
 
-The task: `sort 52817:` → `<answer>12578</answer>`. The model is first trained by SFT on a flawed teacher that is right
-one time in eight: most of its replies are reversed, copied or not quite sorted, and one in five breaks the format. GRPO
-then trains this checkpoint with two rewards, the answer and the format.
+The task is `sort 52817:` → `<answer>12578</answer>`. The model is first trained by SFT on a flawed teacher that is
+right one time in eight: most of its replies are reversed, copied or not quite sorted, and one in five breaks the
+format. GRPO then trains this checkpoint with two rewards, for the answer and for the format.
 
 Time: 65 seconds on two idle cores; the two arms of --controls take 70 % more.
-Expect: on 1000 unseen prompts, greedy from 0.07 … 0.12 to 0.99 and more, sampled from 0.10 … 0.13 to 0.97
-and more (seeds 0 to 4); more supervised steps leave both where they were, and random rewards do not raise them.
-The last line on standard output is one JSON object. All files are in the run directory: `final` is the checkpoint,
-`hero.png` the picture of the README.
+Expect: on 1000 unseen prompts, greedy accuracy rises from 0.07 … 0.12 to at least 0.99, and sampled accuracy from
+0.10 … 0.13 to at least 0.97 (seeds 0 to 4). More supervised steps do not change them, and random rewards do not raise
+them. The last line on standard output is one JSON object. All files are in the run directory: `final` is the
+checkpoint, and `hero.png` is the picture in the README.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from grpo_jax import (
 from grpo_jax.rewards.shipped import accuracy_reward, format_reward
 
 DIGITS = 5
-"""Digits of a prompt."""
+"""Digits per prompt."""
 LONGEST = 12
-"""Tokens of a completion at most; the right one has 8: two tags, five digits, the end."""
+"""Maximum tokens per completion. The right one has 8: two tags, five digits and the end token."""
 BATCH = 128
-"""Texts of a supervised step."""
+"""Texts per supervised step."""
 
 BEHAVIOURS = {"reversed": 0.54, "sorted": 0.16, "copied": 0.16, "swapped": 0.14}
-"""What the teacher does with the digits, and how often. Reversed leads by so much that greedy decoding is wrong."""
+"""The teacher's behaviors and their shares. "reversed" is by far the most frequent, so greedy decoding is wrong."""
 BROKEN = 0.2
-"""Share of the teacher's replies whose format is broken, whatever the digits: 0.16 · 0.8 = 1 in 8 is right in all."""
+"""Share of replies with a broken format, for every behavior; so 0.16 · 0.8, one reply in 8, is entirely right."""
 
 MEANING = """
-What this shows: the base model can sort already, and does it about one time in eight, because that is how often its
-teacher did. GRPO selects this behaviour among the model's; it does not learn a new skill. More lessons of the same
-teacher do not select it, and neither does GRPO with random rewards (--controls)."""
+What this shows: the base model can already sort, and does so about one time in eight, because that is how often its
+teacher did. GRPO selects this behavior among the model's behaviors; it does not teach a new skill. More lessons from
+the same teacher do not select it, and neither does GRPO with random rewards (--controls)."""
 
 Row = dict[str, str]
 
@@ -80,7 +80,7 @@ well_formed = format_reward(r"<answer>\d+</answer>")
 
 
 def make_rows(seed: int, *, train_rows: int = 4000, held_out: int = 1000) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows to test with: distinct, disjoint, and none of them sorted already.
+    """Return training and test rows, which are distinct and disjoint. No prompt is already sorted.
 
     Example:
       >>> train_rows, held_out = make_rows(0, train_rows=2, held_out=1)
@@ -92,7 +92,7 @@ def make_rows(seed: int, *, train_rows: int = 4000, held_out: int = 1000) -> tup
     while len(numbers) < train_rows + held_out:
         digits = "".join(draw.choices("0123456789", k=DIGITS))
         answer = "".join(sorted(digits))
-        if digits != answer:  # else the habit of copying would be right
+        if digits != answer:  # otherwise copying would be right
             numbers[digits] = answer
     rows = [{"prompt": f"sort {digits}:", "digits": digits, "answer": answer} for digits, answer in numbers.items()]
     train_set, test_set = rows[held_out:], rows[:held_out]
@@ -101,14 +101,14 @@ def make_rows(seed: int, *, train_rows: int = 4000, held_out: int = 1000) -> tup
 
 
 def teach(digits: str, draw: random.Random) -> str:
-    """The flawed teacher's reply: a behaviour at random, in a format that is sometimes broken."""
+    """Return the flawed teacher's reply: a random behavior, in a format that is sometimes broken."""
     (behaviour,) = draw.choices(list(BEHAVIOURS), weights=list(BEHAVIOURS.values()))
     answer = sorted(digits)
     if behaviour == "reversed":
         answer = answer[::-1]
     elif behaviour == "copied":
         answer = list(digits)
-    elif behaviour == "swapped":  # two neighbours that differ
+    elif behaviour == "swapped":  # two neighbors that differ
         at = draw.choice([i for i in range(len(answer) - 1) if answer[i] != answer[i + 1]])
         answer[at], answer[at + 1] = answer[at + 1], answer[at]
     opening, closing = "<answer>", "</answer>"
@@ -118,7 +118,7 @@ def teach(digits: str, draw: random.Random) -> str:
 
 
 def make_tokenizer() -> Any:
-    """A byte-level BPE, which `AutoTokenizer` gives back unchanged, with one token for each of the two tags."""
+    """Train a byte-level BPE with one token for each of the two tags. `AutoTokenizer` reloads it unchanged."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -128,13 +128,13 @@ def make_tokenizer() -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(special_tokens=["<pad>", "<end>"], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["sort "] * 10, trainer)
-    # Not special: special tokens are left out of the text that reward functions see.
+    # The tags are not special tokens, which would be removed from the text that reward functions receive.
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in ("<answer>", "</answer>")])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
 
 
 def make_policy(seed: int, *, width: int = 64, layers: int = 3, recurrent: bool = False) -> Policy:
-    """A language model with Qwen3's layout and fresh weights; or with Qwen3.5's, and one layer more."""
+    """Create a small model with Qwen3's architecture, or Qwen3.5's and one more layer, and random weights."""
     tokenizer = make_tokenizer()
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -155,7 +155,7 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 3, recurrent: bool 
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if recurrent:  # three layers of gated delta net to one of attention
+    if recurrent:  # three gated-delta-net layers, then one attention layer
         config |= {
             "architectures": ["Qwen3_5ForCausalLM"],
             "num_hidden_layers": layers + 1,
@@ -168,14 +168,14 @@ def make_policy(seed: int, *, width: int = 64, layers: int = 3, recurrent: bool 
 
 
 def lessons(policy: Policy, rows: Sequence[Row], count: int, seed: int) -> list[Lesson]:
-    """`count` prompts with the teacher's replies, as `encode_lessons` returns them."""
+    """Return `count` encoded prompts with the teacher's replies."""
     draw = random.Random(seed)
     chosen = [draw.choice(rows) for _ in range(count)]
     return encode_lessons(policy, [row["prompt"] for row in chosen], [teach(row["digits"], draw) for row in chosen])
 
 
 def sample_one(policy: Policy, params: Any, rows: Sequence[Row], seed: int) -> list[dict[str, Any]]:
-    """Eight completions of the first of the rows, for the picture."""
+    """Sample eight completions for the first row, for the picture."""
     settings: dict[str, Any] = {
         "max_completion_length": LONGEST,
         "num_generations": 8,
@@ -188,7 +188,7 @@ def sample_one(policy: Policy, params: Any, rows: Sequence[Row], seed: int) -> l
 def make_config(
     seed: int, steps: int, held_out: int, eval_steps: int | None, *, learning_rate: float = 5e-4
 ) -> GRPOConfig:
-    """The settings of all GRPO arms."""
+    """Build the settings that all GRPO arms share."""
     return GRPOConfig(
         num_generations=8,
         per_device_train_batch_size=256,  # completions of 32 prompts
@@ -196,10 +196,10 @@ def make_config(
         max_steps=steps,
         learning_rate=learning_rate,
         lr_scheduler_type="linear",
-        # Without it random rewards let the model drift to any habit, the right one among them.
+        # Without the KL term, random rewards let the model drift to any behavior, sometimes the right one.
         beta=0.04,
         gradient_checkpointing=False,
-        pad_to_multiple_of=None,  # all prompts have one length
+        pad_to_multiple_of=None,  # all prompts have the same length
         seed=seed,
         eval_steps=eval_steps,
         num_generations_eval=1,
@@ -210,41 +210,41 @@ def make_config(
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.sort_digits", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--seed", type=int, default=0, help="of data, weights and samples (default 0)")
-    parser.add_argument("--controls", action="store_true", help="also more supervised steps, and GRPO by coin flips")
-    parser.add_argument("--recurrent", action="store_true", help="gated delta nets in three of four layers, as Qwen3.5")
+    parser.add_argument("--seed", type=int, default=0, help="for data, weights and samples (default 0)")
+    parser.add_argument("--controls", action="store_true", help="also run more SFT, and GRPO with random rewards")
+    parser.add_argument("--recurrent", action="store_true", help="three of four layers are gated delta nets (Qwen3.5)")
     parser.add_argument("--run-dir", help="an empty or new directory (default runs/sort_digits-<seed>-<time>)")
     parser.add_argument(
         "--lora", type=int, metavar="RANK", help="train adapters on the base in bfloat16 (default: all weights)"
     )
     parser.add_argument(
-        "--quantize", choices=("nf4", "int8"), help="with --lora also on the base in so many bits, from the same start"
+        "--quantize", choices=("nf4", "int8"), help="with --lora: also on the quantized base, from the same start"
     )
     parser.add_argument("--steps", type=int, default=250, help="GRPO steps (default 250)")
     parser.add_argument("--warm-up-steps", type=int, default=400, help="supervised steps (default 400)")
-    parser.add_argument("--held-out", type=int, default=1000, help="prompts to test with (default 1000)")
+    parser.add_argument("--held-out", type=int, default=1000, help="prompts to test on (default 1000)")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="where to copy the picture, with a dark one and two for a phone"
+        "--picture", type=Path, metavar="FILE", help="copy the picture to FILE, with its dark and narrow variants"
     )
     add_device_flags(parser)
     arguments = parser.parse_args(argv)
     if arguments.quantize and arguments.lora is None:
-        parser.error("--quantize: quantized weights cannot be trained; give --lora RANK")
+        parser.error("--quantize needs --lora RANK, since quantized weights cannot be trained")
     return arguments
 
 
 def train_adapters(
     arguments: argparse.Namespace, quantize: str | None, rows: Sequence[Row], held_out: Sequence[Row], run_dir: Path
 ) -> dict[str, Rates]:
-    """GRPO by adapters on the checkpoint in `run_dir`, held in bfloat16 or quantized; rates before and after."""
+    """Train adapters on the checkpoint in `run_dir`, in bfloat16 or quantized. Return the rates before and after."""
     seed, name = arguments.seed, quantize or "bfloat16"
     base = from_pretrained(run_dir / "base", param_dtype="bfloat16", quantize=quantize)
     policy = add_lora(base, jax.random.key(seed), rank=arguments.lora, alpha=2.0 * arguments.lora)
-    # Adapters start from nothing: they need longer steps than weights do.
+    # Adapters start at zero and need a higher learning rate than weights.
     config = make_config(seed, arguments.steps, len(held_out), eval_steps=None, learning_rate=5e-3)
     state = train(policy, rows, [accuracy, well_formed], on_mesh(config, arguments.mesh), run_dir=run_dir / name)
     save_lora(run_dir / f"adapter_{name}", policy.replace(params=state.params))
@@ -254,18 +254,18 @@ def train_adapters(
 
 
 def draw_before_and_after(run_dir: Path, samples: dict[str, list[Row]], arguments: argparse.Namespace) -> None:
-    """The pictures of the run, and where `--picture` wants them."""
+    """Draw the run's pictures and copy them to `--picture`."""
     if jax.process_index() > 0:
         return
     title = f"A small language model sorts five digits, before and after {arguments.steps} steps of GRPO"
     draw_hero(run_dir, samples, title=title)
-    print(f"\npicture: {run_dir / 'hero.png'}; page of the run: {run_dir / 'report.html'}")
+    print(f"\npicture: {run_dir / 'hero.png'}; report: {run_dir / 'report.html'}")
     if arguments.picture:
         copy_hero(run_dir, arguments.picture)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the experiment and return what its last line says."""
+    """Run the experiment and return the results that its last line prints."""
     arguments, watch = parse(argv), Stopwatch()
     start_processes(arguments)
     use_compile_cache()
@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if arguments.lora:
         for held in dict.fromkeys((None, arguments.quantize)):
             name = f"lora_{held or 'bfloat16'}"
-            print(f"\nGRPO by adapters of rank {arguments.lora}, on the base in {held or 'bfloat16'}:")
+            print(f"\nGRPO with adapters of rank {arguments.lora}, on the base in {held or 'bfloat16'}:")
             with watch(name):
                 arms[name] = train_adapters(arguments, held, rows, held_out, run_dir)
     else:
@@ -308,11 +308,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         draw_before_and_after(run_dir, samples, arguments)
 
     if arguments.controls:
-        print("\nControl: as many more supervised steps.")
+        print("\nControl: the same number of additional supervised steps.")
         with watch("more_supervised"):
             taught = supervise(base, lessons(base, rows, steps * BATCH, seed + 1), batch=BATCH)
         arms["more_supervised"] = {"before": before, "after": test(taught.params)[0]}
-        print("\nControl: GRPO, rewarded by coin flips.")
+        print("\nControl: GRPO with random rewards.")
         with watch("random_reward"):
             config = on_mesh(make_config(seed, steps, len(held_out), eval_steps=None), arguments.mesh)
             state = train(base, rows, coin_flips(seed), config, run_dir=run_dir / "random_reward")

@@ -1,19 +1,19 @@
-"""A real pretrained model learns by GRPO to use a given word in its stories.
+"""Train a real pretrained model by GRPO to use a given word in its stories.
 
     python -m experiments.stories [--model DIRECTORY_OR_NAME] [--steps 100] [--seed N] [--run-dir DIR]
     grpo-jax train experiments/recipes/stories.yaml        # the same run, with fewer measurements, as a RUN.yaml
-    python -m experiments.stories --model WIDE --engine http://127.0.0.1:8000      # a vLLM server samples (`engines`)
+    python -m experiments.stories --model WIDE --engine http://127.0.0.1:8000    # sample with a vLLM server (`engines`)
 
-The model: stories260K, a Llama of 260 thousand parameters that was trained on TinyStories. Without --model it comes
-from the hub (karpathy/tinyllamas, in llama2.c's format) and is converted by `experiments.llama2c`. The task: the prompt
-names a word, `cat. Once upon a time, there was a girl named Lily.`, and the story must use it; the reward is 1 if so.
+The model is stories260K, a Llama with 260 thousand parameters that was trained on TinyStories. Without --model it is
+downloaded from the hub (karpathy/tinyllamas, in llama2.c's format) and converted by `experiments.llama2c`. Each prompt
+names a word, `cat. Once upon a time, there was a girl named Lily.`, and the reward is 1 if the story uses it.
 
-With --engine a vLLM server that was started with --model samples in training; the tests are by our own sampler. vLLM on
-a CPU takes no heads as small as this model's: `experiments.llama2c` writes it with wider ones (WIDE above).
+With --engine, a vLLM server that was started with --model samples during training; evaluation uses our own sampler.
+vLLM on a CPU does not support heads as small as this model's, so `experiments.llama2c` widens them (WIDE above).
 
-Time: one minute on two idle cores, a quarter of what TRL takes for the same run.
-Expect: on 64 unseen prompts, greedy from 0.16 to 1.00, sampled (8 stories each) from 0.07 … 0.09 to 0.98
-and more (seeds 0 to 2).
+Time: one minute on two idle cores, a quarter of the time that TRL takes for the same run.
+Expect: on 64 unseen prompts, the share of stories with the word rises from 0.16 to 1.00 greedily and from 0.07 … 0.09
+to at least 0.98 sampled (8 stories each; seeds 0 to 2).
 The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
 
@@ -49,13 +49,13 @@ WORDS = ("cat", "dog", "ball", "tree", "bird", "cake", "hat", "car", "fish", "su
 # fmt: on
 NAMES = ("Lily", "Tom", "Ben", "Lucy", "Sam", "Mia", "Max", "Anna", "Tim", "Sue")
 LONGEST = 64
-"""Tokens of a completion at most."""
+"""Maximum tokens per completion."""
 GROUP = 8
-"""Completions of each prompt, in training and in the sampled test."""
+"""Completions per prompt, in training and in the sampled test."""
 
 
 def make_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Rows to train on and rows to test with, every fifth one.
+    """Return the training rows and the test rows, which are every fifth row.
 
     Example:
       >>> train_rows, held_out = make_rows()
@@ -74,18 +74,18 @@ def make_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def train_rows() -> list[dict[str, str]]:
-    """The rows to train on, for recipes/stories.yaml."""
+    """Return the training rows, for recipes/stories.yaml."""
     return make_rows()[0]
 
 
 def held_out_rows() -> list[dict[str, str]]:
-    """The held-out rows, in the same form."""
+    """Return the held-out rows, in the same form."""
     return make_rows()[1]
 
 
 @from_row
 def uses_word(completion: str, row: dict[str, Any]) -> float:
-    """1 where the row's word is one of the words of the completion.
+    """Return 1 if the completion contains the row's word.
 
     Example:
       >>> uses_word(completions=["The Cat, it sat!", "Cats sat."], word=["cat", "cat"])
@@ -95,7 +95,7 @@ def uses_word(completion: str, row: dict[str, Any]) -> float:
 
 
 def fetch_stories260K(directory: Path) -> Path:
-    """Fetch stories260K from the hub and convert it."""
+    """Download stories260K from the hub and convert it."""
     from huggingface_hub import hf_hub_download
 
     from experiments.llama2c import convert
@@ -108,16 +108,16 @@ def fetch_stories260K(directory: Path) -> Path:
 
 
 def stories260K() -> Path:
-    """Where stories260K lies, in the user's cache, fetched once."""
+    """Return the directory of stories260K in the user's cache, downloading it at the first call."""
     directory = user_cache() / "stories260K"
     return directory if directory.is_dir() else fetch_stories260K(directory)
 
 
 def make_config(seed: int, steps: int, prompts: int) -> GRPOConfig:
-    """The settings, which are the same as in the run with TRL."""
+    """Build the settings, which are the same as in the TRL run."""
     return GRPOConfig(
         num_generations=GROUP,
-        # One group at a time: the gradient does not depend on the split, and a group fits the cache.
+        # One group per micro-batch fits the CPU's cache, and the gradient does not depend on the split.
         per_device_train_batch_size=GROUP,
         gradient_accumulation_steps=prompts,
         max_completion_length=LONGEST,
@@ -136,14 +136,14 @@ def make_config(seed: int, steps: int, prompts: int) -> GRPOConfig:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.stories", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="directory or hub name in Hugging Face's layout (default: fetch stories260K)")
     parser.add_argument("--steps", type=int, default=100, help="GRPO steps (default 100)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of prompts and of the samples (default 0)")
-    parser.add_argument("--prompts", type=int, default=16, help=f"prompts of a step, × {GROUP} stories (default 16)")
+    parser.add_argument("--seed", type=int, default=0, help="for the order of prompts and the samples (default 0)")
+    parser.add_argument("--prompts", type=int, default=16, help=f"prompts per step, × {GROUP} stories (default 16)")
     parser.add_argument(
-        "--engine", metavar="URL", help="a vLLM server that serves --model, and samples (default: none)"
+        "--engine", metavar="URL", help="sample with a vLLM server that serves --model (default: our own sampler)"
     )
     parser.add_argument("--rollout-ahead", action="store_true", help="sample the next batch during rewards and updates")
     parser.add_argument("--run-dir", help="an empty or new directory (default runs/stories-<seed>-<time>)")
@@ -152,7 +152,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the experiment and return what its last line says."""
+    """Run the experiment and return the results that its last line prints."""
     arguments, watch = parse(argv), Stopwatch()
     start_processes(arguments)
     use_compile_cache()
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         base = from_pretrained(arguments.model or fetch_stories260K(run_dir / "base"))
 
     def test(params: Any) -> tuple[Rates, list[dict[str, Any]]]:
-        # As many prompts at a time as in training: what is compiled for the one serves the other.
+        # With the same number of prompts per batch as in training, the compiled programs are reused.
         settings = {"max_completion_length": LONGEST, "batch_size": arguments.prompts, "seed": arguments.seed}
         with watch("evaluation"):
             return held_out_rates(base, held_out, uses_word, params=params, samples=GROUP, **settings)

@@ -1,12 +1,12 @@
-"""What updates and rollouts need on accelerators, by their own compilers: the tables of docs/accelerators.md.
+"""Compile updates and rollouts for accelerators, and write their memory and compile time to docs/accelerators.md.
 
     pip install grpo_jax[plan-tpu,plan-gpu]
     python -m experiments.targets
 
-Half a minute of CPU a line for GPUs and two to three for TPUs (30B: up to six), nearly all of it in the compilers; what
-has been compiled is kept in a file (--results) and not compiled again. Expected: each line says whether a model fits,
-how many GB a device holds at its peak, the longest completion that fits, and the CPU seconds that its programs took to
-compile. The last line on standard output is one JSON object.
+Time: per line, half a CPU minute for GPUs and two to three for TPUs (30B: up to six), nearly all of it in the
+compilers. Results are kept in a file (--results) and not computed again. Expect: each line says whether a model fits,
+the peak memory per device in GB, the longest completion that fits, and the CPU seconds for compiling its programs. The
+last line on standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ MODELS = {
 def config_of(
     machine: str, length: int, *, group: int = GROUP, groups: int = GROUPS, micro: int = 1, at_once: int | None = None
 ) -> GRPOConfig:
-    """`groups` groups a device in each iteration, `micro` of them in a micro-batch, the params cut over all devices.
+    """Build a config with `groups` groups per device and iteration, `micro` per micro-batch, and params sharded.
 
-    `at_once`: groups that a device decodes at a time; None: all.
+    `at_once` is the number of groups that a device decodes at a time; None means all.
     """
     devices = Target.read(machine).count
     return GRPOConfig(
@@ -77,12 +77,12 @@ def config_of(
 
 
 def _cpu_seconds() -> float:
-    """CPU seconds of this process and its finished children; `plan` compiles in one of them."""
+    """Return the CPU seconds of this process and its finished children, since `plan` compiles in a child process."""
     return sum(os.times()[:4])
 
 
 def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig) -> dict[str, Any]:
-    """What a plan says, or why there is none."""
+    """Return the numbers from a plan, or the error if there is none."""
     begin = _cpu_seconds()
     try:
         found = plan(model, config, prompt_length=PROMPT, device=machine, donate=True)
@@ -97,17 +97,17 @@ def measure(model: Mapping[str, Any], machine: str, config: GRPOConfig) -> dict[
 
 
 def fits(cell: Mapping[str, Any]) -> bool:
-    """Whether all phases of a cell stay within the memory of a device."""
+    """Return whether all phases of a cell fit in a device's memory."""
     return "peaks" in cell and max(cell["peaks"].values()) <= cell["memory"]
 
 
 def only_the_rollout_is_too_large(cell: Mapping[str, Any]) -> bool:
-    """Whether fewer completions at a time could make a cell fit."""
+    """Return whether decoding fewer completions at a time could make a cell fit."""
     return "peaks" in cell and not fits(cell) and cell["peaks"]["update"] <= cell["memory"]
 
 
 def longest_that_fits(cells: Mapping[int, Mapping[str, Any]]) -> str:
-    """T at which the peak of some phase reaches the memory, on the lines between what was compiled, in tokens."""
+    """Return the T in tokens at which a phase's peak reaches the memory, interpolated between the compiled lengths."""
     lengths = [t for t in LENGTHS if "peaks" in cells.get(t, {})]
     if not lengths:
         return "?"
@@ -128,7 +128,7 @@ def longest_that_fits(cells: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def line(name: str, length: int, cell: Mapping[str, Any], longest: str, *, yes: str = "yes") -> str:
-    """One line of a table, with the word for a cell that fits."""
+    """Format one line of a table. `yes` is the entry for a cell that fits."""
     if "peaks" not in cell:
         return f"| {name} | {length:,} | {cell['error']} | | | | |"
     gigabytes = lambda bytes_: f"{bytes_ / 1e9:.1f}"
@@ -251,17 +251,17 @@ The first command needs no accelerator; the second measures one.
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.targets", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--results", type=Path, default=Path("docs/accelerators.json"), help="what was compiled")
-    parser.add_argument("--page", type=Path, default=Path("docs/accelerators.md"), help="what is written")
+    parser.add_argument("--results", type=Path, default=Path("docs/accelerators.json"), help="the stored results")
+    parser.add_argument("--page", type=Path, default=Path("docs/accelerators.md"), help="the page to write")
     parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Compile what is not there yet, and write the page."""
+    """Compile the missing cells and write the page."""
     arguments = parse(argv)
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
 

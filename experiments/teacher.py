@@ -1,20 +1,20 @@
-"""Distillation from a model that GRPO has trained, compared with GRPO and with SFT on its completions.
+"""Compare distillation from a GRPO-trained teacher with GRPO, and with SFT on the teacher's completions.
 
     python -m experiments.teacher [--model DIRECTORY_OR_NAME] [--seeds 0 1 2] [--run-dir DIR]
-    python -m experiments.teacher --table --run-dir DIR    # nothing is run: the table of what DIR holds
+    python -m experiments.teacher --table --run-dir DIR    # run nothing; print the table of the results in DIR
 
-Model and task are the same as in `experiments.stories`: stories260K has to use a given word. Three arms:
+Model and task are the same as in `experiments.stories`: stories260K must use a given word. There are three arms:
 
-- `grpo`: trained by the reward; the final model is the teacher of the others
-- `distilled`: the untrained model learns from the teacher by the reverse KL on its own stories, without a reward
-- `sft`: the untrained model learns the teacher's stories and sees each once
+- `grpo`: trained with the reward; its final model is the teacher for the others
+- `distilled`: the original model learns from the teacher with the reverse KL on its own stories, without a reward
+- `sft`: the original model learns the teacher's stories and sees each once
 
-A step of each is one update with 128 stories. All are evaluated during training, on 4 sampled stories for each of 64
-unseen prompts. `tokens` counts the stories learned from, which are sampled by the student, or for `sft` by the teacher;
-evaluations and the training of the teacher do not count.
+In all arms, a step is one update with 128 stories. They are evaluated during training on 4 sampled stories for each of
+64 unseen prompts. `tokens` counts the tokens of the training stories, which the student samples, or for `sft` the
+teacher; evaluations and the teacher's training do not count.
 
-Each seed appends a line to `results.jsonl`; seeds that have a line are skipped. Time: some minutes a seed
-("seconds" there). Expect: the table of docs/teachers.md.
+Each seed appends a line to `results.jsonl`, and seeds that have a line are skipped. Time: a few minutes per seed
+("seconds" in that file). Expect: the table in docs/teachers.md.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from grpo_jax import GRPOConfig, Policy, SFTConfig, TrainState, evaluate, from_p
 from grpo_jax.run.stored import load_params
 
 SAMPLES = 4
-"""Stories of each held-out prompt."""
+"""Stories per held-out prompt."""
 GOOD = (0.9, 0.98)
-"""Shares of the held-out stories with their word, to which the tokens are counted."""
+"""Target shares of held-out stories with their word, for the columns "tokens to …"."""
 
 Curve = list[tuple[int, float]]
-"""(tokens learned from so far, share of the held-out stories with their word)."""
+"""(training tokens so far, share of the held-out stories with their word) for each evaluation."""
 
 
 def no_reward(completions: Sequence[str]) -> list[float]:
-    """0 for every completion.
+    """Return 0 for every completion.
 
     Example:
       >>> no_reward(["a", "b"])
@@ -56,7 +56,7 @@ def no_reward(completions: Sequence[str]) -> list[float]:
 def run_arm(
     base: Policy, config: GRPOConfig, reward_fns: Sequence[Callable[..., Any]], teacher: Policy | None = None
 ) -> tuple[TrainState, Curve]:
-    """Train by rewards or from a teacher; its state, and the curve of its evaluations."""
+    """Train with rewards or from a teacher. Return the final state and the curve of evaluations."""
     rows, held_out = make_rows()
     curve: Curve = []
     tokens = [0.0]
@@ -71,11 +71,11 @@ def run_arm(
 
 
 def imitate(base: Policy, teacher: Policy, config: GRPOConfig, run_dir: Path) -> Curve:
-    """SFT on the teacher's stories, with the batches, the optimizer and the evaluations of `config`."""
+    """Run SFT on the teacher's stories, with the same batches, optimizer and evaluations as `config`."""
     rows, held_out = make_rows()
     steps, batch = config.max_steps, GROUP * config.gradient_accumulation_steps
     how: dict[str, Any] = {"temperature": 1.0, "max_completion_length": LONGEST, "seed": config.seed}
-    each = -(-steps * batch // len(rows))  # as many stories of every prompt
+    each = -(-steps * batch // len(rows))  # the same number of stories for every prompt
     _, stories = evaluate(teacher, rows, uses_word, num_generations=each, batch_size=16, **how)
     lessons = [{"prompt": one["prompt"], "completion": one["completion"]} for one in stories]
     texts = [[one["prompt"] for one in lessons], [one["prompt"] + one["completion"] for one in lessons]]
@@ -110,7 +110,7 @@ def imitate(base: Policy, teacher: Policy, config: GRPOConfig, run_dir: Path) ->
 
 
 def run_seed(base: Policy, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """All arms of one seed."""
+    """Run all arms for one seed."""
     watch = Stopwatch()
     common = dataclasses.replace(
         make_config(seed, arguments.teacher_steps, arguments.prompts),
@@ -132,7 +132,7 @@ def run_seed(base: Policy, arguments: argparse.Namespace, seed: int) -> dict[str
 
 
 def tokens_to(curve: Sequence[Sequence[float]], share: float) -> float | None:
-    """The tokens at the first evaluation that reaches a share; None: none does.
+    """Return the tokens at the first evaluation that reaches a share, or None if none does.
 
     Example:
       >>> tokens_to([(0, 0.1), (500, 0.7), (900, 0.95)], 0.9)
@@ -142,7 +142,7 @@ def tokens_to(curve: Sequence[Sequence[float]], share: float) -> float | None:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """One line for each seed and arm, in Markdown."""
+    """Format a Markdown table with one line per seed and arm."""
     heads = ["seed", "arm", "at the start", "at the end", "its tokens", *(f"tokens to {share}" for share in GOOD)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for line in sorted(results, key=lambda line: line["seed"]):
@@ -156,21 +156,21 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.teacher", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="directory or hub name in Hugging Face's layout (default: fetch stories260K)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default 0 1 2")
-    parser.add_argument("--teacher-steps", type=int, default=100, help="steps of GRPO (default 100)")
-    parser.add_argument("--steps", type=int, default=24, help="steps of distillation and of SFT (default 24)")
-    parser.add_argument("--every", type=int, default=2, help="steps between two evaluations (default 2)")
-    parser.add_argument("--prompts", type=int, default=16, help=f"prompts of a step, × {GROUP} stories (default 16)")
+    parser.add_argument("--teacher-steps", type=int, default=100, help="GRPO steps (default 100)")
+    parser.add_argument("--steps", type=int, default=24, help="distillation and SFT steps (default 24)")
+    parser.add_argument("--every", type=int, default=2, help="steps between evaluations (default 2)")
+    parser.add_argument("--prompts", type=int, default=16, help=f"prompts per step, × {GROUP} stories (default 16)")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/teacher"), help="default runs/teacher")
-    parser.add_argument("--table", action="store_true", help="only show the results that are there")
+    parser.add_argument("--table", action="store_true", help="only print the existing results")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Run the seeds that are missing, print the table and return all results."""
+    """Run the missing seeds, print the table and return all results."""
     arguments = parse(argv)
     directory: Path = arguments.run_dir
     directory.mkdir(parents=True, exist_ok=True)
