@@ -1,8 +1,8 @@
-"""What .ci/run does with the wheel in an empty environment: the README's quick start, and the same run by the command.
+"""Check an installed wheel in a fresh environment, for .ci/run: the README's quick start, in Python and as a command.
 
-    python tests/installed.py        # from anywhere, by the Python of that environment
+    python tests/installed.py        # in any directory, with the Python of that environment
 
-A small checkpoint, made here, takes the place of the hub's.
+A small checkpoint, created here, replaces the one from the hub.
 """
 
 import json
@@ -34,9 +34,9 @@ RIGHT = (
 
 
 def main() -> None:
-    assert TESTS.parent not in Path(grpo_jax.__file__).parents, "the clone was imported, and not what is installed"
+    assert TESTS.parent not in Path(grpo_jax.__file__).parents, "imported the clone instead of the installed package"
     command = shutil.which("grpo-jax", path=str(Path(sys.executable).parent))
-    assert command, "the wheel has brought no grpo-jax"
+    assert command, "the wheel did not install the grpo-jax command"
     help_text = subprocess.run([command, "--help"], check=True, capture_output=True, text=True).stdout
     assert "train" in help_text
     with tempfile.TemporaryDirectory() as name:
@@ -54,7 +54,7 @@ def main() -> None:
         subprocess.run([command, "train", "run.yaml", "--model", "model"], cwd=folder, check=True)
         subprocess.run([command, "export", "runs/run", "out"], cwd=folder, check=True)
         grpo_jax.from_pretrained(folder / "out")
-    print(f"grpo_jax {grpo_jax.__version__}: the wheel does what the README begins with")
+    print(f"grpo_jax {grpo_jax.__version__}: the README's quick start works with the installed wheel")
 
 
 if __name__ == "__main__":

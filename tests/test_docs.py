@@ -30,12 +30,12 @@ CLASSES = [name for name in grpo_jax.__all__ if dataclasses.is_dataclass(getattr
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
+    """Return a page without its code blocks."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
 
 
 def import_name(name: str) -> None:
-    """Import a module, or the module of a name."""
+    """Import a module or, for a name in a module, check that the module defines it."""
     module, _, attribute = name.rpartition(".")
     if not hasattr(importlib.import_module(module), attribute):
         importlib.import_module(name)
@@ -43,24 +43,24 @@ def import_name(name: str) -> None:
 
 @functools.cache
 def words_of_the_code() -> set[str]:
-    """Every word in the sources: of the package and of the experiments."""
+    """Return every word in the sources of the package and the experiments."""
     sources = [*(ROOT / "grpo_jax").rglob("*.py"), *(ROOT / "experiments").rglob("*.py"), ROOT / "tests/conftest.py"]
     return {word for source in sources for word in re.findall(r"\w+", source.read_text())}
 
 
 def anchors(page: Path) -> set[str]:
-    """The names of a page's headings in links."""
+    """Return the link anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)", prose(page), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def sections(name: str) -> dict[str, str]:
-    """The sections of a docstring by name; "" is the part before the first."""
+    """Return the sections of a docstring by name; "" is the part before the first section."""
     parts = re.split(r"^(\w+):\n(?=  )", inspect.getdoc(getattr(grpo_jax, name)) or "", flags=re.M)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
-# Names of a section: "  name: what it is", at the first level of indentation.
+# Finds the names of a section's entries, "  name: description", at the first level of indentation.
 listed = functools.partial(re.findall, r"^  (\w+): ", flags=re.M)
 
 
@@ -69,7 +69,7 @@ listed = functools.partial(re.findall, r"^  (\w+): ", flags=re.M)
 
 @pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_link_targets_exist(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if target.startswith("https://"):
             continue
@@ -81,7 +81,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("page", [*GUIDES, *OTHERS], ids=lambda page: page.name)
-def test_named_files_modules_and_names_exist(page):
+def test_files_modules_and_names_exist(page):
     text = page.read_text()
     places = (ROOT, ROOT / "grpo_jax", ROOT / "tests", ROOT / "experiments")
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
@@ -101,7 +101,7 @@ def test_names_and_fields_exist_in_the_code(page):
     functions += [grpo_jax.rewards.workers.isolated, importlib.import_module("grpo_jax.engines").vllm_scorer]
     known = {field.name for config in (GRPOConfig, SFTConfig) for field in dataclasses.fields(config)}
     known = known.union(*(inspect.signature(function).parameters for function in functions))
-    known |= set(importlib.import_module("grpo_jax.compat.trl_fields").ELSEWHERE)  # what TRL has, on its page
+    known |= set(importlib.import_module("grpo_jax.compat.trl_fields").ELSEWHERE)  # TRL's names, on its page
     code = "\n".join(re.findall(r"`([^`\n]+)`", prose(page)))
     assert not set(re.findall(r"\b([a-z_]+)=(?!=)", code)) - known
     if "trl" not in page.name:
@@ -109,7 +109,7 @@ def test_names_and_fields_exist_in_the_code(page):
 
 
 @pytest.mark.quick
-def test_the_settings_to_start_with_are_a_config():
+def test_starting_settings_are_a_valid_config():
     code = blocks(DOCS / "recipes.md")[0]
     names: dict[str, GRPOConfig] = {}
     exec(compile(code, "recipes.md", "exec"), names)
@@ -132,11 +132,11 @@ def test_the_custom_algorithm_runs():
     expected = grpo_jax.compute_advantages(rewards, estimator="opo", scale_rewards="none", lengths=lengths)
     found = names["advantages"](rewards[..., None], None, lengths=lengths)
     np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert seen["rewards"].max() > 1, "it has run"
+    assert seen["rewards"].max() > 1, "training must call the reward function with long completions"
 
 
-def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt(tmp_path, monkeypatch):
-    """On a checkpoint for sequence classification made on the spot, in this process and in a worker."""
+def test_reward_model_recipe_scores_completions_after_their_prompts(tmp_path, monkeypatch):
+    """The reward model of the recipe scores each completion after its prompt, in this process and in a worker."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -157,11 +157,11 @@ def test_the_reward_model_of_the_recipe_scores_each_completion_behind_its_prompt
     prompts = [f"{i} and {i} is" for i in range(5)]
     completions = [" x" * length for length in (5, 1, 9, 2, 2)]
     scores = judge(prompts, completions)
-    # One at a time there is neither padding nor an order.
+    # One pair at a time is neither padded nor sorted.
     alone = [judge([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
     assert scores == pytest.approx(alone, abs=1e-5)
     assert len({round(score, 4) for score in scores}) == len(scores)
-    # Messages go through the model's own template.
+    # Messages are rendered with the model's own template.
     chats = [[{"role": "user", "content": p}] for p in prompts], [[{"role": "me", "content": c}] for c in completions]
     as_text = judge([f"user: {p}\n" for p in prompts], [f"me: {c}\n" for c in completions])
     assert judge(*chats) == pytest.approx(as_text, abs=1e-5)
@@ -205,12 +205,12 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", grpo_jax.__all__)
-def test_docstrings_are_in_form(name):
+def test_docstrings_have_the_required_form(name):
     first, *rest = sections(name)[""].splitlines()
     assert first.endswith(".")
     assert len(first) < 116
     assert not rest or rest[0] == ""
-    if name in CLASSES and not name.endswith("Config"):  # their fields: test_config, test_sft
+    if name in CLASSES and not name.endswith("Config"):  # test_config and test_sft check configs
         fields = [field.name for field in dataclasses.fields(getattr(grpo_jax, name))]
         assert listed(sections(name)["Attributes"]) == fields
     if name not in FUNCTIONS:

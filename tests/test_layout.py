@@ -1,4 +1,4 @@
-"""The layout of the package: layers, rings, heavy imports, lengths of files and functions, open types, public names."""
+"""Layout of the package: layers, cycles, heavy imports, lengths of files and functions, types and public names."""
 
 import ast
 import functools
@@ -12,7 +12,7 @@ import pytest
 import grpo_jax
 
 PACKAGE = Path(grpo_jax.__file__).parent
-# Sub-packages from the lowest layer up; each imports only from its own layer's packages below and from itself.
+# Sub-packages from the lowest layer up; each imports only from lower layers and from itself.
 LAYERS = [
     {"types", "messages"},
     {"policy", "config"},
@@ -43,7 +43,7 @@ def package_of(module: str) -> str:
 
 @functools.cache
 def modules() -> dict[str, tuple[Path, ast.Module]]:
-    """The path and the syntax tree of each module by name."""
+    """Return the path and the syntax tree of each module by name."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(("grpo_jax", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
@@ -53,7 +53,7 @@ def modules() -> dict[str, tuple[Path, ast.Module]]:
 
 @functools.cache
 def imports(name: str, *, anywhere: bool = False) -> frozenset[str]:
-    """Modules that a module imports at its top; with `anywhere` also inside functions and for type checkers."""
+    """Return the modules imported at a module's top level; with `anywhere`, also in functions and for type checkers."""
     found, tree = set(), modules()[name][1]
     for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
@@ -91,7 +91,7 @@ def test_imports_have_no_cycles():
 
 
 @pytest.mark.quick
-def test_inner_rings_import_only_what_they_may():
+def test_inner_layers_import_only_allowed_packages():
     for name in modules():
         ring = "pure" if package_of(name) in PURE else "composed" if package_of(name) in COMPOSED else "shell"
         host = name.removeprefix("grpo_jax.rollout.") in HOST or "rollout.engine" in name
@@ -101,7 +101,7 @@ def test_inner_rings_import_only_what_they_may():
         for module in imports(name):
             top = module.split(".")[0]
             allowed = top in OUTSIDE[ring] or top in sys.stdlib_module_names
-            assert package_of(module) in inner if top == "grpo_jax" else allowed, f"{name} is {ring}, imports {module}"
+            assert package_of(module) in inner if top == "grpo_jax" else allowed, f"{name} ({ring}) imports {module}"
 
 
 @pytest.mark.quick
@@ -111,7 +111,7 @@ def test_heavy_packages_are_imported_inside_functions():
 
 
 def lines_of(function: ast.FunctionDef) -> int:
-    """Lines of a function's body, without its docstring."""
+    """Count the lines of a function's body without its docstring."""
     body = function.body[1:] if ast.get_docstring(function) and len(function.body) > 1 else function.body
     return (function.end_lineno or 0) - body[0].lineno + 1
 
@@ -132,7 +132,7 @@ def test_files_and_functions_are_short():
 
 @pytest.mark.quick
 def test_calls_and_types_are_explicit():
-    """`Any`, splats and untyped functions are for a caller's own keywords, JSON, and untyped libraries."""
+    """`Any` and unpacked arguments are limited to callers' own keywords, JSON, and untyped libraries."""
     nodes = [node for _, tree in modules().values() for node in ast.walk(tree)]
     assert sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes) <= 220
     calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -141,7 +141,7 @@ def test_calls_and_types_are_explicit():
 
 
 @pytest.mark.quick
-def test_every_package_has_a_docstring_and_every_public_name_too():
+def test_modules_and_public_names_have_docstrings():
     for _, tree in modules().values():
         assert ast.get_docstring(tree)
     for name in grpo_jax.__all__:
@@ -150,14 +150,14 @@ def test_every_package_has_a_docstring_and_every_public_name_too():
 
 @pytest.mark.quick
 def test_public_names_of_modules_are_distinct():
-    """Commands are named like the functions that they call, and `compat` has TRL's names."""
+    """Public names of modules are distinct, except commands named after functions, and TRL names in `compat`."""
     homes: dict[str, set[str]] = {}
     for module, (_, tree) in modules().items():
         if module != "grpo_jax.cli.commands" and package_of(module) != "compat":
             for node in tree.body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                     homes.setdefault(node.name, set()).add(module)
-    homes.pop("main")  # of two scripts
+    homes.pop("main")  # two scripts define it
     assert not {name: where for name, where in homes.items() if len(where) > 1}
 
 
@@ -169,13 +169,13 @@ def test_importing_the_package_does_no_work():
         "every = {name: getattr(grpo_jax, name) for name in grpo_jax.__all__}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "import jax._src.xla_bridge as bridge\n"
-        "assert not bridge._backends, 'a device was touched'\n"
+        "assert not bridge._backends, 'a device was initialized'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.quick
-def test_type_checkers_and_programs_find_the_same_names():
+def test_type_checkers_and_programs_see_the_same_names():
     (guarded,) = [node for node in modules()["grpo_jax"][1].body if isinstance(node, ast.If)][:1]
     read = {alias.name: node.module for node in guarded.body for alias in node.names}
     assert read == grpo_jax._HOME
@@ -197,8 +197,8 @@ def test_names_are_imported_on_first_use(code):
 
 
 @pytest.mark.quick
-def test_files_of_tests_have_a_quick_test_and_distinct_names():
-    """`-m quick` runs the core of every module; pytest refuses two test modules with the same name."""
+def test_test_files_have_a_quick_test_and_distinct_names():
+    """Every test file has a test for `-m quick` and a distinct name, since pytest refuses two modules of one name."""
     files = [*Path(__file__).parent.rglob("*.py")]
     assert len({path.name for path in files}) == len(files)
     slow = {path.name for path in files if path.name.startswith("test_") and "mark.quick" not in path.read_text()}

@@ -1,4 +1,4 @@
-"""Messages: shortened values and lists, near names, and several errors as one."""
+"""Error lists: several errors are raised as one."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from grpo_jax.messages import ErrorList, problems_of, raise_all
 pytestmark = pytest.mark.quick
 
 
-def test_faults_are_raised_together_and_a_single_one_unchanged():
+def test_errors_are_raised_together_and_a_single_one_unchanged():
     def refuse(text):
         raise OSError(text)
 
@@ -23,5 +23,5 @@ def test_faults_are_raised_together_and_a_single_one_unchanged():
     with pytest.raises(ValueError, match="this run has 4 errors") as raised:
         errors.raise_together("this run", ["c = 3: no"])
     assert problems_of(raised.value) == ["no disk", "a = 1: no", "b = 2: no", "c = 3: no"]
-    with pytest.raises(KeyError):  # a bug, not an error of the arguments
+    with pytest.raises(KeyError):  # a bug, not an invalid argument
         errors.check(broken)

@@ -18,8 +18,8 @@ CONSTRAINTS = sorted((ROOT / "constraints").glob("*.txt"))
 LEFT_BEHIND = ("__pycache__", "runs", ".ipynb_checkpoints")  # by Python, scripts and notebooks
 
 
-def test_wheel_and_source_distribution_hold_what_they_should(tmp_path):
-    """The wheel holds the library alone and all of it; the source distribution holds what a clone holds."""
+def test_wheel_and_source_distribution_contents(tmp_path):
+    """The wheel contains the whole library and nothing else; the source distribution contains the files of a clone."""
     if Version(pytest.importorskip("setuptools").__version__) < Version("77"):
         pytest.skip("setuptools is older than pyproject.toml requires")
     copy, out = tmp_path / "copy", tmp_path / "dist"
@@ -47,7 +47,7 @@ def test_wheel_and_source_distribution_hold_what_they_should(tmp_path):
 
 
 def bounds(requirements):
-    """Name and version specifier of each requirement."""
+    """Map the name of each requirement to its version specifier."""
     found = [Requirement(line) for line in requirements]
     return {requirement.name: requirement.specifier for requirement in found}
 
@@ -66,7 +66,7 @@ def lowest(specifier):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13", "tpu"])
-def test_an_accelerator_extra_is_jaxs_own_with_the_same_bound(extra):
+def test_accelerator_extra_requires_jax_with_that_extra_and_bound(extra):
     (requirement,) = map(Requirement, PROJECT["optional-dependencies"][extra])
     assert (requirement.name, requirement.extras) == ("jax", {extra})
     assert requirement.specifier == LOWEST["jax"]
@@ -74,7 +74,7 @@ def test_an_accelerator_extra_is_jaxs_own_with_the_same_bound(extra):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("path", CONSTRAINTS, ids=lambda path: path.stem)
-def test_constraints_hold_jax_back_and_agree_with_the_bounds(path):
+def test_constraints_limit_jax_and_agree_with_the_bounds(path):
     named = bounds(lines_of(path))
     assert set(named) == {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex"}
     assert "://" not in path.read_text(encoding="utf-8")
@@ -87,8 +87,8 @@ def test_constraints_hold_jax_back_and_agree_with_the_bounds(path):
 
 
 @pytest.mark.quick
-def test_constraints_leave_no_gap_below_the_jax_that_needs_none():
-    """flax 0.12.7 requires jax 0.10, and no other dependency of that flax requires more."""
+def test_constraints_cover_all_older_jax_versions():
+    """The constraints files cover all supported jax versions below 0.10, the version that the latest flax requires."""
     ranges = sorted((bounds(lines_of(path))["jax"] for path in CONSTRAINTS), key=lowest)
     ends = [next(part.version for part in specifier if part.operator == "<") for specifier in ranges]
     assert [lowest(specifier) for specifier in ranges] == [lowest(LOWEST["jax"]), *map(Version, ends[:-1])]

@@ -1,4 +1,4 @@
-"""The plan of a run: exact where bytes can be counted by hand, and the run's own programs."""
+"""Plans: exact where bytes can be counted by hand, and based on the programs that a run compiles."""
 
 import dataclasses
 import subprocess
@@ -32,10 +32,10 @@ def abstract_run(config, loading=None, *, model=MODEL, memory=None):
     return AbstractRun.of(jax.devices(), model, config, 8, loading or Loading(), memory)
 
 
-def test_a_plan_is_what_was_counted_by_hand():
+def test_plan_equals_a_count_by_hand():
     config = config_of(beta=0.1, mesh={"fsdp": 2})
     found = plan(MODEL, config, prompt_length=8)
-    cut = 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32  # embedding, attention, MLP; every matrix is cut in two
+    cut = 64 * 16 + 4 * 16 * 16 + 3 * 16 * 32  # embedding, attention, MLP; every matrix is sharded over two devices
     whole = 3 * 16 + 3 * 16  # norms and biases
     params = 4 * (cut // 2 + whole)
     assert found.held.keys() == {"params", "optimizer", "reference", "policy"}
@@ -44,14 +44,14 @@ def test_a_plan_is_what_was_counted_by_hand():
     assert (found.devices, found.device, found.recomputes) == (2, jax.devices()[0].device_kind, False)
     assert found.programs.keys() == {"rollout", "update", "reference"}
     update, rollout = found.programs["update"], found.programs["rollout"]
-    # Each device has one prompt: its keys and values and those of 8 rows with space for 7 tokens.
+    # Each device holds the keys and values of one prompt and of 8 completions with room for 7 tokens each.
     assert rollout.peak - sum(found.held.values()) >= 4 * 2 * 16 * (8 + 8 * 7)
     assert found.peak == update.peak > sum(found.held.values()) + update.temporaries
     decides = compiled_peak_bytes(abstract_run(config, memory=1e9).run)
-    assert update.peak == pytest.approx(decides, abs=64), "by this count activations are kept or recomputed"
+    assert update.peak == pytest.approx(decides, abs=64), "this peak decides whether activations are kept"
     assert found.fits
     assert not dataclasses.replace(found, memory=found.peak - 1).fits
-    # Forward and backward pass: 6 operations a weight and token, and what attention, loss and norms add.
+    # Forward and backward pass: 6 operations per weight and token, plus attention, loss and norms.
     tokens = 8 * 8
     assert 6 * cut * tokens < update.flops < 3 * 6 * cut * tokens
     assert found.programs["reference"].flops < update.flops / 2
@@ -61,7 +61,7 @@ def test_a_plan_is_what_was_counted_by_hand():
     assert lines[-1].startswith("fits in ")
 
 
-def test_what_is_held_follows_the_settings():
+def test_held_arrays_depend_on_the_settings():
     config = config_of(beta=0.1)
     plain = abstract_run(config).held(donate=False)
     assert {**abstract_run(config).held(donate=True), "policy": plain["params"]} == plain
@@ -71,12 +71,12 @@ def test_what_is_held_follows_the_settings():
     assert half["optimizer"] == plain["optimizer"]
     sft = abstract_run(SFTConfig(max_length=32, compute_dtype="float32"))
     assert sft.held(donate=False) == {name: x for name, x in plain.items() if name != "reference"}
-    assert sft.lowered().keys() == {"update"}, "nothing is sampled"
+    assert sft.lowered().keys() == {"update"}, "SFT does not sample"
     assert not abstract_run(config).run.config.gradient_checkpointing, "activations are kept on CPUs"
 
 
 @pytest.mark.quick
-def test_a_base_is_held_in_the_bits_it_is_quantized_to():
+def test_quantized_base_is_counted_in_its_bits():
     given = {**MODEL, "hidden_size": 64, "num_key_value_heads": 1, "intermediate_size": 128}
     held = {
         q: abstract_run(config_of(beta=0.1), Loading(lora=2, quantize=q), model=given).held(donate=False)
@@ -95,8 +95,8 @@ def test_a_base_is_held_in_the_bits_it_is_quantized_to():
         assert each["optimizer"] == pytest.approx(2 * adapters, abs=64)
 
 
-def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time():
-    """Of eight groups, two at a time take a quarter of the keys and values that all take."""
+def test_rollout_memory_depends_on_rollout_batch_size():
+    """Decoding two of eight groups at a time takes a quarter of the memory for keys and values."""
     found = []
     for at_once in (None, 2 * 8):
         config = config_of(max_completion_length=64, gradient_accumulation_steps=8, rollout_batch_size=at_once)
@@ -116,7 +116,7 @@ def test_a_rollout_holds_the_completions_that_are_decoded_at_a_time():
         ({"prompt_length": None}, {}, "prompt_length is missing"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_before_anything_is_compiled(monkeypatch, fields, settings, said):
+def test_invalid_plans_are_refused_before_compilation(monkeypatch, fields, settings, said):
     monkeypatch.setattr("grpo_jax.planning.compile_program", lambda *_: pytest.fail("compiled"))
     fields = {"model": MODEL, "prompt_length": 8} | fields
     with pytest.raises(ValueError, match=said):
@@ -124,7 +124,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_compiled(monkeypat
 
 
 @pytest.mark.quick
-def test_devices_that_are_not_here_are_named_or_refused(monkeypatch):
+def test_unavailable_devices_are_refused(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(
         ValueError, match=r"needs 16 devices, but only 8 are available; set device to plan for .*'H100-8'"
@@ -137,8 +137,8 @@ def test_devices_that_are_not_here_are_named_or_refused(monkeypatch):
         plan(MODEL, config_of(), prompt_length=8, device="v5e")
 
 
-def test_another_process_answers_with_the_same_plan(monkeypatch):
-    """As for a target, whose devices are replaced by one of this machine."""
+def test_separate_process_returns_the_same_plan(monkeypatch):
+    """A plan computed in a separate process, as for a target device, equals the plan computed in this process."""
     monkeypatch.setattr(Target, "missing", None)
     monkeypatch.setattr(Target, "devices", lambda self: jax.devices()[:1])
     answered = lambda *_, input, **__: subprocess.CompletedProcess([], 0, "a log\n" + answer(input), "")

@@ -1,4 +1,4 @@
-"""The examples of the README and of the recipes run unchanged, on a small checkpoint instead of the hub's."""
+"""The examples in the README and the recipes run, with a small local checkpoint instead of the one from the hub."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ TURNS = README.parent / "docs" / "turns.md"
 
 
 def blocks(page):
-    """The blocks of Python in a page."""
+    """Return the Python code blocks of a page."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
@@ -39,7 +39,7 @@ def test_your_own_loop():
 
 @pytest.fixture
 def small_model(tmp_path, monkeypatch):
-    """The directory of a small model whose template has tools."""
+    """Save a small model whose chat template supports tools, and return its directory."""
     tokenizer, _ = family("hermes")
     config = tiny_policy().config | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     tokenizer.save_pretrained(tmp_path / "checkpoint")
@@ -52,7 +52,7 @@ def small_model(tmp_path, monkeypatch):
 
 
 def run_code(page, model, part, **names):
-    """The names of a page's example that has `part` in it, after it has run on that model for one short step."""
+    """Run the page's example that contains `part` for one short step with `model`, and return the names it defines."""
     (code,) = [code for code in blocks(page) if part in code]
     code = code.replace("Qwen/Qwen2.5-0.5B-Instruct", model).replace("max_steps=50", "max_steps=1")
     exec(compile(code.replace("max_completion_length=256", "max_completion_length=32"), page.name, "exec"), names)
@@ -71,8 +71,8 @@ def test_several_turns(small_model, tmp_path):
 
 
 @pytest.mark.quick
-def test_the_tool_of_the_recipe(small_model, monkeypatch):
-    """Its arguments of `train` make a run, which is not started."""
+def test_tool_recipe(small_model, monkeypatch):
+    """The tool of the recipe works, and a run can be prepared from the recipe's arguments to `train`."""
     monkeypatch.setattr("grpo_jax.train", lambda *given, run_dir, **more: prepare(*given, **more))
     names = run_code(TURNS, small_model, "tools=")
     assert names["multiply"](417, 283) == 118011

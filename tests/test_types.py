@@ -1,4 +1,4 @@
-"""Models as arguments of compiled functions: arrays travel, the rest is known by equality."""
+"""Models as arguments to jitted functions: arrays are traced, and the rest is compared by equality."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def traces_of(models, params, tokens):
 
 
 @pytest.mark.quick
-def test_equal_models_are_compiled_once_and_other_ones_again():
+def test_equal_models_are_compiled_once_and_different_models_separately():
     model, params = tiny_model()
     same = type(model)(model.config)
     other, _ = tiny_model(dtype="bfloat16")
@@ -30,7 +30,7 @@ def test_equal_models_are_compiled_once_and_other_ones_again():
     assert traces_of([model, other], params, tokens)[1] == 2
 
 
-def test_the_base_of_an_adapter_is_an_argument_and_not_a_constant():
+def test_base_params_of_an_adapter_are_an_argument_not_a_constant():
     model, base = tiny_model()
     adapters = init_adapters(jax.random.key(0), base, rank=2)
     tokens = jnp.ones((1, 3), jnp.int32)

@@ -1,4 +1,4 @@
-"""Small real things that several tests share: a byte-level BPE tokenizer and a decoder of a few thousand parameters."""
+"""Objects that several tests share: a byte-level BPE tokenizer and a decoder with a few thousand parameters."""
 
 import copy
 import functools
@@ -17,13 +17,13 @@ EOS = "<eos>"
 PAD = "<pad>"
 
 
-# Compiled as one program: operation by operation, each shape of each operation would be one.
+# Jitted, because without it each operation would be compiled separately for each shape.
 scored = jax.jit(completion_log_probs, static_argnames=("model", "temperature", "top_k", "top_p", "min_p"))
 
 
 @functools.cache
 def tiny_tokenizer():
-    """Every byte is a token; no merges. It survives the round trip through AutoTokenizer with a qwen3 config."""
+    """Return a byte-level tokenizer without merges, which AutoTokenizer can reload with a qwen3 config."""
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -38,7 +38,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{
 
 
 def chat_checkpoint(directory):
-    """Save the policy with a chat template, and return the name of its directory."""
+    """Save the policy with a chat template, and return the checkpoint's directory as a string."""
     tokenizer = copy.copy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory / "tokenizer")
@@ -73,14 +73,14 @@ def tiny_policy(seed: int = 0, layers: int = 1) -> Policy:
 
 @functools.cache
 def tiny_model(vocab: int = 24, layers: int = 2, seed: int = 0, **settings):
-    """A model and its params, without a tokenizer."""
+    """Return a model and its params, without a tokenizer."""
     sizes = {"num_layers": layers, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "initializer_range": 0.3}
     config = TransformerConfig(vocab, 16, 32, **sizes | settings)
     return Transformer(config), random_params(Transformer(config), seed)
 
 
 def random_params(model: Transformer, seed: int = 0):
-    """Params as `model.init` makes them, other numbers: nothing is computed, only the shapes are traced."""
+    """Return random params with the shapes that `model.init` would give; only the shapes are traced."""
     rng, config = np.random.default_rng(seed), model.config
 
     def fill(path, leaf):

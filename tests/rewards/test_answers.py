@@ -1,4 +1,4 @@
-"""Answers: every way to write a right one is read, a wrong one never scores, and no text takes long."""
+"""Numeric answers: correct ones are read in every spelling, wrong ones never score, and parsing takes linear time."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from grpo_jax.rewards.workers import isolated
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
-# What is written, and the number that is meant by it; None for no number.
+# Texts and the numbers they state, or None if they state no number.
 WRITTEN = [
     ("18", "18"), (r"It costs \$18.", "18"), ("18kg in all", "18"), ("75%", "75"), ("Total: €1.234", "1.234"),
     ("1,234,567", "1234567"), ("1,234.50 dollars", "1234.5"), (r"1{,}234", "1234"), (r"1\,234", "1234"), ("42.", "42"),
@@ -39,7 +39,7 @@ WRITTEN = [
         "2.5 million", r"\boxed{17 of 18}", "2^5", "x_1", "the 3rd")),
 ]  # fmt: skip
 
-# Truths of one number in the spellings of mathematics, each also in a box and at the end of a sentence.
+# Ground truths that are a single number in mathematical notation; each is also tested in a box and in a sentence.
 NUMBERS = [
     (r"90^\circ", "90"), (r"90^{\circ}", "90"), (r"-40^{\circ}\text{C}", "-40"), (r"90\degree", "90"),
     (r"\$32,\!348", "32348"), (r"12,\!345,\!678.5", "12345678.5"), (r"10{,}080", "10080"), (r"10\,080", "10080"),
@@ -49,7 +49,7 @@ NUMBERS = [
     ("3.5 m²", "3.5"),
 ]  # fmt: skip
 
-# Truths that are no single number: the first number in them, or the last, is a wrong answer.
+# Ground truths that are not a single number: the numbers in them are wrong answers.
 NO_NUMBER = r"""
 3\sqrt{13} ; 2√3 ; 7\pi ; 7 \pi ; 9π ; \frac{10\pi}{3} ; 2^{10} ; 2.5^3 ; 3/4^2 ; 10^{-3} ; e^2 ; \sin 30^\circ ; 5i
 3x ; x + 3 ; n/2 ; 3/x ; (3,4) ; [3,\infty) ; x > 3 ; \pm 3 ; 3, 4 ; 3 \text{ or } 4 ; \{1,2\} ; 4:3 ; 1011_2
@@ -60,15 +60,15 @@ NO_NUMBER = r"""
 @pytest.mark.quick
 @pytest.mark.parametrize(("text", "number"), NUMBERS)
 def test_a_single_number_is_read_in_every_spelling(text, number):
-    """Answers in the spellings of mathematics are read, what is no single number is refused as a truth, and GSM8K's
-    8,792 solutions score, each in one of four styles of ending.
+    """Answers in mathematical notation are read, a ground truth that is not a single number is refused, and GSM8K's
+    8,792 solutions score, each with one of four styles of ending.
     """
     assert sole_number(text) == Fraction(number)
     score = number_reward()
     written = [rf"So \boxed{{{text}}}, of 3.", f"<answer>{text}</answer> of 3"]
-    if text[0] in "-0123456789":  # behind #### stands a number, or it begins a heading
+    if text[0] in "-0123456789":  # after ####, any other text is a heading
         written.append(f"#### {text}\nof 3")
-    if "- " not in text:  # within a sentence, a sign that is apart from its number is an operation
+    if "- " not in text:  # in a sentence, a sign separated from its number is an operator
         written.append(f"It is {text}.")
     assert score(completions=written, answer=[text] * len(written)) == [1.0] * len(written)
     wrong = [rf"\boxed{{{Fraction(number) + 1}}}", rf"\boxed{{{-Fraction(number)}}}"]
@@ -77,7 +77,7 @@ def test_a_single_number_is_read_in_every_spelling(text, number):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("text", [*re.split(" ; |\n", NO_NUMBER.strip()), ""])
-def test_other_texts_are_refused_and_score_nothing(text):
+def test_ground_truths_without_a_single_number_are_refused(text):
     assert sole_number(text) is None
     assert sole_number(rf"So 3 + 15 = 18 is not it: \boxed{{{text}}}") is None
     with pytest.raises(ValueError, match=r"must be a single number; got .*\. Remove such rows"):
@@ -108,11 +108,11 @@ def test_rows_without_a_number_are_refused_before_a_run():
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("text", "number"), WRITTEN)
-def test_numbers_are_read_as_they_are_written(text, number):
+def test_final_number_is_read_from_text(text, number):
     assert final_number(text) == (None if number is None else Fraction(number))
 
 
-# Wrong answers to a question whose answer is 18.
+# Wrong answers to a question with the answer 18.
 @pytest.mark.quick
 @pytest.mark.parametrize("text", [
     "-18", "180", "1.8", "18.01", "1,800", "18/5", "18 million", "18e2", "18th", "It is 18 or 19", "18\n#### 17",
@@ -131,9 +131,9 @@ def test_messages_numbers_and_whole_solutions_are_read():
     assert scores == [1.0, 1.0, 1.0, None, 0.0]
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is not there")
-def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not():
-    """All 8,792 gold solutions of GSM8K score, if the files are there."""
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k does not exist")
+def test_gsm8k_solutions_score_and_changed_ones_do_not():
+    """All 8,792 gold solutions in GSM8K score, and solutions with a changed number do not."""
     lines = [line for path in GSM8K.glob("t*.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
     solutions = [json.loads(line)["answer"] for line in lines]
     truths = [solution.rpartition("#### ")[2] for solution in solutions]
@@ -142,7 +142,7 @@ def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not():
     boxed = [rf"Thus $\boxed{{{truth}.00 \text{{ units}}}}$, of 3." for truth in truths]
     assert sum(score(completions=solutions + boxed, answer=truths * 2)) == 2 * count
     wrong = [f"{int(truth.replace(',', '')) + 1:,}" for truth in truths]
-    # Without a mark at their ends; and every solution is a truth itself.
+    # Endings without ####; a whole solution is also accepted as a ground truth.
     reasons = [re.sub("<<.*?>>", "", solution.rpartition("\n####")[0]) for solution in solutions]
     ends = itertools.cycle(("Total = {}", "So it is ${}.", "**{}**", "The answer is {}."))
     unmarked = [f"{reason}\n{next(ends).format(truth)}" for reason, truth in zip(reasons, truths, strict=True)]
@@ -153,7 +153,7 @@ def test_every_solution_of_gsm8k_scores_and_a_changed_one_does_not():
     assert sum(score(completions=changed, answer=truths)) == 0
 
 
-# A text that is long, and of which some reader might look at every part from every place.
+# Repeated many times, each of these could make a parser scan the rest of the text from every position.
 LONG = [
     "\\boxed{", "<answer>", "1,234", "1,234,", "= ", "#### 1", "the answer is ", "9", "1 ", "1/", "\\frac{1", "{", "-$",
     "x_", "\\sqrt{", "\\sqrt[", "^{1", "x_{1", "-\\frac{1.5}{", "\\circ^", "answer (", "answer * ", "1 a + ", "= - ",
@@ -162,7 +162,7 @@ LONG = [
 
 
 def test_reading_takes_linear_time():
-    """Each takes some hundredths of a second, and tens of seconds if it did."""
+    """Parsing a long text takes linear time: hundredths of a second, where quadratic time would be tens of seconds."""
     for part in LONG:
         started = time.process_time()
         final_number(part * (30_000 // len(part)))

@@ -1,4 +1,4 @@
-"""Calling reward functions: their arguments, and the validation of what they return."""
+"""Calls to reward functions: their arguments and the validation of their results."""
 
 import asyncio
 import collections
@@ -34,7 +34,7 @@ def score(fns, *, columns=COLUMNS, **keywords):
 
 
 def returns(value):
-    """A reward function that returns a value whatever it is given, or raises it."""
+    """Make a reward function that returns a fixed value, or raises it if it is an exception."""
 
     def reward(completions):
         if isinstance(value, BaseException):
@@ -48,17 +48,17 @@ def length(completions):
     return [len(text) for text in completions]
 
 
-def test_a_function_gets_the_arguments_that_it_names():
+def test_functions_receive_the_arguments_they_name():
     seen = []
     see = lambda *arguments: seen.append(arguments) or [0.0] * N
     fns = [
         lambda answer, completions: see(answer, completions),
         lambda prompts, missing="default", *, level=None: see(prompts, missing, level),
         lambda **kwargs: see(set(kwargs)),
-        lambda completions, answer, **kwargs: see(set(kwargs)),  # as TRL's
+        lambda completions, answer, **kwargs: see(set(kwargs)),  # like TRL's functions
         lambda completions, trainer_state: see(trainer_state.global_step),
     ]
-    # The column `prompt` is given as `prompts`, and only so.
+    # The column `prompt` is passed only as `prompts`.
     score(fns, columns={"prompt": PROMPTS, **COLUMNS}, trainer_state=TrainerState(global_step=3))
     assert seen == [
         (COLUMNS["answer"], COMPLETIONS),
@@ -69,7 +69,7 @@ def test_a_function_gets_the_arguments_that_it_names():
     ]
 
 
-def test_methods_partials_and_objects_are_functions_too():
+def test_methods_partials_and_objects_are_accepted():
     class Judge:
         def __call__(self, completions, answer):
             return [float(truth == "y") for truth in answer]
@@ -87,14 +87,14 @@ def test_methods_partials_and_objects_are_functions_too():
     named = lambda completions, answer: [float(truth == "mine") for truth in answer]
     by_keywords = lambda completions, **columns: named(completions, columns["answer"])
     bound = [functools.partial(fn, answer=["mine"] * N) for fn in (named, by_keywords)]
-    assert (score(bound)[0] == 1).all(), "what a partial has bound is not replaced by a column"
+    assert (score(bound)[0] == 1).all(), "a column must not replace an argument bound by a partial"
     reward, reward_2 = returns(None), returns(None)
     reward_2.__name__ = "reward_2"
-    assert reward_names([reward, reward_2, reward]) == ["reward", "reward_2", "reward_3"], "distinct, and stay so"
+    assert reward_names([reward, reward_2, reward]) == ["reward", "reward_2", "reward_3"], "names must be distinct"
 
 
 def test_functions_and_completions_do_not_share_objects():
-    """The objects of a row are shared by its group and all epochs; functions get copies."""
+    """Reward functions receive copies of a row's objects, which all epochs and the row's group share."""
     prompt, info = [{"role": "user", "content": "Sort."}], {"limits": {"seconds": 1}}
     completions = [[{"role": "assistant", "content": text}] for text in ("a", "bb", "ccc", "dddd")]
     inputs = {"prompts": [prompt] * 4, "completion_ids": [[1]] * 4, "columns": {"info": [info] * 4}}
@@ -127,7 +127,7 @@ def test_a_copy_shares_no_mutable_object():
     assert repr(value) == expected
     others = [threading.Lock(), len, Point, jnp.ones(1).dtype]
     assert all(one is other for one, other in zip(copy_containers(others), others, strict=True)), (
-        "they may be one on purpose"
+        "objects that are not containers must be shared"
     )
 
 
@@ -144,12 +144,12 @@ def test_lists_of_other_lengths_are_refused():
     np.array([1, 0, 1, 0, 1, 0], np.float16), jnp.array([1, 0, 1, 0, 1, 0], jnp.bfloat16),
     (float(index % 2 == 0) for index in range(N)), {index: float(index % 2 == 0) for index in range(N)}.values(),
 ])  # fmt: skip
-def test_all_kinds_of_numbers_are_rewards(value):
+def test_all_kinds_of_numbers_are_accepted(value):
     rewards, _ = score(returns(value))
     np.testing.assert_array_equal(rewards.ravel(), [1, 0, 1, 0, 1, 0])
 
 
-def test_none_is_not_scored_and_not_zero():
+def test_none_is_unscored_and_not_zero():
     rewards, stats = score([returns([1.0, None, 0.0, None, None, 0.5]), returns([None, None, 1.0, 1.0, None, None])])
     np.testing.assert_array_equal(rewards[..., 0].ravel(), [1, np.nan, 0, np.nan, np.nan, 0.5])
     assert stats["rewards/reward/mean"] == pytest.approx(0.5)
@@ -164,7 +164,7 @@ def test_none_is_not_scored_and_not_zero():
 
 
 @pytest.mark.parametrize("weights", [None, [2.0, -0.5, 1.0]])
-def test_a_total_is_the_weighted_sum_over_the_functions_that_scored(weights):
+def test_total_is_the_weighted_sum_of_the_functions_that_scored(weights):
     rewards = np.array([[0.25, np.nan, 1], [np.nan, 2, np.nan], [np.nan] * 3, [0, 0, np.nan]], np.float32)
     expected = []
     for row in rewards.tolist():
@@ -201,7 +201,7 @@ ELEMENTS = {
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_failing_function_can_be_scored_as_missing(case):
-    """Or stops the run; with `on_error="none"` the other functions keep their scores."""
+    """A failing function ends the run or, with `on_error="none"`, counts as missing; other functions still score."""
     fn, message = WHOLE[case]
     with pytest.raises(
         RewardError, match=rf"^reward function 'reward' {message}.*on_error='none' \(GRPOConfig: on_reward_error"
@@ -216,7 +216,7 @@ def test_a_failing_function_can_be_scored_as_missing(case):
 
 @pytest.mark.parametrize("case", ELEMENTS)
 def test_a_bad_value_names_function_prompt_and_completion(case):
-    """Or is scored as missing, and the others are kept."""
+    """A bad value raises an error that names function, prompt and completion, or only that value counts as missing."""
     value, message = ELEMENTS[case]
     where = r"for prompt 1 of the batch, completion 1 of its group \(prompt 'p1', completion 'eeeee'\)"
     with pytest.raises(RewardError, match=rf"^reward function 'reward_2' {message}.*{where}. Fix it"):
@@ -228,7 +228,7 @@ def test_a_bad_value_names_function_prompt_and_completion(case):
     assert (stats["rewards/reward/errors"], stats["rewards/reward/missing"]) == (1, pytest.approx(2 / 6))
 
 
-def test_an_exception_is_the_cause_several_faults_are_counted_and_ctrl_c_is_none():
+def test_exceptions_are_chained_and_counted_and_ctrl_c_is_not_caught():
     error = KeyError("gold")
     with pytest.raises(RewardError) as caught:
         score(returns(error))
@@ -239,7 +239,7 @@ def test_an_exception_is_the_cause_several_faults_are_counted_and_ctrl_c_is_none
         score(returns(KeyboardInterrupt()), on_error="none")
 
 
-def test_async_functions_run_together_and_keep_their_order():
+def test_async_functions_run_concurrently_and_in_order():
     begun = []
 
     async def judge(completions):
@@ -247,7 +247,7 @@ def test_async_functions_run_together_and_keep_their_order():
         await asyncio.sleep(0)
         return [float(len(begun))] * N
 
-    def thread(completions):  # math-verify, for one, uses signal.alarm, which works in the main thread only
+    def thread(completions):  # math-verify, for example, uses signal.alarm, which works only there
         assert threading.current_thread() is threading.main_thread()
         return length(completions)
 
@@ -264,7 +264,7 @@ def test_async_objects_keep_clients_bound_to_their_loop():
             loops.add(asyncio.get_running_loop())
             return [1.0] * len(completions)
 
-    async def cell():  # of a notebook, whose thread has a running loop
+    async def cell():  # as in a notebook, whose thread has a running loop
         return score(Judge())[0]
 
     assert score(Judge())[0].sum() == asyncio.run(cell()).sum() == N
@@ -272,7 +272,7 @@ def test_async_objects_keep_clients_bound_to_their_loop():
 
 
 @pytest.mark.parametrize("error", [KeyError("gold"), SystemExit(1), asyncio.CancelledError()])
-def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error, recwarn):
+def test_async_errors_are_reported_and_the_loop_keeps_running(error, recwarn):
     async def judge(completions):
         return [1.0] * N
 
@@ -281,7 +281,7 @@ def test_an_async_failure_is_a_fault_and_the_loop_lives_on(error, recwarn):
 
     with pytest.raises(RewardError, match="'reward' raised ValueError: no"):
         score([judge, returns(ValueError("no"))])
-    assert not recwarn.list, "nothing is left that was not awaited"
+    assert not recwarn.list, "every coroutine must be awaited"
     with pytest.raises(RewardError, match=f"reward function 'fails' raised {type(error).__name__}"):
         score([fails, judge])
     with pytest.warns(RuntimeWarning, match="6 of 6 completions"):

@@ -1,4 +1,4 @@
-"""Metrics and columns that reward functions log, and the names that a run uses itself."""
+"""Metrics and columns logged by reward functions, and the names reserved for the run."""
 
 import functools
 
@@ -15,7 +15,7 @@ INPUTS = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [
 
 
 @pytest.mark.quick
-def test_metrics_and_columns_of_a_batch():
+def test_metrics_and_columns_are_logged():
     seen = [[1], [2]]
 
     def by_the_book(completions, trainer_state, log_metric, log_extra):
@@ -29,7 +29,7 @@ def test_metrics_and_columns_of_a_batch():
     state = TrainerState(global_step=3, max_steps=10, epoch=0.5)
     rewards = compute_rewards(by_the_book, trainer_state=state, **INPUTS)
     assert rewards.metrics == {"at": [3.0, 10.0]}
-    assert rewards.columns == [{"length": 1, "seen": [1]}, {"length": 2, "seen": [2]}], "as they were when logged"
+    assert rewards.columns == [{"length": 1, "seen": [1]}, {"length": 2, "seen": [2]}], "logged values must be copied"
     with pytest.raises(RewardError, match=r"log_extra\('length', ...\): got 1 values for 2 completions"):
         compute_rewards(lambda completions, log_extra: log_extra("length", [1]), **INPUTS)
     with pytest.raises(ValueError, match="fn='by_the_book' takes log_metric, but workers cannot log"):
@@ -48,7 +48,7 @@ async def keeps(completions, log_extra, name):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("on_error", ["raise", "none"])
-def test_names_that_the_run_uses_are_refused(on_error):
+def test_reserved_names_are_refused(on_error):
     metrics = [(logs, name, "the run logs a metric") for name in ("kl", "reward", "eval/accuracy", "seconds/all")]
     columns = [(keeps, name, "the run writes a column") for name in RUN_COLUMNS]
     for fn, name, message in metrics + columns:
@@ -56,8 +56,8 @@ def test_names_that_the_run_uses_are_refused(on_error):
             compute_rewards(functools.partial(fn, name=name), on_error=on_error, **INPUTS)
 
 
-def test_all_metrics_of_a_run_are_refused():
-    """Rollout and evaluation metrics are compared with what these have logged; the others are listed."""
+def test_names_of_all_run_metrics_are_refused():
+    """Reward functions cannot log a run's metrics; rollout and evaluation names are checked against the logged ones."""
 
     def length(completions):
         return [float(i) for i, _ in enumerate(completions)]

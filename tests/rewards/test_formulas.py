@@ -1,4 +1,4 @@
-"""Formulas as answers: math-verify judges, in a worker that is killed, and what it cannot read is refused."""
+"""Formulas as answers: math-verify compares them within a time limit, and ground truths it cannot read are refused."""
 
 import pickle
 
@@ -7,9 +7,9 @@ import pytest
 from grpo_jax.rewards import PartialRewards, formula_reward, number_reward
 from grpo_jax.rewards.contract import check_rows
 
-math_verify = pytest.importorskip("math_verify", reason="math-verify is not installed, which compares formulas")
+math_verify = pytest.importorskip("math_verify", reason="math-verify is not installed")
 
-# Truth, completion, whether it is right, the scores of formula_reward and of number_reward; None: that refuses the row.
+# Ground truth, completion, whether it is correct, scores from formula_reward and number_reward (None: row refused).
 # docs/suites.md has the table.
 TABLE = [
     ("18", "She makes $18 in all.", 1, 1, 1),
@@ -36,7 +36,7 @@ TABLE = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("truth", "completion", "right", "formula", "number"), TABLE)
-def test_where_number_and_formula_rewards_agree(truth, completion, right, formula, number):
+def test_number_and_formula_rewards_score_as_documented(truth, completion, right, formula, number):
     judge = formula_reward(timeout=None)
     assert judge(completions=[completion], answer=[truth]) == [formula]
     assert judge.check_rows([{"answer": truth}]) is None
@@ -49,8 +49,8 @@ def test_where_number_and_formula_rewards_agree(truth, completion, right, formul
 
 @pytest.mark.quick
 def test_scores_equal_math_verify():
-    """formula_reward gives what math-verify gives, and differs from number_reward where the table says; a formula that
-    takes for ever costs one score.
+    """formula_reward returns math-verify's scores, and differs from number_reward where the table says so; a formula
+    that does not terminate costs one score.
     """
     truths = [r"\frac{1}{2}", "0.5", "-7", r"\sqrt{2}"]
     texts = [r"$\frac{2}{4}$", "a half, 0.50", r"\boxed{7}", r"$2^{1/2}$"]
@@ -63,7 +63,7 @@ def test_scores_equal_math_verify():
 
 
 @pytest.mark.quick
-def test_truths_that_cannot_be_read_are_refused_before_a_run():
+def test_unreadable_ground_truths_are_refused_before_a_run():
     judge = formula_reward(timeout=None)
     with pytest.raises(
         ValueError,

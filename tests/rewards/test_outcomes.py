@@ -1,4 +1,4 @@
-"""Rewards of turns and tokens: their sum is the reward, each has its place, and other lengths are refused."""
+"""Rewards for turns and tokens: they sum to the reward, are placed at their tokens, and must match in length."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def returned(*values):
     return fn
 
 
-def test_lists_are_rewards_of_turns_and_arrays_of_tokens():
+def test_lists_are_turn_rewards_and_arrays_are_token_rewards():
     mixed = returned([0.5, -1], np.array([0.25, 0.5]), None, 2)
     rewards, stats, parts, *_ = compute_rewards([mixed, returned(1, (2,), 3.0, 4)], turns=[2, 1, 1, 3], **INPUTS)
     np.testing.assert_array_equal(rewards[..., 0], np.float32([[-0.5, 0.75], [np.nan, 2]]))
@@ -46,8 +46,8 @@ def test_lists_are_rewards_of_turns_and_arrays_of_tokens():
     ([3e38, 3e38], "returned 6e+38; a reward must be finite in float32"),
     ("12", f"returned '12' of type str; {NUMBERS}"),
 ])  # fmt: skip
-def test_other_values_and_lengths_are_faults(value, message):
-    """Lists and arrays of other lengths, and values that are not numbers, are refused by the completion."""
+def test_other_values_and_lengths_are_refused(value, message):
+    """Turn or token rewards of the wrong length and non-numeric values are refused, and the completion is named."""
     assert read_parts(0, value, function=0, turns=[2], tokens=[3], found=[]) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
         compute_rewards(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)

@@ -1,4 +1,4 @@
-"""from_row, the combinators and the shipped rewards, each against values worked out by hand."""
+"""from_row, the combinators and the shipped rewards, each compared with values computed by hand."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ def messages(texts):
 
 
 def score(fn, completions, *, on_error="raise", **columns):
-    """Scores [N] through compute_rewards."""
+    """Compute scores [N] with compute_rewards."""
     rewards = compute_rewards(
         fn,
         prompts=[f"p{index}" for index in range(len(completions))],
@@ -41,7 +41,7 @@ def score(fn, completions, *, on_error="raise", **columns):
     return rewards.values.ravel().tolist()
 
 
-def test_from_row_sees_the_text_and_the_row_of_each_completion():
+def test_from_row_receives_each_completion_and_its_row():
     seen = []
 
     @from_row
@@ -62,11 +62,11 @@ def divide(completion, row):
 
 
 def some(values):
-    """A reward function with these scores."""
+    """Make a reward function that returns these scores."""
     return lambda completions: list(values)
 
 
-def test_gated_calls_the_second_with_what_passed():
+def test_gated_passes_only_completions_above_the_threshold():
     asked = []
 
     def second(completions, answer):
@@ -79,7 +79,7 @@ def test_gated_calls_the_second_with_what_passed():
     assert score(reward, texts, answer=answer) == pytest.approx([11, -1, np.nan, 14, -1], nan_ok=True)
     assert asked == [(["a", "dddd"], ["v", "y"])]
     assert score(gated(some([0.0, 0.0]), second), ["x", "y"], answer=["v", "w"]) == [0, 0]
-    assert len(asked) == 1, "not called when nothing passed"
+    assert len(asked) == 1, "the second function must not be called if nothing passes"
     with pytest.raises(RewardError, match=r"returned nan; .* for prompt 0 of the batch"):
         score(gated(some([float("nan"), 0.0]), second), ["x", "y"], answer=["v", "w"])
     assert score(gated(gate, second, otherwise=None), texts, answer=answer) == pytest.approx(
@@ -87,7 +87,7 @@ def test_gated_calls_the_second_with_what_passed():
     )
 
 
-def test_combinators_take_the_arguments_of_the_functions_inside():
+def test_combinators_take_the_arguments_of_their_functions():
     def first(completions, answer):
         return [0.0] * len(completions)
 
@@ -98,7 +98,7 @@ def test_combinators_take_the_arguments_of_the_functions_inside():
     with pytest.raises(ValueError, match="reward function 'second' needs the argument 'answer'"):
         check_reward_fns(reward, ["prompt", "level"])
     check_reward_fns(reward, ["prompt", "answer"])
-    # Required by the gate, optional for the second: required.
+    # Required by the gate and optional for the second function, so required.
     with pytest.raises(ValueError, match="needs the argument 'answer'"):
         check_reward_fns(gated(first, lambda completions, answer=None: 0), ["prompt"])
 
@@ -108,13 +108,13 @@ def fives(completions):
 
 
 def combined(fn):
-    """The function inside each combinator, scoring everything as it does itself."""
+    """Wrap a function in each combinator such that its scores do not change."""
     passes = some([1.0, 1.0, 1.0])
     return [clipped(fn, -100, 100), gated(passes, fn), gated(fn, fives)]
 
 
 @pytest.mark.parametrize("outcome", [None, [1.0], [1.0, np.nan, 2.0], [1.0, -np.inf, 2.0], [1.0, "1.0", 2.0]])
-def test_no_combinator_hides_a_bad_value_or_list(outcome):
+def test_combinators_do_not_hide_bad_values_or_lists(outcome):
     message = (
         "for prompt 1 of the batch"
         if isinstance(outcome, list) and len(outcome) == 3
@@ -125,7 +125,7 @@ def test_no_combinator_hides_a_bad_value_or_list(outcome):
             score(reward, ["x"] * 3)
 
 
-def test_a_fault_of_one_row_leaves_the_other_scores_also_in_combinators():
+def test_row_error_keeps_the_other_scores_in_combinators():
     async def later(completion, row):
         return divide(completion, row)
 
@@ -164,7 +164,7 @@ def test_combinators_of_async_functions_are_async():
         assert asyncio.run(reward(completions=texts)) == expected
 
 
-def test_factories_refuse():
+def test_factories_refuse_invalid_arguments():
     for make, message in (
         (lambda: clipped(length, 2, 1), "low=2 must not exceed high=1"),
         (lambda: accuracy_reward(extract="("), r"extract must be a regular expression; got '\(' \(missing \)"),
@@ -183,7 +183,7 @@ def test_accuracy_compares_the_extracted_answer_with_the_column():
     assert scores == pytest.approx([1, 0, 0, 1, 0, np.nan], nan_ok=True)
 
 
-def test_accuracy_extracts_by_function_by_whole_match_or_not_at_all():
+def test_accuracy_extracts_with_a_function_a_pattern_or_neither():
     texts = ["it is 12", "12", "", "13 "]
     last_word = lambda text: (text.split() or [None])[-1]
     for extract, answer, scores in (

@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: every failure, what a limit costs the others, and what a worker cannot do."""
+"""Reward functions in worker processes: failures, limits, their effect on other completions, and refused functions."""
 
 import functools
 import gc
@@ -42,9 +42,9 @@ def score(fn, *, completions=COMPLETIONS, on_error="raise", trainer_state=None, 
 def is_alive(pid):
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between open and read
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between open and read
         return False
-    # A zombie that its new parent has not collected yet has ended too.
+    # A zombie that its new parent has not reaped yet has ended too.
     return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
@@ -81,7 +81,7 @@ def misbehaving():
 
 @pytest.mark.parametrize("how", [*OF_ALL, *OF_ONE])
 def test_fault_matrix(misbehaving, how):
-    """Each is named, concerns its completions only, takes no longer than the limit, and the next call is fine."""
+    """Every fault is named, affects only its completions, respects the timeout, and leaves the next call unaffected."""
     message, started = (OF_ALL | OF_ONE)[how], time.monotonic()
     with pytest.warns(RuntimeWarning, match=f"completions were not scored: .*'misbehave' {message}"):
         scores, stats = score(misbehaving, how=how, on_error="none")
@@ -91,7 +91,7 @@ def test_fault_matrix(misbehaving, how):
     assert score(misbehaving, how="well")[0].tolist() == [1, 2, 3, 4]
 
 
-def test_an_exception_keeps_its_traceback_and_none_is_no_fault(misbehaving):
+def test_exception_keeps_its_traceback_and_none_is_not_an_error(misbehaving):
     with pytest.raises(RewardError, match=r"^reward function 'misbehave' raised KeyError: 'gold'") as caught:
         score(misbehaving, how="raise")
     cause = caught.value.__cause__
@@ -102,7 +102,7 @@ def test_an_exception_keeps_its_traceback_and_none_is_no_fault(misbehaving):
     assert stats["rewards/misbehave/errors"] == 0
 
 
-def test_a_fault_costs_the_completions_of_its_call_only():
+def test_fault_affects_only_the_completions_of_its_call():
     fn = isolated(functions.by_text, timeout=1.0, workers=2, completions_per_call=1)
     texts = ["fine", "hang deaf", "raise", "ok", "exit", "a", "nan", "bb"]
     with pytest.warns(RuntimeWarning, match="4 of 8 completions were not scored: .* for prompt 0 of the batch"):
@@ -116,7 +116,7 @@ def test_a_fault_costs_the_completions_of_its_call_only():
 @pytest.mark.parametrize(
     ("keywords", "sizes"), [({"workers": 2}, [2, 2, 2, 2]), ({"completions_per_call": 3}, [3, 3, 3, 1])]
 )
-def test_the_batch_is_split_and_each_call_gets_the_trainer_state(keywords, sizes):
+def test_batch_is_split_and_each_call_receives_the_trainer_state(keywords, sizes):
     fn = isolated(functions.whole_batch, timeout=10, **keywords)
     scores, _ = score(fn, answer=0.5, trainer_state=TrainerState(global_step=7))
     expected = [100 * size + len(text) + 7.5 for size, text in zip(sizes, COMPLETIONS, strict=True)]
@@ -126,34 +126,34 @@ def test_the_batch_is_split_and_each_call_gets_the_trainer_state(keywords, sizes
 
 def test_workers_are_fresh_interpreters_without_jax_and_are_replaced(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
-    # JAX warns of os.fork by a hook that runs at it, and warnings are errors here; so is this.
+    # JAX only warns about os.fork, from an at-fork hook; here the fork itself must fail the test.
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
     fn = isolated(functions.in_the_worker, timeout=10)
     has_jax, pid, group, on_cpu = map(int, fn(completions=COMPLETIONS))
     assert (has_jax, on_cpu) == (0, 1)
     assert pid == group != os.getpgid(0)
-    assert fn(completions=COMPLETIONS)[1] == pid, "it stays for later calls"
+    assert fn(completions=COMPLETIONS)[1] == pid, "later calls must reuse the worker"
 
     os.kill(pid, signal.SIGKILL)
     assert wait_for(lambda: not is_alive(pid))
     second = int(fn(completions=COMPLETIONS)[1])
-    assert second != pid, "one that died while it was idle is replaced without a failure"
+    assert second != pid, "a worker that died while idle must be replaced"
 
     fn.close()
     assert not is_alive(second)
     third = int(fn(completions=COMPLETIONS)[1])
-    assert third != second, "a call after close starts a new one"
+    assert third != second, "a call after close must start a new worker"
     del fn
     gc.collect()
-    assert wait_for(lambda: not is_alive(third)), "it ends with the function"
+    assert wait_for(lambda: not is_alive(third)), "the worker must end with its function"
 
 
-def test_a_signal_to_all_processes_of_a_run_lets_the_workers_finish():
-    """The run finishes its step, for which it needs the rewards; what the function starts ends as ever."""
+def test_workers_ignore_termination_signals():
+    """Workers ignore a SIGTERM, since the run needs their rewards to finish its step; their child processes do not."""
     assert isolated(functions.is_told_to_end, timeout=10)(completions=["a"]) == [-signal.SIGTERM]
 
 
-def test_processes_that_the_function_started_are_killed_with_it(tmp_path):
+def test_child_processes_are_killed_with_their_worker(tmp_path):
     fn = isolated(functions.starts_a_process, timeout=1.0)
     for text, message in (("hang", "took longer"), ("exit", "ended its worker process")):
         pid_file = tmp_path / text
@@ -194,8 +194,8 @@ def test_workers_end_when_the_parent_is_killed(tmp_path):
     assert wait_for(lambda: not is_alive(int(pid_file.read_text())))
 
 
-def test_a_reply_belongs_to_its_call():
-    """A reply repeats the random number of its call: one that was written for another call is not a score of it."""
+def test_reply_to_a_different_call_is_refused():
+    """A reply must repeat the random number of its call, so a reply written for a different call is refused."""
     fn = isolated(functions.forges, timeout=5, completions_per_call=1)
     refused = "'forges' sent a reply that does not belong to this call"
     with pytest.warns(RuntimeWarning, match=refused):
@@ -206,7 +206,7 @@ def test_a_reply_belongs_to_its_call():
 
 
 @pytest.mark.quick
-def test_it_takes_the_arguments_of_its_function():
+def test_isolated_takes_the_arguments_of_its_function():
     fn = isolated(functions.whole_batch, timeout=10)
     with pytest.raises(ValueError, match="'whole_batch' needs the argument 'answer'"):
         check_reward_fns(fn, ["prompt"])
@@ -215,7 +215,7 @@ def test_it_takes_the_arguments_of_its_function():
         fn(completions=["a"], answer=[lambda: 1])
 
 
-def test_inside_and_around_combinators():
+def test_isolated_works_inside_and_around_combinators():
     divided = isolated(from_row(functions.row_of_worker), timeout=10)
     around = isolated(clipped(from_row(functions.row_of_worker_async), high=3), timeout=1.4)
     scores, _ = score(clipped(gated(format_reward("[bc]+"), divided), high=2), by=3)
@@ -245,7 +245,7 @@ def decorated(fn):
     (functions.length, {"memory_mb": -1}, "memory_mb must be a positive integer; got -1"),
     (functions.length, {"completions_per_call": 0.5}, "completions_per_call must be a positive integer; got 0.5"),
 ])  # fmt: skip
-def test_isolated_refuses(fn, keywords, message):
+def test_isolated_refuses_invalid_arguments(fn, keywords, message):
     with pytest.raises(ValueError, match=message):
         isolated(fn, **({"timeout": 1.0} | keywords))
 
@@ -267,7 +267,7 @@ def test_a_function_that_workers_cannot_import_ends_the_run(tmp_path, monkeypatc
             score(clipped(fn), on_error="none")
 
 
-def test_a_function_of_the_running_script_is_refused():
+def test_function_defined_in_the_running_script_is_refused():
     code = "from grpo_jax.rewards import isolated\ndef reward(completions): ...\nisolated(reward, timeout=1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "fn='reward' is defined in the running script or notebook" in done.stderr

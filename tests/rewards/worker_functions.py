@@ -18,7 +18,7 @@ def length(completions):
 
 
 def whole_batch(completions, answer, trainer_state=None):
-    """A score that depends on how the batch was cut: number of completions, step, length and answer at once."""
+    """Return scores that encode the number of completions in the call, the step, and each length and answer."""
     start = 100 * len(completions) + (0 if trainer_state is None else trainer_state.global_step)
     return [start + len(text) + truth for text, truth in zip(completions, answer, strict=True)]
 
@@ -29,7 +29,7 @@ def slow_when_long(completions):
 
 
 def is_told_to_end(completions):
-    """Its process gets a SIGTERM, and so does one that it has started; how that one ended."""
+    """Send SIGTERM to this process and to a child process, and return the child's exit code."""
     os.kill(os.getpid(), signal.SIGTERM)
     child = subprocess.Popen(["sleep", "60"])
     child.terminate()
@@ -37,12 +37,12 @@ def is_told_to_end(completions):
 
 
 def in_the_worker(completions):
-    """Facts of the worker's process, as numbers."""
+    """Return properties of the worker process as numbers."""
     return [float("jax" in sys.modules), os.getpid(), os.getpgid(0), float(os.environ["JAX_PLATFORMS"] == "cpu")]
 
 
 def by_text(completions):
-    """Each completion says what happens to it."""
+    """Do for each completion what its text says."""
     return [misbehave([text], [text])[0] for text in completions]
 
 
@@ -72,7 +72,7 @@ def writes_its_pid_and_hangs(completions, pid_file):
 
 
 def forges(completions):
-    """Write a reply to the next call to the pipe of the replies."""
+    """Write a forged reply to the next call into the reply pipe."""
     from pebble.common import Result, ResultStatus
     from pebble.pool.process import TaskResult, WorkerChannel, WorkerTask
 
@@ -103,7 +103,7 @@ def hang_deaf(completions):
 
 ACTIONS = {
     "raise": lambda completions: throw(KeyError("gold")),
-    # One call that keeps the interpreter lock: no signal handler and no other thread runs.
+    # One C call that holds the GIL, so that no signal handler and no other thread runs.
     "hang in C": lambda completions: re.match(r"(a+)+$", "a" * 64 + "b"),
     "hang deaf": hang_deaf,
     "slow async": lambda completions: asyncio.sleep(600),
@@ -111,7 +111,7 @@ ACTIONS = {
     "nan": lambda completions: [float("nan"), *length(completions)[1:]],
     "huge text": lambda completions: "x" * 5_000_000,
     "message without end": lambda completions: throw(ValueError("y" * 5_000_000)),
-    # Zeros that no page is given for: the limit counts addresses, the machine is spared.
+    # Zeros use address space, which the limit counts, but no physical memory.
     "memory": lambda completions: [bytes(2**22) for _ in itertools.count()],
     "exit": lambda completions: os._exit(3),
     "kill": lambda completions: os.kill(os.getpid(), signal.SIGKILL),

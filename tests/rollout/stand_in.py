@@ -1,7 +1,7 @@
-"""A stand-in for a vLLM server: the requests that `engines.vllm` makes, a tiny model behind them, and faults on demand.
+"""A fake vLLM server: it answers the requests of `engines.vllm` with a tiny model and produces faults on demand.
 
-It behaves like vLLM 0.32: `reload_weights` leaves a tied head unchanged unless the file has it under its own name, an
-adapter has to be loaded before it is requested, and a restarted server has its first weights.
+It behaves like vLLM 0.32: `reload_weights` leaves a tied head unchanged unless the file stores it under its own name,
+an adapter must be loaded before it is requested, and a restarted server has its initial weights.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ def _logits(model, params, head, tokens):
 
 
 class StandIn:
-    """`with StandIn(policy) as server:` serves at `server.url`; `requests` has (path, body) of all.
+    """A fake server: `with StandIn(policy) as server:` serves at `server.url`; `requests` lists all (path, body).
 
     Attributes:
-      fault: `fault(path, body, n)` of the n-th request: None, a status, "hang", "drop" (the connection), "abort",
-        "alien" (a token of another vocabulary), "early" (an end without a reason).
-      late: tokens drawn after a stop text.
+      fault: `fault(path, body, n)` returns the fault for the n-th request: None, a status, "hang", "drop" (close the
+        connection), "abort", "alien" (a token outside the vocabulary) or "early" (end a completion without a reason).
+      late: number of tokens drawn after a stop string.
       deaf_head: whether a reload leaves the head unchanged.
-      drawn: (version of the weights, body) of each completion, in the order of their requests.
+      drawn: (weight version, body) of each completion, in request order.
     """
 
     def __init__(self, base, *, key=None):
@@ -60,7 +60,7 @@ class StandIn:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self):
-        """Begin to serve, by the weights it was made with; at the port of before."""
+        """Start serving the initial weights, after a restart on the same port."""
         self.params = self.head = self.base.params
         self.adapters, self.version, self.paused, self._open = {}, "default", False, set()
         handler = type("Handler", (_Handler,), {"server_of": self})
@@ -69,7 +69,7 @@ class StandIn:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self):
-        """End at once: every connection is broken off."""
+        """Stop at once and close all open connections."""
         self._server.shutdown()
         self._server.server_close()
         for one in list(self._open):
@@ -80,7 +80,7 @@ class StandIn:
         return [body for asked, body in self.requests if asked.split("?")[0] == path]
 
     def answer(self, path, body):
-        """(status, content) of a request."""
+        """Return (status, content) for a request."""
         path = path.split("?")[0]
         if path == "/health":
             return 200, {}
@@ -94,7 +94,7 @@ class StandIn:
         return self.change(path, body), {}
 
     def change(self, path, body):
-        """The status of a request that changes something."""
+        """Apply a request that changes the server's state, and return the status."""
         if path == "/v1/load_lora_adapter":
             loaded = load_lora(body["lora_path"], self.base)
             self.adapters[body["lora_name"]] = loaded.model, loaded.params
@@ -103,7 +103,7 @@ class StandIn:
         elif path in ("/pause", "/resume"):
             self.paused = path == "/pause"
         elif path == "/collective_rpc":
-            assert self.paused, "weights change under requests"
+            assert self.paused, "the weights were changed without a pause"
             self.reload(body["kwargs"]["weights_path"])
         elif path == "/update_weight_version" and self.says_version:
             self.version = body["new_version"]
@@ -145,7 +145,7 @@ class StandIn:
             log_probs.append(float(jax.nn.log_softmax(jnp.asarray(logits if self.raw else cut))[token]))
             if token in body.get("stop_token_ids", ()):
                 break
-            # As vLLM does: in characters, those that are whole, and without special tokens.
+            # Like vLLM, search the text of complete characters without special tokens.
             text = self.base.tokenizer.decode(drawn, skip_special_tokens=True).rstrip("\ufffd")
             if found is None and any(one in text for one in body.get("stop", ())):
                 found = len(drawn)
@@ -156,7 +156,7 @@ class StandIn:
         choice["logprobs"] = {"token_logprobs": log_probs}
         if given is not None:
             l, k = np.asarray(jax.nn.log_softmax(jnp.asarray(given), axis=-1)), body["prompt_logprobs"]
-            told = [[t, *np.argsort(-l[i])[:k].tolist()] for i, t in enumerate(ids[1:])]  # the token's own first
+            told = [[t, *np.argsort(-l[i])[:k].tolist()] for i, t in enumerate(ids[1:])]  # the prompt token first
             choice["prompt_logprobs"] = [
                 None,
                 *({str(t): {"logprob": float(l[i, t])} for t in tokens} for i, tokens in enumerate(told)),

@@ -1,4 +1,4 @@
-"""The programs of a decode: what they do not hold, copy, send or wait for."""
+"""Compiled decode programs: memory, copies, collectives and synchronization with the host."""
 
 import functools
 import re
@@ -25,7 +25,7 @@ COLLECTIVE = re.compile(r"= \(?([^=]*?)\)? (?:all-gather|all-reduce|all-to-all|c
 
 
 def dimensions(shapes):
-    """The dimensions of each array of a collective, as HLO writes them."""
+    """Parse the dimensions of each array in a collective from its HLO shapes."""
     return [[int(n) for n in dims.split(",") if n] for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)]
 
 
@@ -33,8 +33,8 @@ CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 @pytest.mark.parametrize(("axes", "tied"), [({"fsdp": 8}, True), ({"data": 8}, True), (CUBE, True), (CUBE, False)])
-def test_devices_of_a_mesh_exchange_no_logits_and_no_predicates(axes, tied):
-    """64 completions of a vocabulary of 4096: what goes around is a block of it for each, and sums."""
+def test_devices_exchange_neither_logits_nor_predicates(axes, tied):
+    """In a decode step, devices exchange sums and one block of the vocabulary per completion, not all logits."""
     width, mesh = 48, make_mesh(axes)
     model = Transformer(TransformerConfig(V, width, 96, 1, 4, 2, 16, tie_word_embeddings=tied, mesh=mesh))
     sizes = {"num_generations": 4, "max_completion_length": 17}
@@ -42,17 +42,17 @@ def test_devices_of_a_mesh_exchange_no_logits_and_no_predicates(axes, tied):
     text = lower_call(call).compile().as_text()
     collectives = COLLECTIVE.findall(text)
     assert collectives or axes == {"data": 8}
-    assert not any("pred" in shapes for shapes in collectives), "a step exchanges no predicates"
+    assert not any("pred" in shapes for shapes in collectives), "a step must not exchange predicates"
     of_the_head = {width // n for n in (1, 2, 4, 8)}
     for dims in (dims for shapes in collectives for dims in dimensions(shapes)):
         large = max(dims, default=0) >= V // 8
-        assert not large or of_the_head & set(dims), f"{dims}: the head's weights may be moved, once a burst; no logits"
-    assert f'"known_trip_count":{{"n":"{BURST}"}}' in text, "the host has nothing to look at"
+        assert not large or of_the_head & set(dims), f"{dims}: only the head's weights may be moved, once per burst"
+    assert f'"known_trip_count":{{"n":"{BURST}"}}' in text, "the number of steps must be static"
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("vocab", [24, 258, 4096, 1187 * 128])
-def test_blocks_cover_a_vocabulary_whatever_the_devices(vocab):
+def test_blocks_cover_the_vocabulary(vocab):
     blocks, width = vocabulary_blocks(vocab)
     assert blocks * width >= vocab > (blocks - 1) * width
     if vocab % 64 == 0:
@@ -61,7 +61,7 @@ def test_blocks_cover_a_vocabulary_whatever_the_devices(vocab):
 
 
 @pytest.mark.parametrize(("vocab", "axis"), [(258, -1), (4096, 0)])
-def test_a_block_found_by_a_sum_is_the_one_found_by_its_index(vocab, axis):
+def test_block_found_by_sum_equals_block_found_by_index(vocab, axis):
     rng = np.random.default_rng(0)
     logits = np.where(rng.random((50, vocab)) < 0.3, -np.inf, rng.normal(0, 3, (50, vocab))).astype(np.float32)
     u = rng.random((50, 2), np.float32)
@@ -79,14 +79,14 @@ def stream_of(model, params, groups=4, width=2, slots=20):
     return prompts, keys, stream
 
 
-def test_a_refill_leaves_the_cache_and_the_other_groups_in_place():
+def test_refill_keeps_the_cache_and_other_groups_in_place():
     model, params = tiny_model(layers=1)
     prompts, keys, stream = stream_of(model, params)
     some = jax.tree.map(lambda x: x[:1], (prompts, keys))
     given = (as_argument(model), params, stream.replace(cache=()), *some, np.array([2]), 7)
     compiled = refill.lower(*given, settings=DecodeSettings()).compile().memory_analysis()
     held = sum(x.nbytes for x in jax.tree.leaves(stream.replace(cache=(), keys=None)))
-    assert compiled.alias_size_in_bytes >= held, "the other groups' prompts stay where they are"
+    assert compiled.alias_size_in_bytes >= held, "the other groups' prompts must not be copied"
     new, _ = refill(*given, settings=DecodeSettings())
     assert new.start.tolist() == [0, 0, 7, 0]
     assert new.cache == ()

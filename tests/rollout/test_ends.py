@@ -1,4 +1,4 @@
-"""Where a turn ends: the bytes of tokens for every kind of tokenizer, and ends that are refused."""
+"""Ends of turns: token bytes for every kind of tokenizer, stop strings, and tokenizers that are refused."""
 
 import numpy as np
 import pytest
@@ -20,10 +20,10 @@ def ids_of(tokenizer, text):
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "ends of words"])
-def test_the_bytes_of_tokens_make_the_text_that_is_decoded(name):
-    """Behind another text, since some tokenizers take the first space away; characters of several tokens among them."""
+def test_token_bytes_join_to_the_decoded_text(name):
+    """Token bytes join to the decoded text, including characters that span several tokens."""
     tokenizer = FAMILIES[name]()
-    pieces, before = token_bytes(tokenizer), ids_of(tokenizer, "a")
+    pieces, before = token_bytes(tokenizer), ids_of(tokenizer, "a")  # some tokenizers strip a leading space
     for text in TEXTS:
         ids = [i for i in ids_of(tokenizer, text) if i not in special_tokens(tokenizer)]
         joined = b"".join(pieces[i] for i in (*before, *ids)).decode()
@@ -32,7 +32,7 @@ def test_the_bytes_of_tokens_make_the_text_that_is_decoded(name):
         assert pieces[index] == b""
 
 
-def test_tokens_that_change_their_neighbours_are_refused():
+def test_context_dependent_tokens_are_refused():
     with pytest.raises(ValueError, match=r"stop=\['a'\]: .*decodes tokens differently depending on.*stop_token_ids"):
         stops_of(FAMILIES["ends of words"](), ["a"])
     odd = Tokenizer(models.BPE({"<s>": 0, "a": 1, "€\ufffd": 2, "¿Ā€": 3}, []))
@@ -41,18 +41,18 @@ def test_tokens_that_change_their_neighbours_are_refused():
         token_bytes(fast(odd))
 
 
-def test_a_text_is_found_where_it_is_spelt_by_other_tokens_and_with_its_space():
+def test_stop_string_is_found_across_token_boundaries():
     tokenizer = FAMILIES["sentencepiece"]()
     stops = stops_of(tokenizer, ["café", " time"])
-    assert stops is stops_of(tokenizer, ("café", " time")), "seconds, for a large vocabulary"
+    assert stops is stops_of(tokenizer, ("café", " time")), "stops must be cached: a large vocabulary takes seconds"
     vocabulary = tokenizer.get_vocab()
     spelt = [vocabulary[name] for name in ("▁a", "<0x63>", "a", "<0x66>", "<s>", "<0xC3>", "<0xA9>", ".")]
     assert stops.end_of(np.array(spelt)) == 7
-    assert stops.end_of(np.array([vocabulary["▁time"]])) == 1, "the first of a text, whose space decoding takes away"
+    assert stops.end_of(np.array([vocabulary["▁time"]])) == 1, "decoding strips the space of the first token"
     assert stops.end_of(np.array([vocabulary["time"], vocabulary["▁a"]])) is None
 
 
-def test_a_turn_is_cut_short_that_is_long_and_has_not_ended():
+def test_long_turn_without_an_end_is_cut_short():
     tokenizer = FAMILIES["bytes"]()
     turn, eos = np.array(ids_of(tokenizer, "abc")), [tokenizer.eos_token_id]
     for ends, expected in (
@@ -68,7 +68,7 @@ def test_a_turn_is_cut_short_that_is_long_and_has_not_ended():
     assert not TurnEnds(max_turn_length=3).cut_short(np.append(turn[:2], eos), tokenizer, eos)
 
 
-def test_behind_a_turn_without_an_eos_the_observation_has_it():
+def test_observation_adds_the_eos_that_the_turn_lacks():
     tokenizer, ends = family("hermes")
     said = [{"role": "user", "content": "and then?"}]
     template = ChatTemplate(tokenizer, eos_token_ids=ends)

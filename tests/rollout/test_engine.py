@@ -1,4 +1,4 @@
-"""A server behind `sampler`: its weights follow, both sides score alike, and no fault of it is learned from."""
+"""A vLLM server as the sampler: weights are synchronized, log-probs agree, and faulty responses are not trained on."""
 
 import gc
 import threading
@@ -47,8 +47,8 @@ def draws(engine, policy=POLICY, params=None, prompts=("ab", "c"), key=0, **sett
     return engine(policy, policy.params if params is None else params, encoded, jax.random.key(key), **every)
 
 
-def test_the_weights_of_every_step_are_what_it_samples_from(server, tmp_path):
-    """Two updates: log-probs of the probe and of the completions are the trainer's; the tied head's too."""
+def test_server_samples_from_the_latest_weights(server, tmp_path):
+    """After each update the server samples from the new weights, tied head included: log-probs equal the trainer's."""
     engine = vllm(server.url, directory=str(tmp_path))
     lines = run(engine, max_steps=2)
     assert len(lines) == 2
@@ -56,16 +56,16 @@ def test_the_weights_of_every_step_are_what_it_samples_from(server, tmp_path):
         assert line["sampler/probe_gap_max"] < 1e-4
         assert line["sampler/log_prob_difference_max"] < 1e-4
         assert line["sampler_gap"] < 1e-4
-    assert server.most > 1  # in flight together
+    assert server.most > 1  # requests ran concurrently
     assert len(server.posts("/collective_rpc")) == len(server.posts("/reset_prefix_cache")) == 2
     (kept,) = tmp_path.iterdir()
-    assert len(list(kept.iterdir())) == 1  # versions before are gone
+    assert len(list(kept.iterdir())) == 1  # earlier versions were deleted
     del engine
     gc.collect()
     assert not kept.exists()
 
 
-def test_adapters_are_loaded_under_new_names(server):
+def test_each_adapter_is_loaded_under_a_new_name(server):
     engine, prompts = vllm(server.url), make_prompts([POLICY.tokenizer(text)["input_ids"] for text in ("ab", "c")])
     for step in range(2):
         params = jax.tree.map(lambda x, step=step: x + 0.1 * step, ADAPTED.params)
@@ -74,11 +74,11 @@ def test_adapters_are_loaded_under_new_names(server):
         assert engine.measured["sampler/probe_gap_max"] < 1e-4
     names = [body["lora_name"] for body in server.posts("/v1/load_lora_adapter")]
     assert len(set(names)) == len(names) == 2
-    assert len(server.adapters) == 1  # the first one is unloaded
+    assert len(server.adapters) == 1  # the first was unloaded
     assert {body["model"] for body in server.posts("/v1/completions")} == set(names)
 
 
-def test_a_head_that_keeps_the_old_weights_ends_the_batch(server):
+def test_outdated_head_ends_the_batch(server):
     engine, moved = vllm(server.url), jax.tree.map(lambda x: x, POLICY.params)
     draws(engine)
     server.deaf_head = True
@@ -87,16 +87,16 @@ def test_a_head_that_keeps_the_old_weights_ends_the_batch(server):
         draws(engine, params=moved)
 
 
-def test_a_server_of_another_model_is_refused_before_it_samples():
+def test_server_with_a_different_base_model_is_refused():
     with StandIn(tiny_policy(seed=3)) as other, pytest.raises(EngineError, match="the policy's base model"):
         draws(vllm(other.url), ADAPTED)
-    # Of whole weights it gets the run's.
+    # Without an adapter, the server receives all of the run's weights.
     with StandIn(tiny_policy(seed=3)) as other:
         draws(vllm(other.url))
 
 
 @pytest.mark.quick
-def test_draws_follow_from_key_and_number_alone(server):
+def test_draws_depend_only_on_key_and_prompt_index(server):
     engine = vllm(server.url)
     whole = draws(engine)
     alone = draws(engine, prompts=("c",), prompt_indices=np.array([1]))
@@ -108,7 +108,7 @@ def test_draws_follow_from_key_and_number_alone(server):
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_requests_have_the_settings_of_the_run(server):
+def test_requests_contain_the_sampling_settings(server):
     draws(vllm(server.url), temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
     body = server.posts("/v1/completions")[-2]
     asked = {name: body[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
@@ -118,16 +118,16 @@ def test_requests_have_the_settings_of_the_run(server):
 
 
 @pytest.mark.quick
-def test_log_probs_of_another_distribution_are_refused_at_the_first_request(server):
+def test_raw_log_probs_are_refused_at_the_first_request(server):
     server.raw = True
-    draws(vllm(server.url))  # at temperature 1 and uncut the two are one
+    draws(vllm(server.url))  # at temperature 1 without truncation both are equal
     for settings in ({"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}):
         with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
             draws(vllm(server.url), **settings)
 
 
 def nth(path, wrong, *numbers):
-    """A fault of the n-th requests of a path."""
+    """Return a fault function that returns `wrong` for the numbered requests to a path."""
     count, lock = iter(range(10**6)), threading.Lock()
 
     def fault(asked, body, n):
@@ -139,7 +139,7 @@ def nth(path, wrong, *numbers):
     return fault
 
 
-def test_a_server_that_is_not_there_is_waited_for_and_then_named(server):
+def test_missing_server_is_waited_for_and_then_reported(server):
     server.stop()
     with (
         pytest.warns(UserWarning, match="Waiting up to 0.3 s for the server"),
@@ -157,26 +157,26 @@ def test_a_server_that_is_not_there_is_waited_for_and_then_named(server):
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*Waiting up to")
 @pytest.mark.parametrize("fault", [503, "hang", "abort", "drop"])
-def test_a_request_that_fails_once_is_sent_again(server, fault):
+def test_failed_request_is_retried(server, fault):
     expected, asked = draws(vllm(server.url)), len(server.posts("/v1/completions"))
     server.fault = nth("/v1/completions", fault, 4)
     np.testing.assert_array_equal(draws(vllm(server.url, timeout=1)).tokens, expected.tokens)
-    assert len(server.posts("/v1/completions")) > 2 * asked, "one was asked for again"
+    assert len(server.posts("/v1/completions")) > 2 * asked, "the failed request must be retried"
 
 
 @pytest.mark.filterwarnings("ignore:.*Waiting up to")
 @pytest.mark.parametrize(
     ("fault", "patience", "message"), [(429, 0.2, "returned status 429"), ("drop", 5, "failure 4 in one batch")]
 )
-def test_a_server_that_fails_again_and_again_is_given_up(server, fault, patience, message):
+def test_repeated_failures_end_the_batch(server, fault, patience, message):
     server.fault = lambda path, body, n: fault if path == "/v1/completions" and body["max_tokens"] > 1 else None
     with pytest.raises(EngineError, match=message):
         draws(vllm(server.url, patience=patience))
 
 
 @pytest.mark.parametrize("policy", [POLICY, ADAPTED], ids=["whole", "lora"])
-def test_a_server_started_again_in_the_middle_of_a_batch_gets_the_weights_again(server, policy):
-    """It comes back with the weights that it began with: the batch is drawn by the run's."""
+def test_server_restarted_during_a_batch_receives_the_weights_again(server, policy):
+    """A server that restarts with its initial weights during a batch still samples with the run's weights."""
     moved = jax.tree.map(lambda x: x + 0.05, policy.params)
     expected, drops = draws(vllm(server.url), policy, params=moved), nth("/v1/completions", "drop", 4)
 
@@ -195,7 +195,7 @@ def test_a_server_started_again_in_the_middle_of_a_batch_gets_the_weights_again(
 
 
 @pytest.mark.parametrize("version", [True, False], ids=["says its version", "by the probe alone"])
-def test_a_server_started_again_without_a_broken_request_is_noticed(server, version):
+def test_restart_between_requests_is_detected(server, version):
     server.says_version = version
     moved = jax.tree.map(lambda x: 1.1 * x, POLICY.params)
     engine = vllm(server.url)
@@ -207,7 +207,7 @@ def test_a_server_started_again_without_a_broken_request_is_noticed(server, vers
     def fault(path, body, n):
         if path == "/v1/completions" and body["max_tokens"] == T and engine.measured.get("seen") is None:
             engine.measured["seen"] = 1.0
-            server.params, server.version = POLICY.params, "default"  # in the middle of one
+            server.params, server.version = POLICY.params, "default"  # during a batch
 
     server.fault = fault
     with pytest.warns(UserWarning, match="was restarted and no longer holds"):
@@ -223,13 +223,13 @@ def test_a_server_started_again_without_a_broken_request_is_noticed(server, vers
         ("early", {"stop": ["never"], "eos_token_ids": ()}, "1 of 8 tokens with finish_reason 'stop'.*no stop string"),
     ],
 )
-def test_answers_that_cannot_be_learned_from_end_the_run(server, fault, how, message):
+def test_unusable_responses_end_the_run(server, fault, how, message):
     server.fault = nth("/v1/completions", fault, *range(3, 8))
     with pytest.raises((EngineError, ValueError), match=message):
-        (run if fault == "alien" else draws)(vllm(server.url), **how)  # a run checks the vocabulary
+        (run if fault == "alien" else draws)(vllm(server.url), **how)  # `train` checks the vocabulary
 
 
-def test_a_server_with_too_short_sequences_is_refused_before_sampling(server):
+def test_too_small_max_model_len_is_refused_before_sampling(server):
     server.room = 9
     with pytest.raises(EngineError, match=r"limited to 9 tokens, .* may have 10; start it with --max-model-len 10"):
         draws(vllm(server.url))
@@ -238,7 +238,7 @@ def test_a_server_with_too_short_sequences_is_refused_before_sampling(server):
         draws(vllm(server.url, model="other"))
 
 
-def test_a_key_comes_from_the_environment_and_stays_there(server, monkeypatch):
+def test_api_key_is_read_from_the_environment_and_not_stored(server, monkeypatch):
     server.key = "not-to-be-seen"
     engine = vllm(server.url, api_key_env="SOME_KEY")
     with pytest.raises(EngineError, match=r"returned status 401.*environment variable SOME_KEY"):
@@ -251,10 +251,10 @@ def test_a_key_comes_from_the_environment_and_stays_there(server, monkeypatch):
 STOP = [*"acegikmoqsuwy", "d\u00e9", "f "]
 
 
-def test_both_engines_keep_the_same_tokens_of_every_turn(server):
-    """Greedy; turns end by texts, which the environment also says and the server draws past, by an id and a length.
+def test_both_engines_keep_the_same_turn_tokens(server):
+    """The server and the local sampler keep the same tokens of each greedy turn, whatever ends the turn.
 
-    A turn whose server was lost is drawn again, and no environment hears anything twice.
+    Observations contain stop strings, and the server draws past them. A lost turn is drawn again but answered once.
     """
 
     class Talks(Game):
@@ -275,7 +275,7 @@ def test_both_engines_keep_the_same_tokens_of_every_turn(server):
     assert STOP in [body.get("stop") for body in server.posts("/v1/completions")]
 
 
-def test_a_stop_breaks_the_sampling_off(server):
+def test_interrupt_stops_sampling(server):
     class Stopped(Exception):
         pass
 

@@ -1,4 +1,4 @@
-"""What a server may send: answers that end late or never, answers of another form, and its own key."""
+"""Faulty server responses: unfinished, too long, malformed, or containing the API key."""
 
 import contextlib
 import socket
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.quick
 
 @contextlib.contextmanager
 def serving(answer):
-    """The address of a server that sends what `answer(request)` yields, until the client has gone."""
+    """Yield the address of a server that sends what `answer(request)` yields until the client disconnects."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve():
-            with contextlib.suppress(OSError):  # the test is over
+            with contextlib.suppress(OSError):  # raised when the test closes the socket
                 while True:
                     connection, _ = listening.accept()
                     with connection, contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ CHUNKED = "Transfer-Encoding: chunked"
     ],
     ids=["endless", "long", "length", "chunk", "negative chunk", "deep", "digits", "deep refusal"],
 )
-def test_answers_that_cannot_be_read_are_an_error_with_the_servers_name(answer, kind, message):
+def test_unreadable_response_error_contains_the_url(answer, kind, message):
     with serving(lambda _: [answer]) as url, pytest.raises(kind, match=message) as caught:
         Client(url).request("/v1/models")
     assert f"{url}/v1/models" in str(caught.value)
@@ -71,8 +71,8 @@ def test_answers_that_cannot_be_read_are_an_error_with_the_servers_name(answer, 
     ],
     ids=["body", "endless", "chunks", "status", "100 Continue"],
 )
-def test_the_timeout_is_the_time_of_a_whole_answer(begin, piece):
-    """However often a server sends a byte, an answer that is not whole at the timeout is given up."""
+def test_timeout_covers_the_whole_response(begin, piece):
+    """A response that is incomplete at the timeout is abandoned, even if bytes keep arriving."""
 
     def answer(_):
         yield begin
@@ -87,7 +87,7 @@ def test_the_timeout_is_the_time_of_a_whole_answer(begin, piece):
 
 
 @pytest.mark.parametrize("begin", [of(200, b"{", "Connection: close"), of(400, b"", "Connection: close"), b""])
-def test_a_key_that_a_server_sends_back_is_in_no_message(begin, monkeypatch):
+def test_echoed_api_key_is_not_in_the_message(begin, monkeypatch):
     monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen")
     back = lambda request: [begin + request[request.index(b"Authorization") :]]
     with serving(back) as url, pytest.raises(EngineError, match=r"Bearer \*\*\*") as caught:
@@ -95,7 +95,7 @@ def test_a_key_that_a_server_sends_back_is_in_no_message(begin, monkeypatch):
     assert "not-to-be-seen" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_key_that_no_header_can_have_is_not_shown(monkeypatch):
+def test_invalid_api_key_is_not_shown(monkeypatch):
     monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen\nX-Other: 1")
     with pytest.raises(EngineError, match="the environment variable SOME_KEY must be printable ASCII") as caught:
         Client("http://127.0.0.1:9", api_key_env="SOME_KEY").request("/v1/models")
@@ -103,7 +103,7 @@ def test_a_key_that_no_header_can_have_is_not_shown(monkeypatch):
 
 
 class Answering:
-    """A client whose server answers every request alike."""
+    """A client that returns the same response to every request."""
 
     base_url = "http://here"
 
@@ -167,14 +167,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("ask", "answer", "message"), BAD)
-def test_an_answer_of_another_form_is_an_error_that_says_where(ask, answer, message):
+def test_malformed_response_error_names_the_field(ask, answer, message):
     with pytest.raises(EngineError, match=message) as caught:
         ask(answer)
-    assert not isinstance(caught.value, Lost), "asking again would not help"
+    assert not isinstance(caught.value, Lost), "a retry would not help"
     assert "http://here" in str(caught.value)
 
 
-def test_an_answer_of_the_right_form_is_read():
+def test_well_formed_response_is_parsed():
     assert drawn(choices()) == ([3, 4], [-1.0, 0], False)
     assert scored(choices()) == [{4: -1.0}]
     found({"data": [{"id": "base", "root": "base", "parent": None, "max_model_len": 8}]})

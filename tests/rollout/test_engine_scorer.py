@@ -1,4 +1,4 @@
-"""A server as the teacher of a run: its log-probs are those of its weights, and no fault of it is learned from."""
+"""A vLLM server as the teacher: its log-probs match its weights, and unsuitable settings or models are refused."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def server():
 
 
 def texts():
-    """Prompts and completions of several lengths; the last completion has three observed tokens in it."""
+    """Return prompts and completions of several lengths; the last completion contains three observed tokens."""
     rng = np.random.default_rng(0)
     lengths, counts = np.array([2, 4], np.int32), np.array([[3, 6, 1], [6, 2, 5]])
     present = np.arange(6) < counts[..., None]
@@ -46,7 +46,7 @@ def texts():
 
 
 def whole(teacher, prompts, completions):
-    """[B, G, T, V] log-probs at every token, each text written out behind its prompt."""
+    """Compute the log-probs [B, G, T, V] at every completion token, given its prompt, without a cache."""
     b, g, t = completions.tokens.shape
     rows, begins = join_rows(prompts, completions.tokens)
     l = jax.nn.log_softmax(jax.jit(teacher.model.apply)({"params": teacher.params}, rows))
@@ -55,14 +55,14 @@ def whole(teacher, prompts, completions):
 
 
 @pytest.mark.quick
-def test_log_probs_are_those_of_the_teacher_after_each_prompt(server):
+def test_log_probs_equal_the_teachers(server):
     prompts, completions = texts()
     l = whole(TEACHER, prompts, completions)
     alone = vllm_scorer(server.url).score(prompts, completions)
     told = vllm_scorer(server.url, top_k=5).score(prompts, completions)
     mask, own = completions.mask, np.take_along_axis(l, completions.tokens[..., None], -1)[..., 0]
     assert alone.top_ids is None
-    assert server.most > 1  # in flight together
+    assert server.most > 1  # requests ran concurrently
     for one in (alone, told):
         assert one.log_probs.dtype == np.float32
         np.testing.assert_allclose(one.log_probs[mask], own[mask], atol=1e-5)
@@ -85,7 +85,7 @@ def test_log_probs_are_those_of_the_teacher_after_each_prompt(server):
         ({}, {"tokenizer": "other"}, r"both must have get_vocab\(\)"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_before_sampling(server, config, given, message):
+def test_unsuitable_settings_are_refused_before_sampling(server, config, given, message):
     with pytest.raises((EngineError, ValueError), match=message):
         train(POLICY, ROWS, [], dataclasses.replace(CONFIG, **config), teacher=vllm_scorer(server.url, **given))
     assert not [body for body in server.posts("/v1/completions") if len(body["prompt"]) > 3]
@@ -93,7 +93,7 @@ def test_settings_that_do_not_fit_are_refused_before_sampling(server, config, gi
 
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*Waiting up to")
-def test_a_server_that_comes_back_with_another_model_is_refused(server):
+def test_server_that_changes_its_model_is_refused(server):
     prompts, completions = texts()
     scorer, answer = vllm_scorer(server.url, model="base"), server.answer
     scorer.score(prompts, completions)

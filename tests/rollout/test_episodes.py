@@ -1,4 +1,4 @@
-"""Episodes: what is said between the turns of a completion, by tools and by environments, well-behaved or not."""
+"""Episodes: responses of tools and environments between the turns of a completion, including their failures."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}], "target": 7}
 
 
 class Guess:
-    """An environment that speaks text."""
+    """An environment that responds with text."""
 
     def reset(self, target, **row):
         self.target, self.heard = target, []
@@ -83,7 +83,7 @@ def chat_interaction(factory=Sums, name="hermes", **settings):
 
 
 def shown_with(interaction, rows):
-    """The prompts of rows with their tools, as text."""
+    """Render the prompts of rows, with their tools, as text."""
     data = encode_prompts(rows, interaction.tokenizer, tools=[interaction.schemas(row) for row in rows])
     return [interaction.tokenizer.decode(x) for x in data.token_ids]
 
@@ -98,7 +98,7 @@ def begun(interaction, row=ROW):
     return episode
 
 
-def test_an_environment_receives_each_turn_and_a_cut_last_turn_is_recorded():
+def test_turns_reach_the_environment_and_a_cut_last_turn_is_recorded():
     interaction = interaction_of(Guess)
     tokenizer = interaction.tokenizer
     with Episodes(interaction, [ROW], 1, [0]) as episodes:
@@ -115,11 +115,11 @@ def test_an_environment_receives_each_turn_and_a_cut_last_turn_is_recorded():
     assert played.reward == 2.0
     assert played.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "12")]
     assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
-    assert Played.from_json(played.to_json()[:4]).lengths == (), "of an earlier version"
+    assert Played.from_json(played.to_json()[:4]).lengths == (), "records of earlier versions have no lengths"
     assert metrics_of([played])["turns/mean"] == metrics_of([played])["turns/max"] == 3.0
 
 
-def test_a_turn_is_decoded_after_the_prompt_and_the_observation():
+def test_turn_is_decoded_in_context():
     tokenizer = sentencepiece()
     rows = [{"prompt": "Once upon", "target": 7}]
     one, two, three = (ids(tokenizer, text) for text in ("a", "time", "there was"))
@@ -132,8 +132,8 @@ def test_a_turn_is_decoded_after_the_prompt_and_the_observation():
         assert episodes.all[0].environment.heard == [" a", " time", " there was"]
 
 
-def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
-    """So a call that the prefill opens is made, and the message is whole."""
+def test_first_turn_includes_the_prefill():
+    """The first turn includes the prefill, so that a tool call opened there is complete."""
     interaction = chat_interaction()
     tokenizer = interaction.tokenizer
     prompt = [*CHAT["prompt"], {"role": "assistant", "content": "<tool_call>"}]
@@ -148,10 +148,10 @@ def test_a_conversation_that_ends_in_a_prefill_has_it_in_its_first_turn():
 
 
 @pytest.mark.parametrize(("last", "end"), [(0.5, 2.5), (None, 2.0), (-1, 1.0)])
-def test_respond_may_return_a_reward_of_the_turn(last, end):
+def test_respond_may_return_a_turn_reward(last, end):
     class Scored:
         def __init__(self):
-            self.answers = iter([("go", 1), "go", [None, np.float32(2.0)]])  # a list will do
+            self.answers = iter([("go", 1), "go", [None, np.float32(2.0)]])  # a list is accepted too
 
         def respond(self, text):
             return next(self.answers)
@@ -165,7 +165,7 @@ def test_respond_may_return_a_reward_of_the_turn(last, end):
     assert episode.reward() == [1.0, 0.0, end]
     cut = begun(interaction_of(Scored))
     cut.answer(np.array([5, 1]), 50)
-    cut.note(np.array([5]))  # a last turn that had no room to end
+    cut.note(np.array([5]))  # a last turn cut by the length limit
     assert cut.reward() == [1.0, last or 0.0]
 
 
@@ -179,7 +179,7 @@ def test_respond_may_return_a_reward_of_the_turn(last, end):
         (("go", float("nan")), "respond must return a finite reward; got nan"),
     ],
 )
-def test_an_answer_is_text_and_a_reward_of_a_turn_a_number(answer, message):
+def test_invalid_responses_and_turn_rewards_are_refused(answer, message):
     class Odd(Guess):
         def respond(self, text):
             return answer
@@ -192,7 +192,7 @@ def test_an_answer_is_text_and_a_reward_of_a_turn_a_number(answer, message):
 
 
 @pytest.mark.parametrize("where", ["the call", "reset", "respond", "get_reward"])
-def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
+def test_environment_error_ends_the_run_or_its_episode(where):
     def at(place, result=None):
         if place == where:
             raise LookupError("gone")
@@ -213,13 +213,13 @@ def test_an_environment_that_fails_ends_the_run_or_its_episode(where):
     with pytest.raises(EnvironmentFailure, match=f"{where} raised LookupError: gone, for row 3 .*on_environment_error"):
         played(raising)
     said, reward, errors = played(ending)
-    assert (said is None) == (where != "get_reward"), "the episode is over, but for an error after its end"
-    assert reward == (None if where in ("the call", "get_reward") else 0.5), "kept, if there is one"
+    assert (said is None) == (where != "get_reward"), "an error before the end must end the episode"
+    assert reward == (None if where in ("the call", "get_reward") else 0.5), "a reward must be kept if there is one"
     assert errors == 1
 
 
 def turn(tokenizer, *calls, text=""):
-    """The tokens of a turn that calls, as the template itself would write it."""
+    """Encode a turn with tool calls as the chat template would render it."""
     message = assistant_message(Parsed(text, tuple(ToolCall(*call) for call in calls)))
     rendered = tokenizer.apply_chat_template([*CHAT["prompt"], message], tokenize=False)
     opening = tokenizer.apply_chat_template(CHAT["prompt"], tokenize=False, add_generation_prompt=True)
@@ -228,7 +228,7 @@ def turn(tokenizer, *calls, text=""):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tools_are_called_in_the_form_of_the_template(name):
+def test_tool_calls_are_parsed_in_the_template_format(name):
     interaction = chat_interaction(name=name)
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     said = episode.answer(turn(tokenizer, ("add", {"n": 4})), 400)
@@ -244,7 +244,7 @@ def test_tools_are_called_in_the_form_of_the_template(name):
     assert episode.reward() == 7.0
 
 
-def test_errors_of_a_call_become_its_result():
+def test_call_errors_become_tool_results():
     interaction = chat_interaction()
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     for call, told in (
@@ -260,7 +260,7 @@ def test_errors_of_a_call_become_its_result():
     assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (4, 4, 0)
 
 
-def test_a_turn_without_a_call_is_the_last_and_calls_can_be_limited():
+def test_turn_without_a_call_is_the_last_and_calls_are_limited():
     interaction = chat_interaction(max_tool_calling_iterations=2)
     tokenizer = interaction.tokenizer
     episode = begun(interaction, CHAT)
@@ -274,7 +274,7 @@ def test_a_turn_without_a_call_is_the_last_and_calls_can_be_limited():
     for _ in range(2):
         episode.answer(turn(tokenizer, ("add", {"n": 1})), 400)
     assert episode.answer(turn(tokenizer, text="It is 3."), 400) is None
-    assert episode.counts.clipped == 0, "it has said what it has to say"
+    assert episode.counts.clipped == 0, "a final answer must not count as clipped"
 
 
 def double(n: int) -> int:
@@ -286,7 +286,7 @@ def double(n: int) -> int:
     return 2 * n
 
 
-def test_tools_are_functions_and_methods_of_the_environment():
+def test_tools_are_functions_and_environment_methods():
     for factory in (None, Sums):
         interaction = chat_interaction(factory, tools=[double])
         episode = begun(interaction, CHAT)
@@ -298,7 +298,7 @@ def test_tools_are_functions_and_methods_of_the_environment():
 
 
 class Desk:
-    """An environment that answers calls itself, as a server of tools would."""
+    """An environment that answers tool calls itself, like a tool server."""
 
     def __init__(self, says=lambda texts: [(text, False) for text in texts]):
         arguments = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -311,7 +311,7 @@ class Desk:
         return self._says([f"{name}!" for name in names] + [f"({problem})" for problem in problems])
 
 
-def test_an_environment_may_answer_the_calls_of_a_turn_itself():
+def test_environment_may_answer_tool_calls_itself():
     interaction = chat_interaction(Desk)
     episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
     (shown,) = shown_with(interaction, [CHAT])
@@ -330,7 +330,7 @@ def test_an_environment_may_answer_the_calls_of_a_turn_itself():
     assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (3, 0, 0)
 
 
-def test_what_an_environment_answers_to_calls_ends_the_episode_or_is_said_to_be_wrong():
+def test_results_of_answer_calls_are_validated():
     failed = begun(chat_interaction(lambda: Desk(lambda texts: [(text, True) for text in texts])), CHAT)
     call = turn(failed._interaction.tokenizer, ("add", {"n": 4}))
     assert failed.answer(call, 400) is not None
@@ -347,7 +347,7 @@ def test_what_an_environment_answers_to_calls_ends_the_episode_or_is_said_to_be_
         chat_interaction(Desk, tools=[double])
 
 
-def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
+def test_reset_text_ends_the_prompt_and_is_the_same_within_a_group():
     rows = [ROW, {"prompt": "again: ", "target": 2}]
     with Episodes(interaction_of(Guess, rows=rows), rows, 3, [0, 1]) as episodes:
         assert [row["prompt"] for row in episodes.reset(rows)] == ["find it: (1 to 14) ", "again: (1 to 4) "]
@@ -365,7 +365,7 @@ def test_what_reset_returns_ends_the_prompt_and_is_the_same_for_a_group():
         episodes.reset([ROW])
 
 
-def test_each_episode_has_a_row_of_its_own():
+def test_each_episode_has_its_own_copy_of_the_row():
     class Deck:
         def reset(self, cards, **row):
             cards.pop()
@@ -380,7 +380,7 @@ def test_each_episode_has_a_row_of_its_own():
     assert rows[0]["cards"] == ["a", "b", "c"]
 
 
-def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
+def test_a_column_selects_the_environment_and_its_reward():
     rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "guess"}]
     tokenizer, ends = family("hermes")
     interaction = interaction_of({"sums": Sums, "guess": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
@@ -398,14 +398,14 @@ def test_environments_are_chosen_by_a_column_and_each_class_has_its_reward():
 
 
 class Wants(Guess):
-    """A reset with an argument that no row has."""
+    """An environment with a reset argument that no row contains."""
 
     def reset(self, target, level):
         pass
 
 
 class Untold(Sums):
-    """A tool without a docstring."""
+    """An environment with a tool that has no docstring."""
 
     def sub(self, n: int):
         return n
@@ -432,12 +432,12 @@ class Untold(Sums):
         ),
     ],
 )
-def test_what_cannot_work_is_said_at_once(given, message):
+def test_invalid_environments_are_refused_at_once(given, message):
     with pytest.raises(ValueError, match=message):
         interaction_of(**given)
 
 
-def test_turns_side_by_side_turns_of_no_length_and_a_rest_that_was_not_noted():
+def test_turn_ids_of_adjacent_empty_and_unrecorded_turns():
     drawn = np.array([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]], bool)
     lengths = [(1, 2), (1, 1), (), (), (0, 2, 1)]
     ids = turn_ids(drawn, [Played([], [], None, EpisodeCounts(), each) for each in lengths])

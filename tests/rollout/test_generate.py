@@ -1,4 +1,4 @@
-"""The rollout: the same tokens however rows are laid out, the log-probs they were drawn with, and honest endings."""
+"""Generation: tokens that do not depend on the layout, the log-probs they were sampled with, and completion ends."""
 
 import functools
 import importlib
@@ -45,7 +45,7 @@ def sampled() -> Completions:
 
 
 class Bare:
-    """A model that has `apply` and nothing else: sampling without a cache."""
+    """A model with only `apply`, which is sampled without a cache."""
 
     def __init__(self, model):
         self.apply = lambda variables, tokens: model.apply(variables, tokens)
@@ -64,17 +64,17 @@ def test_mask_ends_with_the_first_eos_and_padding_follows():
         np.testing.assert_array_equal(log_probs[length:], 0)
         assert (log_probs[:length] < 0).all()
     first = np.isin(c.tokens[..., 0], EOS)
-    assert first.any(), "no completion of this test draws an EOS first"
+    assert first.any(), "no completion starts with an EOS"
     np.testing.assert_array_equal(c.mask.sum(-1)[first], 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 4}, {"top_p": 0.7, "min_p": 0.1}])
-def test_log_probs_are_those_of_scoring_the_same_tokens(settings):
+def test_log_probs_equal_those_of_scoring_the_same_tokens(settings):
     model, params = model_and_params()
     completions = sample(max_completion_length=12, **settings) if settings else sampled()
     found = scored(model, params, make_prompts(PROMPTS), completions, **settings)
     np.testing.assert_allclose(found, completions.log_probs, atol=1e-5)
-    if settings:  # these are not the log-probs of the plain distribution: a setting that is ignored would be seen
+    if settings:  # an ignored setting would give the log-probs of the plain distribution
         plain = scored(model, params, make_prompts(PROMPTS), completions)
         assert np.abs(plain - completions.log_probs).max() > 0.05
 
@@ -87,7 +87,7 @@ def test_log_probs_are_those_of_scoring_the_same_tokens(settings):
     ],
     ids=["adapters, biases and a head", "experts"],
 )
-def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, monkeypatch):
+def test_kernels_by_columns_are_used_and_decode_the_same(settings, monkeypatch):
     model, params = tiny_model(layers=1, **settings)
     if "num_experts" not in settings:
         adapters, rng = init_adapters(jax.random.key(1), params, rank=2), np.random.default_rng(2)
@@ -103,7 +103,7 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
     by_rows, by_columns = sampled_with({"params": params}), sampled_with(variables)
     np.testing.assert_array_equal(by_rows.tokens, by_columns.tokens)
     np.testing.assert_allclose(by_rows.log_probs, by_columns.log_probs, atol=1e-5)
-    # The columns are read: with zeros, the log-probs change.
+    # The columns are used: with zeros, the log-probs change.
     without = jax.tree.map(jnp.zeros_like, variables["columns"])
     changed = sampled_with({"params": params, "columns": without})
     assert np.abs(changed.log_probs[..., 1:] - by_columns.log_probs[..., 1:]).max() > 1e-3
@@ -112,8 +112,8 @@ def test_kernels_by_columns_decode_the_same_and_are_what_a_cpu_reads(settings, m
 MANY = [[3 + (i * 5 + j) % 20 for j in range(1 + i % 5)] for i in range(12)]
 
 
-def test_prompts_that_wait_for_a_free_place_get_the_same_completions(monkeypatch):
-    """Twelve prompts through four places: groups of different ages next to each other, in a ring of slots."""
+def test_queued_prompts_get_the_same_completions(monkeypatch):
+    """Twelve prompts decoded four at a time, so that groups start at different steps, get the same completions."""
     expected, steps, plain = sample(MANY, num_generations=3, max_completion_length=60), [], decode_module.decode
 
     def decode(*arguments, **settings):
@@ -125,18 +125,18 @@ def test_prompts_that_wait_for_a_free_place_get_the_same_completions(monkeypatch
     completions = sample(MANY, batch_size=14, num_generations=3, max_completion_length=60)
     assert_same(completions, expected)
     assert all(shape[0] <= 4 for shape, _ in steps if shape[1] == 3), "too many groups"
-    assert any(np.unique(start).size > 1 for _, start in steps), "no group came later than another"
+    assert any(np.unique(start).size > 1 for _, start in steps), "all groups started at the same step"
 
 
-def test_a_row_does_not_depend_on_the_batch_around_it():
-    """Other prompts, another place, another padding: a prompt that keeps its number keeps its samples."""
+def test_samples_do_not_depend_on_the_rest_of_the_batch():
+    """A prompt with the same index has the same samples, whatever its position, its padding and the other prompts."""
     mixed = make_prompts([[9, 9, 9], PROMPTS[2], [3]], length=9)
     found = sample(mixed, prompt_indices=jnp.array([17, 2, 0]), max_completion_length=12)
     np.testing.assert_array_equal(found.tokens[1], sampled().tokens[2, :, :12])
     np.testing.assert_allclose(found.log_probs[1], sampled().log_probs[2, :, :12], atol=1e-5)
 
 
-def test_another_key_gives_other_samples_and_rows_of_a_group_differ():
+def test_samples_differ_between_keys_and_within_a_group():
     assert (np.asarray(sample(key=8).tokens) != np.asarray(sampled().tokens)).any()
     first = np.asarray(sampled().tokens)[:, :, :3]
     assert len({row.tobytes() for row in first.reshape(-1, 3)}) > 20

@@ -1,4 +1,4 @@
-"""The layouts of a rollout: few, known from its sizes, and no living completion is lost on the way down."""
+"""The layouts of a rollout: few, determined by its sizes, and no live completion is lost in a change of layout."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def ladder_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
     [(SMALL, 1), (DecodeStep(weights=0.0, prompt=50.0, own=1.0), 1), (SMALL, 4)],
     ids=["apart", "with their group", "on a mesh"],
 )
-def test_no_living_completion_is_lost_whatever_ends_when(step, shards):
+def test_no_live_completion_is_lost(step, shards):
     ladder, rng = ladder_of(step=step, shards=shards), np.random.default_rng(0)
     assert 1 < len(ladder.shapes) <= 1 + MOST_RUNGS
     reached = set()
@@ -48,17 +48,17 @@ def test_completions_keep_their_group_if_prompts_are_expensive():
     assert ladder_of(step=dataclasses.replace(SMALL, prompt=0.1)).shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
     shapes = ladder_of(step=dataclasses.replace(SMALL, prompt=2.0, own=0.5, products=0.5)).shapes
     assert shapes[1] == (8, 4)
-    assert all(b * g >= FEWEST for b, g in shapes), "fewer take as long"
+    assert all(b * g >= FEWEST for b, g in shapes), "smaller layouts take as long"
 
 
 @pytest.mark.parametrize(("weights", "count"), [(0, 4), (60, 3), (2000, 1)])
-def test_there_is_a_smaller_layout_only_where_the_weights_leave_something_to_save(weights, count):
-    """Weights are read whatever the completions: 20 and 1.5 each is a model of 5M parameters on a CPU."""
+def test_expensive_weights_leave_fewer_layouts(weights, count):
+    """Weights cost the same in every layout (5M parameters on a CPU: 20, with 1.5 per completion), so fewer pay off."""
     step = DecodeStep(weights=weights, prompt=0.25, own=0.25, products=1.3)
     assert len(ladder_of(step=step).shapes) == count
 
 
-def test_a_small_cache_is_left_only_for_a_layout_that_costs_less_with_its_larger_one():
+def test_small_cache_is_left_only_for_a_cheaper_layout():
     step = DecodeStep(weights=0.0, prompt=0.0, own=1.0)
     ladder = ladder_of(step=step)
     assert ladder.slots == (64, 128, 255)
@@ -78,8 +78,8 @@ def test_slots_and_bursts_hold_every_completion(length, fixed):
     assert len(ladder.slots) <= 3
     assert list(ladder.slots) == sorted(set(ladder.slots))
     assert 1 <= ladder.steps <= BURST
-    if fixed:  # a burst ends where the cache grows, and few of its steps are beyond the end
+    if fixed:  # bursts end where the cache grows, with few steps past the last token
         assert all(n % ladder.steps == 0 for n in ladder.slots[:-1])
         assert -(-max(1, length - 1) // ladder.steps) * ladder.steps < max(1, length - 1) * 1.1 + 8
-        assert all(n % 64 == 0 for n in ladder.slots), "a GPU copies values to fill up any other number"
+        assert all(n % 64 == 0 for n in ladder.slots), "a GPU copies the values to pad any other size"
     assert ladder_of(length=length, fixed=fixed, waits=True).slots == ladder.slots[-1:]

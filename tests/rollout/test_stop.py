@@ -1,4 +1,4 @@
-"""Stop strings in rollouts: the same draws, cut where a plain search in their text says, however they are laid out."""
+"""Stop strings in rollouts: in every layout, the same draws are cut where a search of their text finds a string."""
 
 import functools
 
@@ -18,15 +18,15 @@ from grpo_jax.text.completions import token_bytes
 
 NAMES = ["<pad>", "<eos>", "a", "b", "c", ".", "ab", "ba", "cab", " a", " b", "b.", ". ", "aa", "bb", "c ", "é", "éa"]
 EOS, PAD, T = 1, 0, 24
-LONG = 40  # of completions of several turns
+LONG = 40  # the length of completions with several turns
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [4, 4]]
 STOP = ["b a", "ac", "éé"]
-"""Each is spelt in several ways, over the borders of tokens and of characters."""
+"""Each can be spelled in several ways, across token and character boundaries."""
 
 
 @functools.cache
 def tokenizer():
-    """Byte-level, with texts of several characters; é is a token, and is spelt by the two tokens of its bytes."""
+    """Return a byte-level tokenizer with multi-character tokens; é is one token and also two, one for each byte."""
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -72,30 +72,30 @@ def cut(completions, ends):
 
 @functools.cache
 def expected():
-    """The completions up to the token that completes a text, by a search in what they spell."""
+    """Cut the completions after the token that completes a stop string, found by a search of their text."""
     pieces = [*token_bytes(tokenizer()), b"", b"", b""]
     tokens, mask = (np.asarray(x).reshape(-1, T) for x in (unstopped().tokens, unstopped().mask))
     rows = [row[own].tolist() for row, own in zip(tokens, mask, strict=True)]
     ends = [searched(STOP, pieces, row) for row in rows]
-    assert sum(end is not None for end in ends) > 8, "too few rows of this test come to a text"
+    assert sum(end is not None for end in ends) > 8, "too few rows contain a stop string"
     assert any(end is None for end in ends)
     last = [[pieces[i] for i in row[:end][-2:]] for row, end in zip(rows, ends, strict=True)]
-    assert sum(not any(text.encode() in pair[-1] for text in STOP) for pair in last) > 8, "no text over several tokens"
-    assert any(b"\xa9" in (piece[:1] for piece in pair) for pair in last), "no character over two tokens"
+    assert sum(not any(text.encode() in pair[-1] for text in STOP) for pair in last) > 8, "too few span several tokens"
+    assert any(b"\xa9" in (piece[:1] for piece in pair) for pair in last), "no character spans two tokens"
     return cut(unstopped(), ends)
 
 
-def test_a_completion_ends_with_the_token_that_completes_a_text():
+def test_completion_ends_with_the_token_that_completes_a_stop_string():
     assert_same(sample(stop=STOP), expected())
 
 
-def test_the_layout_changes_nothing(monkeypatch):
+def test_layout_does_not_change_the_completions(monkeypatch):
     assert_same(sample(place(model_and_params()[1], make_mesh({"data": 2})), stop=STOP), expected())
     monkeypatch.setattr(ladder, "BURST", 3)
     assert_same(sample(stop=STOP, batch_size=8), expected())
 
 
-def test_inside_a_jit_and_without_a_cache_it_is_the_same():
+def test_completions_are_the_same_in_a_jit_and_without_a_cache():
     model, params = model_and_params()
     prompts, key = make_prompts(PROMPTS), jax.random.key(7)
     inside = jax.jit(lambda params: generate(model, params, prompts, key, **arguments(stop=STOP)))
@@ -103,7 +103,7 @@ def test_inside_a_jit_and_without_a_cache_it_is_the_same():
     assert_same(generate(Bare(model), params, prompts, key, **arguments(stop=STOP)), expected())
 
 
-def test_max_turn_length_cuts_a_completion_of_one_turn():
+def test_max_turn_length_cuts_a_single_turn_completion():
     assert_same(sample(max_turn_length=6), sample(max_completion_length=6))
     assert_same(sample(max_turn_length=T + 5), unstopped())
 
@@ -121,13 +121,13 @@ def test_max_turn_length_cuts_a_completion_of_one_turn():
         ({"max_turn_length": 0}, "max_turn_length must be an integer ≥ 1; got 0"),
     ],
 )
-def test_bad_ends_are_named(change, message):
+def test_invalid_stop_settings_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         sample(**change)
 
 
 SAID = [9, 2, 10, 2, 10, 9, 4, 16, 16]
-"""An observation that continues the end of a turn to a text, and contains all the texts."""
+"""An observation that contains all stop strings and completes one that the turn's end began."""
 
 
 class Answers:
@@ -148,7 +148,7 @@ def play(**settings):
     return completions, answers.heard
 
 
-def test_each_turn_ends_with_its_own_text_and_with_no_observations():
+def test_observations_do_not_contribute_to_stop_strings():
     completions, heard = play(stop=STOP)
     pieces, by_text, by_eos = [*token_bytes(tokenizer()), b"", b"", b""], 0, 0
     for turn in (turn for turns in heard.values() for turn in turns):

@@ -1,4 +1,4 @@
-"""Tools: what may be one, what the policy reads of it, what it may be called with, and what comes back, if it does."""
+"""Tools: which functions are accepted, their schemas, the binding of arguments, and their results and timeouts."""
 
 import asyncio
 import re
@@ -45,9 +45,9 @@ class Base:
 
 
 class World(Base):
-    """An environment with one of each kind of attribute."""
+    """An environment with every kind of attribute."""
 
-    Inner = Base  # callable, but no method
+    Inner = Base  # callable, but not a method
 
     def __init__(self):
         self.count = 0
@@ -63,7 +63,7 @@ class World(Base):
 
     @property
     def state(self):
-        raise RuntimeError("a property is not to be looked at")
+        raise RuntimeError("a property must not be read")
 
     def move(this: "World", steps: int) -> int:
         """Move on.
@@ -89,7 +89,7 @@ class World(Base):
         return cls.__name__
 
 
-def test_the_schema_is_what_transformers_makes_of_the_function_itself():
+def test_schemas_equal_those_from_transformers():
     from transformers.utils import get_json_schema
 
     functions = [multiply, now, Base().shared, World().wait]
@@ -98,7 +98,7 @@ def test_the_schema_is_what_transformers_makes_of_the_function_itself():
     assert [tool.schema for tool in tools.values()] == [get_json_schema(f) for f in functions]
 
 
-def test_every_problem_is_named_in_one_error():
+def test_one_error_names_every_problem():
     def silent(a: int): ...
 
     def unhinted(a, b: int): ...
@@ -118,7 +118,7 @@ def test_every_problem_is_named_in_one_error():
     with pytest.raises(ValueError, match="tools has 10 errors") as caught:
         read_tools([3, silent, unhinted, undescribed, variadic, positional, strange, lambda: 0, World, now, now])
     said = str(caught.value)
-    assert "by hand" not in said  # transformers' advice, which does not hold here
+    assert "by hand" not in said  # advice from transformers that does not apply here
     for part in [
         r"tools\[0\] must be a function; got 3",
         r"tools\[1\], 'silent': the schema could not be built: .*no docstring",
@@ -134,7 +134,7 @@ def test_every_problem_is_named_in_one_error():
         assert re.search(part, said), part
 
 
-def test_an_environment_has_its_public_methods_as_tools():
+def test_public_methods_of_an_environment_are_tools():
     world = World()
     tools = environment_tools(world)
     assert list(tools) == ["move", "roll", "rules", "shared", "wait"]
@@ -165,7 +165,7 @@ TOOL = read_tools([multiply])["multiply"]
         ("[" * 100_000, "multiply: the arguments could not be parsed: it is nested deeper than 100 levels"),
     ],
 )
-def test_arguments_are_bound_or_a_text_says_why_not(arguments, bound):
+def test_arguments_are_bound_or_an_error_text_is_returned(arguments, bound):
     assert bind_arguments(TOOL, arguments) == bound
 
 
@@ -192,7 +192,7 @@ OF_TYPES = Tool("of_types", print, {"type": "function", "function": {"name": "of
         ("count", None, None),
     ],
 )
-def test_values_are_converted_to_the_schema_or_the_error_names_them(name, value, wanted):
+def test_values_are_converted_to_the_schema_types(name, value, wanted):
     bound = bind_arguments(OF_TYPES, {name: value})
     if isinstance(bound, str):
         assert bound == f"of_types: argument {name!r} {wanted}"
@@ -229,11 +229,11 @@ for _ in range(100_000):
         (DEEP, "[list could not be converted to text: RecursionError]"),
     ],
 )
-def test_whatever_a_tool_returns_becomes_text(value, text):
+def test_any_tool_result_becomes_text(value, text):
     assert as_text(value) == text
 
 
-def test_a_function_of_any_kind_returns_raises_or_is_left_behind():
+def test_calls_return_raise_or_time_out():
     async def later(x, y):
         await asyncio.sleep(0.001)
         return x + y

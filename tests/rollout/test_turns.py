@@ -1,4 +1,4 @@
-"""Completions of several turns: one row of tokens, with the numbers of a row read whole, whatever the clock."""
+"""Completions with several turns: log-probs equal those of the whole row, and timing does not change the samples."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from grpo_jax.rollout import turns
 from grpo_jax.rollout.generate import generate
 from grpo_jax.types import Prompts
 
-# A layer of each kind: what it keeps has to go the same ways.
+# One layer of each kind, since each has its own cache.
 SHAPE = TransformerConfig(
     *(32, 16, 32),
     num_layers=4,
@@ -28,7 +28,7 @@ SHAPE = TransformerConfig(
     num_kv_heads=2,
     head_dim=8,
     initializer_range=0.3,
-    rms_norm_eps=1e-2,  # the norm behind a memory blows up what is next to nothing, and its rounding: so less
+    rms_norm_eps=1e-2,  # large, because the norm after a delta layer amplifies rounding in tiny outputs
     windows=(None, None, 9, None),
     attention_sinks=True,
     mixers=("delta", "attention", "attention", "conv"),
@@ -50,7 +50,7 @@ def answer(value):
 
 
 class Script:
-    """Answers that follow from the completion and the number of its turn alone; the third turn is the last."""
+    """Answers that depend only on the completion and its turn number; by default the third turn is the last."""
 
     def __init__(self, seconds=lambda completion: 0.0, most=3):
         self.heard, self.seconds, self.most = {}, seconds, most
@@ -79,7 +79,7 @@ def played():
 
 
 def turns_of(completions, i):
-    """(tokens, whether they were drawn) of the i-th completion, run after run."""
+    """Split the i-th completion into runs of (tokens, whether they were sampled)."""
     tokens, drawn = (np.asarray(x).reshape(-1, T)[i] for x in (completions.tokens, completions.mask))
     there = np.asarray(completions.present).reshape(-1, T)[i]
     runs = []
@@ -90,7 +90,7 @@ def turns_of(completions, i):
     return runs
 
 
-def test_what_was_drawn_is_what_was_answered_and_the_answer_comes_next():
+def test_each_sampled_turn_is_answered_and_followed_by_its_answer():
     completions, script = played()
     tokens, mask, present = (
         np.asarray(x).reshape(-1, T) for x in (completions.tokens, completions.mask, completions.present)
@@ -105,33 +105,33 @@ def test_what_was_drawn_is_what_was_answered_and_the_answer_comes_next():
             number += own
             assert own or run == [10 + i % 7] * ((3 * i + 5 * number) % 11)
         several += len(drawn) > 1
-        assert (present[i] == (np.arange(T) < length)).all(), "a completion is one run from its first token on"
+        assert (present[i] == (np.arange(T) < length)).all(), "the tokens of a completion must be contiguous"
         assert (mask[i] <= present[i]).all()
         assert (tokens[i, length:] == PAD).all()
-        assert ended[i] == (len(heard) == 3), "ended, if the answer was that it is over"
-        # Otherwise no room was left for the observation, or for the end of the turn.
+        assert ended[i] == (len(heard) == 3), "only a final answer ends a completion"
+        # Otherwise the observation or the rest of the turn did not fit.
         assert ended[i] or length == T or (3 * i + 5 * len(heard)) % 11 >= T - length
-    assert several > 8, "most have several turns, or this test sees little"
+    assert several > 8, "too few completions have several turns"
 
 
-def test_log_probs_are_those_of_the_whole_row_read_once():
+def test_log_probs_equal_those_of_scoring_the_whole_row():
     completions, _ = played()
     np.testing.assert_allclose(scored(MODEL, PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
     assert (np.asarray(completions.log_probs)[~np.asarray(completions.mask)] == 0).all()
 
 
-def test_long_turns_go_round_the_ring_and_it_grows(monkeypatch):
-    """Completions that wait keep their keys while others draw more tokens than there are slots."""
+def test_long_turns_wrap_around_a_growing_ring(monkeypatch):
+    """Waiting completions keep their keys while others draw more tokens than there are slots."""
     sizes, original = set(), turns.decode
     spy = lambda *args, **how: sizes.add(num_slots(args[2].cache)) or original(*args, **how)
     monkeypatch.setattr(turns, "decode", spy)
     completions, _ = play(Script(most=6), model=SMALL, params=SMALL_PARAMS, length=200, eos_token_ids=(0,))
     np.testing.assert_allclose(scored(SMALL, SMALL_PARAMS, PROMPTS, completions), completions.log_probs, atol=1e-5)
-    assert sizes == {64, 128, 256}, "a ring for short completions, and larger ones when it is full"
-    assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "most were told something"
+    assert sizes == {64, 128, 256}, "the ring must start small and grow when it is full"
+    assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "too few observations"
 
 
-def test_samples_depend_neither_on_the_clock_nor_on_other_completions(monkeypatch):
+def test_samples_do_not_depend_on_timing_or_other_completions(monkeypatch):
     monkeypatch.setattr(turns, "CHUNK", 4)
     completions, _ = play(Script(seconds=lambda i: 0.003 * (i * 7 % 5)), batch_size=9)
     expected, _ = played()
@@ -139,7 +139,7 @@ def test_samples_depend_neither_on_the_clock_nor_on_other_completions(monkeypatc
     np.testing.assert_array_equal(completions.present, expected.present)
 
 
-def test_one_turn_is_generate():
+def test_one_turn_equals_plain_generation():
     completions, _ = play(Script(most=1), model=SMALL, params=SMALL_PARAMS, length=20)
     how = {"num_generations": 4, "max_completion_length": 20, "eos_token_ids": EOS, "pad_token_id": PAD}
     expected = generate(SMALL, SMALL_PARAMS, PROMPTS, jax.random.key(7), **how)
@@ -147,12 +147,12 @@ def test_one_turn_is_generate():
     np.testing.assert_array_equal(completions.present, expected.mask)
 
 
-def test_on_a_mesh_of_several_devices():
+def test_a_mesh_gives_the_same_completions():
     mesh = make_mesh({"data": 2, "tensor": 2})
     assert_same(play(params=place(PARAMS, mesh))[0], played()[0])
 
 
-def test_an_answer_that_fails_or_an_interrupt_while_one_is_awaited_ends_all():
+def test_failed_answer_or_interrupt_ends_the_rollout():
     asked, checks = [], itertools.count()
 
     def answers(completion, turn, room):
@@ -173,10 +173,10 @@ def test_an_answer_that_fails_or_an_interrupt_while_one_is_awaited_ends_all():
         play(lambda *_: Future(), model=SMALL, params=SMALL_PARAMS, interrupt=interrupt)
 
 
-def test_an_observation_that_just_fits_leaves_a_token():
+def test_observation_of_maximum_length_leaves_room_for_a_token():
     completions, _ = play(lambda i, turn, room: answer([9] * min(11, room)), model=SMALL, params=SMALL_PARAMS)
     assert not np.asarray(completions.ended).any()
-    assert (np.asarray(completions.present).sum(axis=-1) == T).all(), "each had room for one token more, and drew it"
+    assert (np.asarray(completions.present).sum(axis=-1) == T).all(), "each completion must draw one more token"
     assert np.asarray(completions.mask)[..., -1].all()
 
 

@@ -1,4 +1,4 @@
-"""What a decode step multiplies by: kernels rounded once, to the values that every step would make of them."""
+"""Decode variables: kernels are rounded once, to the values that every step would otherwise compute."""
 
 import dataclasses
 import functools
@@ -24,13 +24,13 @@ generate_module = importlib.import_module("grpo_jax.rollout.generate")
 
 @functools.cache
 def on_two_devices(**shape):
-    """A model that computes in bfloat16, with params in float32, cut over two devices as an accelerator holds them."""
+    """Return a bfloat16 model with float32 params, sharded over two devices as on an accelerator."""
     model, params = tiny_model(layers=1, **shape)
     mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
     return Transformer(dataclasses.replace(model.config, dtype="bfloat16", mesh=mesh)), place(params, mesh)
 
 
-def test_rounded_kernels_sample_the_same_bits(monkeypatch):
+def test_rounded_kernels_give_identical_samples(monkeypatch):
     sparse = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True,)}
     model, params = on_two_devices(tie_word_embeddings=False, qkv_bias=True, **sparse)
     prompts = make_prompts([[3, 4, 5], [6], [7, 8], [9]])
@@ -55,7 +55,7 @@ def test_rounded_kernels_sample_the_same_bits(monkeypatch):
 
 
 def test_no_step_rounds_a_kernel():
-    """The program of a burst converts no matrix; given the params as they are, it would convert all."""
+    """The decode program converts no matrix; given the unrounded params, it would convert them in every step."""
     model, params = on_two_devices()
     sizes = {"num_generations": 2, "max_completion_length": 20}
     call = decode_call(model, params, 4, 5, **sizes, settings=DecodeSettings())
@@ -84,15 +84,15 @@ def test_kernels_by_columns_are_rounded_once():
 
 
 @pytest.mark.quick
-def test_what_is_rounded_already_is_not_copied():
+def test_params_in_the_compute_dtype_are_not_copied():
     model, params = tiny_model()
     assert decode_variables(model, params)["params"] is params
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), on_two_devices()[1])
     assert decode_variables(on_two_devices()[0], half)["params"] is half
 
 
-def test_shapes_without_a_place_are_of_the_default_device(monkeypatch):
-    """A run's programs are made from such shapes: on a GPU they once were those of a CPU, compiled and never used."""
+def test_shapes_without_a_sharding_use_the_default_device(monkeypatch):
+    """Shapes without a sharding use the layouts of the default device: a run compiles its programs from such shapes."""
     model, params = tiny_model()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
@@ -102,4 +102,4 @@ def test_shapes_without_a_place_are_of_the_default_device(monkeypatch):
     assert not chosen(shapes).fixed
     monkeypatch.setattr(ladder, "platform_of", lambda: ("gpu", 9.0))
     assert chosen(shapes).fixed
-    assert not chosen(params).fixed, "these are on a CPU"
+    assert not chosen(params).fixed, "these params are on a CPU"

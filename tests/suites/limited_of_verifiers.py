@@ -1,8 +1,8 @@
-"""An environment whose agent has a limit in tokens."""
+"""A verifiers environment with a token limit for its agent."""
 
 import pytest
 
-vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed, whose environment this is")
+vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 
 
 class LimitedConfig(vf.SingleAgentEnvConfig):

@@ -1,10 +1,10 @@
-"""A taskset in the form that verifiers documents: one turn, rewards with weights and a metric."""
+"""A single-turn taskset in the form documented by verifiers, with weighted rewards and a metric."""
 
 import asyncio
 
 import pytest
 
-vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed, whose taskset this is")
+vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 
 
 class SumData(vf.TaskData):
@@ -33,7 +33,7 @@ class Contained(SumTask):
 class Rewriting(SumTask):
     @vf.intercept
     async def polite(self, response: vf.Response) -> None:
-        """Leave it as it is."""
+        """Leave the response unchanged."""
 
 
 class Failing(SumTask):

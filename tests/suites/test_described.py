@@ -1,4 +1,4 @@
-"""Suites in a RUN.yaml: `data: {reasoning_gym: chain_sum, size: 2000, seed: 1}`, and what follows from it."""
+"""Suites in a RUN.yaml: `data: {reasoning_gym: chain_sum, size: 2000, seed: 1}`, and the settings it provides."""
 
 import sys
 
@@ -14,7 +14,7 @@ ALL = ("data", "rewards")
 
 
 def judge(completions, **_):
-    """A reward function that is not a suite's."""
+    """A reward function that does not belong to a suite."""
     return [0.5] * len(completions)
 
 
@@ -23,7 +23,7 @@ def answers(completions, answer, **_):
 
 
 def made(name, *, size=2, seed=0):
-    """A suite of two reward functions with weights, which needs no package."""
+    """Make a suite with two weighted reward functions, which needs no package."""
     if size < 1:
         raise ValueError(f"size = {size}: give more")
     rows = [{"prompt": f"{name} {seed + i}: ", "answer": "a"} for i in range(size)]
@@ -41,8 +41,8 @@ def written(tmp_path, text):
 
 
 def test_a_run_takes_its_defaults_from_the_suite(tmp_path):
-    """What a RUN.yaml does not say of rewards, weights, tools and environments is the suite's; no suite is imported
-    unless it is asked for.
+    """Rewards, weights, tools and environments that a RUN.yaml omits come from the suite; a suite is imported only if
+    it is used.
     """
     path = written(tmp_path, "data: {made: sums, size: 3, seed: 1}\neval_data: {made: sums, seed: 9}")
     run = read_run(path, load=ALL)
@@ -53,7 +53,7 @@ def test_a_run_takes_its_defaults_from_the_suite(tmp_path):
     assert read_run(tmp_path / "again.yaml", load=ALL).rows == run.rows
 
 
-def test_what_a_run_says_replaces_the_suites(tmp_path):
+def test_settings_of_a_run_override_those_of_its_suite(tmp_path):
     text = "data: {made: sums}\nprompt: '{answer}?'\n"
     run = read_run(
         written(tmp_path, text + "rewards: [suite, test_described:judge]\nreward_weights: [1, 0, 1]"), load=ALL
@@ -77,7 +77,7 @@ def test_errors_name_the_key(tmp_path, text, message):
         read_run(written(tmp_path, text), load=ALL)
 
 
-def test_a_suite_that_is_not_installed_is_named(monkeypatch):
+def test_package_of_a_missing_suite_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.utils", None)
     with pytest.raises(ValueError, match=r"data: reasoning_gym: reasoning-gym is required .*pip install reasoning-gym"):

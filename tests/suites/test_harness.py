@@ -1,4 +1,4 @@
-"""Tasks of verifiers with tools: its own servers, called by the policy's turns; its own record of them, and scores."""
+"""verifiers tasks with tools: the policy's turns call verifiers' own servers, and verifiers records and scores them."""
 
 import contextlib
 import functools
@@ -19,9 +19,9 @@ from grpo_jax.suites import verifiers
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.completions import CachedTokenizer
 
-pytest.importorskip("verifiers.v1", reason="verifiers is not installed, which has the environments")
+pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 SECONDS = 120.0
-pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")  # verifiers' of tenacity
+pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")  # tenacity, for verifiers
 
 
 def message(*calls, text=""):
@@ -33,7 +33,7 @@ def within(function, *args, **keywords):
 
 
 def ids(tokenizer, *calls, text=""):
-    """The tokens of a turn as the template writes it."""
+    """Encode a turn as the chat template renders it."""
     opening = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     turns = [{"role": "user", "content": ""}, message(*calls, text=text)]
     said = tokenizer.apply_chat_template(turns, tokenize=False).removeprefix(opening)
@@ -42,7 +42,7 @@ def ids(tokenizer, *calls, text=""):
 
 
 def servers_of(module):
-    """The processes of this one that serve the tools of a module."""
+    """Return the child processes that serve the tools of a module."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def servers_of(module):
 
 @pytest.fixture(scope="module", autouse=True)
 def found():
-    """The folder of the taskset, which the processes of its servers find too, as they find those that are installed."""
+    """Put the folder of the taskset on PYTHONPATH, so that its server processes can import it like an installed one."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         yield
@@ -62,7 +62,7 @@ def found():
 
 @pytest.fixture(scope="module")
 def adding():
-    """A taskset whose tools are one server for all episodes."""
+    """A taskset with one tool server for all episodes."""
     return verifiers("tools_of_verifiers")
 
 
@@ -73,7 +73,7 @@ def own():
 
 
 def test_tools_are_called_and_scored(own):
-    assert not servers_of("tools_of_verifiers"), "the schemas are known, and the servers have ended"
+    assert not servers_of("tools_of_verifiers"), "the servers that supplied the schemas must have ended"
     row, (tokenizer, ends) = own.rows[0], family("hermes")
     interaction = make_interaction(tokenizer, ends, own.rows, GRPOConfig(), environment_factory=own.environment_factory)
     assert interaction.schemas(row) == own.environment_factory().tool_schemas
@@ -92,10 +92,10 @@ def test_tools_are_called_and_scored(own):
     assert (ours.num_turns, ours.stop_condition) == (3, "reached")
 
 
-def test_a_dead_tool_server_is_an_error_of_its_episode(own, monkeypatch):
+def test_dead_tool_server_fails_its_episode(own, monkeypatch):
     import verifiers.v1.harnesses.utils.mcp as theirs
 
-    monkeypatch.setattr(theirs, "MCP_CALL_ATTEMPTS", 1)  # else they wait for a third of a minute
+    monkeypatch.setattr(theirs, "MCP_CALL_ATTEMPTS", 1)  # otherwise it retries for 20 seconds
     environment = own.environment_factory()
     within(environment.reset, index=0)
     (server,) = servers_of("tools_of_verifiers")
@@ -125,21 +125,21 @@ def test_episodes_have_separate_states_and_stop_conditions(adding):
     assert within(first.answer_calls, message(("sum_add", [1])), []) == [
         ("Error: sum_add: the arguments must be a JSON object; got [1]", True)
     ]
-    assert add(first, 2) is None, "the goal is reached, which the task stops at before the next turn"
-    assert add(first, 2) is None, "however often it is asked"
+    assert add(first, 2) is None, "the task must stop when the goal is reached"
+    assert add(first, 2) is None, "a stopped task must stay stopped"
     assert within(third.respond, "I give up") is None
     rewards = [within(one.get_reward) for one in (first, second, third)]
     assert rewards == [2.0 - 0.25 * 6, -0.25 * 2, 0.0]
     assert [one.trace.state.total for one in (first, second, third)] == [5, 13, 0]
     assert [one.trace.stop_condition for one in (first, second, third)] == ["reached", "agent_completed", "gives_up"]
     assert [one.trace.metrics["turns"] for one in (first, second, third)] == [5.0, 1.0, 1.0]
-    for one in (first, second, third):  # what verifiers gives to the record when it is read again
+    for one in (first, second, third):  # verifiers gives a copy of the record the same reward
         again = one.trace.model_copy(deep=True, update={"rewards": {}, "metrics": {}})
         within(one._tasks[one.trace.task.data.idx].score, again)
         assert again.reward == one.trace.reward
 
 
-def test_a_thought_is_not_the_answer_and_other_tools_are_refused(adding):
+def test_thoughts_are_not_answers_and_changed_tools_are_refused(adding):
     environment = adding.environment_factory()
     within(environment.reset, index=0)
     assert within(environment.respond, "<think>\nSix? No.\n</think>\n\nFive.") is None

@@ -1,4 +1,4 @@
-"""OpenEnv: the package's own echo environment behind its own server, which also dies, hangs and comes back."""
+"""OpenEnv: the package's echo environment on the package's server, including a server that hangs or dies."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites import openenv
 
 pytest.importorskip(
-    "openenv.core", reason="openenv-core is not installed, which has the server and the client", exc_type=ImportError
+    "openenv.core", reason="openenv-core is not installed, which provides the server", exc_type=ImportError
 )
 
 SERVE = """
@@ -28,7 +28,7 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 
 
 class Server:
-    """A process on loopback with the environment that the package's template makes, as `openenv init echo` does."""
+    """A local server process for the environment that `openenv init echo` creates from the package's template."""
 
     def __init__(self, folder):
         with socket.socket() as free:
@@ -46,7 +46,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What `openenv init echo` writes: the template of the package, with its names filled in."""
+    """Write what `openenv init echo` writes: the package's template with its names filled in."""
     import openenv
 
     template = Path(openenv.__file__).parent / "cli" / "templates" / "openenv_env"
@@ -69,15 +69,15 @@ def server(folder):
 
 
 def begun(server, **arguments):
-    """One environment of a suite, reset."""
-    usual = {"observation": "echoed_message", "wait": 300.0}  # the server is only starting
+    """Return an environment of a suite and the text that its reset returned."""
+    usual = {"observation": "echoed_message", "wait": 300.0}  # the server may still be starting
     suite = openenv(server.url, prompt="Say something.", **usual | arguments)
     environment = suite.environment_factory()
     return environment, call_within(330.0, functools.partial(environment.reset, seed=0))
 
 
-def test_a_session_by_hand(server):
-    """Its rewards are a tenth of each message's length, which is the environment's own rule."""
+def test_session_returns_echoes_and_rewards(server):
+    """A session returns the environment's own rewards, a tenth of each message's length."""
     environment, opening = begun(server, max_turns=3)
     assert opening == "Echo environment ready!"
     assert call_within(30.0, environment.respond, "four") == "four"
@@ -88,7 +88,7 @@ def test_a_session_by_hand(server):
     assert call_within(30.0, environment.get_reward) is None
 
 
-def test_observation_and_action_are_fields_of_the_environment(server):
+def test_observation_and_action_select_fields_of_the_environment(server):
     _, opening = begun(server, observation=None)
     assert '"echoed_message": "Echo environment ready!"' in opening
     with pytest.raises(ValueError, match=r"observation='text' must be one of the server's fields .*echoed_message"):
@@ -111,8 +111,8 @@ def test_bad_arguments_are_named():
             openenv(**{"base_url": "http://127.0.0.1:1", "prompt": "x"} | arguments)
 
 
-def test_a_server_that_hangs_or_dies_ends_its_sessions(server):
-    """The last of this file, which ends the server."""
+def test_server_that_hangs_or_dies_ends_its_sessions(server):
+    """A server that hangs or dies ends its sessions. This test must be the last in this file, as it ends the server."""
     (hanging, _), (lost, _) = begun(server, timeout=2.0), begun(server)
     os.kill(server.process.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match=r"the server at .* did not respond in time"):

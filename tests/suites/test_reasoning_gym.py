@@ -1,25 +1,25 @@
-"""reasoning-gym: rows are its items, scores and composites."""
+"""reasoning-gym: rows and scores equal the package's own, and answers are read with or without tags."""
 
 import pytest
 
 from grpo_jax.rewards import PartialRewards, compute_rewards
 from grpo_jax.suites import reasoning_gym
 
-gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the tasks")
+gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 pytestmark = pytest.mark.quick
 
 TASKS = ["chain_sum", "fraction_simplification", "knights_knaves", "letter_jumble", "n_queens", "time_intervals"]
-"""The verifiers of most of them do more than compare strings, and one reads the config of its dataset."""
+"""Most of their verifiers do more than compare strings, and one reads the config of its dataset."""
 
 
 def answers_to(entry: dict) -> list[str | None]:
-    """Right, in a sentence, of another form, wrong, and nothing."""
+    """Return answers that are correct, in a sentence, in a different form, wrong or empty."""
     answer = str(entry["answer"])
     return [answer, f"It is {answer}.", f" {answer}.0\n", answer[::-1], "7", "[[1, 2], [3]]", "", "{"]
 
 
 def compute(suite, completions):
-    """The rewards of one completion of each row."""
+    """Compute the rewards for one completion per row."""
     columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
     return compute_rewards(
         suite.reward_fns,
@@ -36,7 +36,7 @@ def scored(suite, completions) -> list[float | None]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_rows_and_scores_are_the_suites_own(task):
+def test_rows_and_scores_equal_those_from_reasoning_gym(task):
     suite, own = reasoning_gym(task, size=24, seed=3), gym.create_dataset(task, size=24, seed=3)
     entries = [own[i] for i in range(24)]
     assert [{name: row[name] for name in entries[0]} for row in suite.rows] == entries
@@ -48,7 +48,7 @@ def test_rows_and_scores_are_the_suites_own(task):
     assert min(wanted) < 1.0
 
 
-def test_rows_of_several_tasks_share_a_reward_and_have_a_metric_each():
+def test_tasks_share_a_reward_function_and_have_separate_metrics():
     suite, other = (reasoning_gym(task, size=4, seed=5) for task in ("chain_sum", "time_intervals"))
     suite.rows.extend(other.rows)
     rewards = compute(suite, [row["answer"] for row in suite.rows])
@@ -56,7 +56,7 @@ def test_rows_of_several_tasks_share_a_reward_and_have_a_metric_each():
     assert rewards.metrics == {f"reasoning_gym/{task}": [1.0] * 4 for task in ("chain_sum", "time_intervals")}
 
 
-def test_an_answer_is_the_whole_completion_or_in_tags():
+def test_answer_is_the_whole_completion_or_tagged():
     plain, tagged = reasoning_gym("chain_sum", size=4), reasoning_gym("chain_sum", size=4, system_prompt="default")
     said = {"role": "system", "content": gym.utils.SYSTEM_PROMPTS["default"]}
     assert [row["prompt"] for row in tagged.rows] == [[said, *row["prompt"]] for row in plain.rows]
@@ -82,8 +82,8 @@ def test_bad_settings_are_named(arguments, message):
         reasoning_gym(**arguments)
 
 
-def test_a_verifier_that_raises_is_the_fault_of_one_completion():
-    """A verifier that raises or hangs costs one completion its score."""
+def test_failing_verifier_affects_one_completion():
+    """A verifier that raises or hangs leaves only its completion without a score."""
     suite = reasoning_gym("letter_jumble", size=3, seed=1)
     columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
     columns["settings"][1] = {"no_such": 1}

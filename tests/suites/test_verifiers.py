@@ -1,4 +1,4 @@
-"""verifiers: its own game of several turns, and a taskset of one turn, each scored by its own rewards and weights."""
+"""verifiers: a game with several turns and a single-turn taskset, scored with their own rewards and weights."""
 
 import functools
 
@@ -7,12 +7,12 @@ import pytest
 from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites import verifiers
 
-pytest.importorskip("verifiers.v1", reason="verifiers is not installed, which has the environments")
+pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 SECONDS = 60.0
 
 
 def played(suite, index, *turns):
-    """An environment that has heard these turns, and what it answered."""
+    """Send these turns to a new environment; return it and its answers."""
     environment = suite.environment_factory()
     call_within(SECONDS, functools.partial(environment.reset, index=index))
     return environment, [call_within(SECONDS, environment.respond, turn) for turn in turns]
@@ -20,8 +20,8 @@ def played(suite, index, *turns):
 
 @pytest.fixture(scope="module")
 def hangman(tmp_path_factory):
-    """Hangman of TextArena, by the taskset that comes with verifiers; its words are of a corpus of nltk, made here."""
-    pytest.importorskip("textarena", reason="textarena is not installed, which plays the games")
+    """TextArena's Hangman from the taskset in verifiers; its words come from an nltk corpus, which is created here."""
+    pytest.importorskip("textarena", reason="textarena is not installed")
     import nltk
 
     words = tmp_path_factory.mktemp("nltk") / "corpora" / "words"
@@ -35,7 +35,7 @@ def hangman(tmp_path_factory):
 
 
 @pytest.mark.quick
-def test_rewards_of_one_turn_are_weighted():
+def test_single_turn_rewards_are_weighted():
     suite = verifiers("sums_of_verifiers", count=3)
     said = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1 ="}]
     assert [len(suite.rows), suite.rows[1]["prompt"]] == [3, said]
@@ -74,7 +74,7 @@ def test_unsupported_tasks_are_refused(arguments, message):
     ("arguments", "turns", "message"),
     [({"kind": "Failing"}, 1, "no score"), ({"env": "best-of-n"}, 0, "several conversations per episode")],
 )
-def test_an_error_in_an_episode_is_raised_at_the_next_call(arguments, turns, message):
+def test_error_in_an_episode_is_raised_by_the_next_call(arguments, turns, message):
     environment = verifiers("sums_of_verifiers", **arguments).environment_factory()
     asked = [(environment.reset, {"index": 0}), (environment.respond, {"text": "1"})]
     for function, keywords in asked[:turns]:
@@ -85,8 +85,8 @@ def test_an_error_in_an_episode_is_raised_at_the_next_call(arguments, turns, mes
         call_within(SECONDS, environment.get_reward)
 
 
-def test_a_game_by_hand(hangman):
-    """Its rules: a letter is shown, a wrong word is refused, the right one is worth 1."""
+def test_hangman_is_played_and_scored(hangman):
+    """Hangman reveals a guessed letter, rejects wrong words, and gives a reward of 1 for the right word."""
     environment, answers = played(hangman, 0, "[e]", "[apple]", "[bread]", "[chair]", "[plant]", "[house]")
     assert answers[0].splitlines()[1].split()[-1] in "_E"
     assert sum(answer is not None and "is not the target word" in answer for answer in answers) == 4

@@ -1,13 +1,13 @@
-"""A taskset with tools in the form that verifiers documents: a server with a state, conditions and weights.
+"""A taskset with tools in the form documented by verifiers: a stateful server, stop conditions and weighted rewards.
 
-Add up to a goal. The servers are processes of their own, which import this module.
+The task is to add up to a goal. The servers are separate processes that import this module.
 """
 
 from __future__ import annotations
 
 import pytest
 
-vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed, whose taskset this is")
+vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 
 
 class AddData(vf.TaskData):

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of each family that writes tool calls, and a tokenizer trained on a few lines."""
+"""Chat templates modeled on those of each family that supports tool calls, and a tokenizer trained on a few lines."""
 
 import functools
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 
-# Qwen 3: earlier thoughts are left out, answers of tools are a user's turn, thinking can be switched off.
+# Qwen 3: earlier thoughts are omitted, tool results form a user turn, and thinking can be disabled.
 HERMES = """{%- if tools %}<|im_start|>system
 Tools:
 {%- for tool in tools %}
@@ -42,7 +42,7 @@ ToolCall one as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
 {{- '<|im_start|>assistant\n' }}{{ '<think>\n\n</think>\n\n' if enable_thinking is false else '' }}
 {%- endif %}"""
 
-# Qwen 3.5: the same, with tags for a call's parameters, and a generation prompt that opens a thought.
+# Qwen 3.5: the same with tags for call parameters and a generation prompt that opens a thought.
 QWEN_XML = (
     HERMES.replace('{"name": ..., "arguments": ...}', "<function=...><parameter=...>")
     .replace(
@@ -60,7 +60,7 @@ QWEN_XML = (
     .replace("if enable_thinking is false else ''", "if enable_thinking is false else '<think>\n'")
 )
 
-# Llama 3: BOS at the beginning, one call as the whole of a message, answers of tools in a turn of "ipython".
+# Llama 3: a leading BOS, one call as the entire message, and tool results in a turn with the role "ipython".
 LLAMA = """{{- bos_token }}<|start_header_id|>system<|end_header_id|>
 
 {% if tools %}Respond in the format {"name": function name, "parameters": its arguments}.
@@ -81,8 +81,8 @@ LLAMA = """{{- bos_token }}<|start_header_id|>system<|end_header_id|>
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
-# gpt-oss: a call is a message to functions.<name>; its answer takes the name from the call; a last turn ends with
-# <|return|>, a turn of the past with <|end|>.
+# gpt-oss: a call is a message to functions.<name>, and its result takes the name from the call. The last turn ends
+# with <|return|>, earlier turns with <|end|>.
 HARMONY = """<|start|>system<|message|>Channels: analysis, commentary, final.<|end|>
 {%- if tools %}<|start|>developer<|message|>namespace functions: {{ tools | tojson }}<|end|>{% endif %}
 {%- set last = namespace(name=none) %}
@@ -105,7 +105,7 @@ HARMONY = """<|start|>system<|message|>Channels: analysis, commentary, final.<|e
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
-# GLM-4: nothing ends a turn but the token that opens the next one.
+# GLM-4: only the token that opens the next turn ends a turn.
 GLM = """<|begin|>
 {%- for m in messages %}
 {{- '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\n' + m.content }}
@@ -122,7 +122,7 @@ SPECIAL = [
     "<|assistant|>", "<|observation|>", "<|python_tag|>", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>",
     "<|end|>", "<|call|>", "<|return|>",
 ]  # fmt: skip
-ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # tokens of their own that decoding does not leave out
+ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # added tokens that decoding does not skip
 LINES = [
     "The policy calls a tool and sees what it says: higher, lower, or an error.",
     '{"name": "add", "arguments": {"a": 1, "b": 2}}',
@@ -142,7 +142,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-# Name: template, EOS, all ids that end a turn.
+# Name: template, EOS, all tokens that end a turn.
 FAMILIES = {
     "hermes": (HERMES, "<|im_end|>", ("<|im_end|>",)),
     "qwen_xml": (QWEN_XML, "<|im_end|>", ("<|im_end|>",)),
@@ -153,7 +153,7 @@ FAMILIES = {
 
 @functools.cache
 def trained() -> str:
-    """Byte-level BPE with some merges, as JSON."""
+    """Train a byte-level BPE with some merges, and return it as JSON."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -173,7 +173,7 @@ def tokenizer_of(template: str | None, eos: str = "<|im_end|>") -> PreTrainedTok
 
 
 def family(name: str):
-    """A family's tokenizer, and the ids that end a turn."""
+    """Return a family's tokenizer and the ids of the tokens that end a turn."""
     template, eos, ends = FAMILIES[name]
     tokenizer = tokenizer_of(template, eos)
     return tokenizer, tuple(tokenizer.convert_tokens_to_ids(list(ends)))

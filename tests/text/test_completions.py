@@ -1,4 +1,4 @@
-"""Completions as text: prompt + completion is the text that the model saw, for every kind of tokenizer."""
+"""Completions as text: prompt + completion equals the model's text for every kind of tokenizer."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def words(*extra, space="▁"):
 
 
 def sentencepiece():
-    """As Llama 2's: a space in front of every text, which decoding takes away; unknown characters as bytes."""
+    """Like Llama 2's tokenizer: a space before every text, which decoding strips, and unknown characters as bytes."""
     tokenizer = Tokenizer(models.Unigram([(name, -1.0 - (len(name) == 1)) for name in words()], 0, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -58,7 +58,7 @@ def byte_level(*, add_prefix_space=False):
 
 
 def word_ends():
-    """As CLIP's: a word's last token says so, and decoding makes a space of it unless nothing follows."""
+    """Like CLIP's tokenizer: a word's last token is marked, and decoding adds a space after it unless the text ends."""
     letters = sorted(set("".join(WORDS)))
     names = [*SPECIAL, *letters, *(f"{letter}</w>" for letter in letters)]
     model = models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", end_of_word_suffix="</w>")
@@ -80,15 +80,15 @@ FAMILIES = {
 
 
 def completed(tokenizer, prompt, prompt_ids, ids):
-    """What a reward function is given of one completion."""
+    """Return a completion as a reward function receives it."""
     tokens = np.array([[[*ids, tokenizer.eos_token_id]]])
     row = {"prompt": prompt}
     return reward_inputs(tokenizer, [row], tokens, np.ones(tokens.shape, bool), prompt_ids=[prompt_ids]).completions[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompt_and_completion_are_the_text_that_the_model_saw(family):
-    """Wherever the tokens of a text are cut in two; half a character belongs to the completion that ends it."""
+def test_prompt_and_completion_join_to_the_models_text(family):
+    """Prompt and completion join to the model's text at every cut; a split character belongs to the completion."""
     tokenizer = FAMILIES[family]()
     text = "Once upon a time there was a café."
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -97,14 +97,14 @@ def test_prompt_and_completion_are_the_text_that_the_model_saw(family):
     for cut in range(1, len(ids)):
         before = tokenizer.decode(ids[:cut]).rstrip("\ufffd")
         assert before + completed(tokenizer, before, ids[:cut], ids[cut:]) == whole
-        assert before + completed(tokenizer, before, [1, *ids[:cut]], ids[cut:]) == whole, "behind a BOS"
+        assert before + completed(tokenizer, before, [1, *ids[:cut]], ids[cut:]) == whole, "after a BOS"
     unfinished = tokenizer("é", add_special_tokens=False)["input_ids"][-2:-1]
     if len(unfinished) and "\ufffd" in tokenizer.decode(unfinished):
-        assert completed(tokenizer, text, ids, unfinished) == "\ufffd", "as ever, where the completion ends in one"
+        assert completed(tokenizer, text, ids, unfinished) == "\ufffd", "the end of a completion may split a character"
 
 
 def test_reward_inputs_of_a_group_join_to_the_conversation():
-    """In prompt-major order; padding is left out, and so is the prefill from the prompt."""
+    """Reward inputs are in prompt-major order without padding; a prefill moves from the prompt to the completion."""
     tokenizer = byte_level()
     user, parts = {"role": "user", "content": "a"}, [{"type": "text", "text": "So"}]
     rows = [{"prompt": [user]}, {"prompt": [user, {"role": "assistant", "content": parts}]}]
@@ -120,7 +120,7 @@ def test_reward_inputs_of_a_group_join_to_the_conversation():
 
 @pytest.mark.parametrize("prefill", ["Once upon a", "Once upon a "], ids=["", "with a space that is trimmed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prefill_goes_on_as_it_began(family, prefill):
+def test_completion_continues_the_prefill(family, prefill):
     tokenizer = FAMILIES[family]()
     prompt = [{"role": "user", "content": "there was"}, {"role": "assistant", "content": prefill}]
     prompt_ids = tokenizer.apply_chat_template(prompt, continue_final_message=True, tokenize=True, return_dict=False)
@@ -131,4 +131,4 @@ def test_a_prefill_goes_on_as_it_began(family, prefill):
     ids = tokenizer("Once upon", add_special_tokens=False)["input_ids"]
     alone = tokenizer.decode(ids)
     said = completed(tokenizer, prompt[:1], opened, ids)
-    assert said == [{"role": "assistant", "content": alone}], "a message of its own begins as TRL's does"
+    assert said == [{"role": "assistant", "content": alone}], "without a prefill, a message begins as in TRL"

@@ -1,4 +1,4 @@
-"""Rows to examples: what is learned of each kind of row, by hand; the assistant's words by tags and by growing."""
+"""SFT examples: the tokens learned from each kind of row, including assistant tokens with and without template tags."""
 
 import copy
 import functools
@@ -38,7 +38,7 @@ def chatting(template):
 
 
 def learned(rows, tokenizer=None, **config):
-    """Of each example the whole text, and what of it is learned."""
+    """Return the text of each example and the part of it that is learned."""
     tokenizer = tokenizer or tiny_tokenizer()
     found = encode_examples(load_examples(rows), tokenizer, SFTConfig(**config), eos_token_ids=(EOS,))
     return [
@@ -47,7 +47,7 @@ def learned(rows, tokenizer=None, **config):
     ]
 
 
-def test_what_is_learned_of_text_and_of_tokens():
+def test_learned_part_of_text_and_token_rows():
     rows = [{"prompt": "ab", "completion": "cd"}]
     assert learned(rows) == [("abcd<eos>", "cd<eos>")]
     assert learned(rows, completion_only_loss=False) == [("abcd<eos>", "abcd<eos>")]
@@ -63,8 +63,8 @@ def test_what_is_learned_of_text_and_of_tokens():
 MASKED = {"input_ids": [70, 71, EOS], "assistant_masks": [0, 1, 1], "completion_mask": [1, 0, 1]}
 
 
-def test_masks_of_tokens_say_what_is_learned():
-    """`assistant_masks` always, `completion_mask` unless `completion_only_loss=False`; `labels` alone where given."""
+def test_masks_select_the_learned_tokens():
+    """`labels` override both masks; `completion_only_loss=False` disables only `completion_mask`."""
     both, first = ([EOS], [71, EOS])
     for row, settings, wanted in (
         (MASKED, {}, both),
@@ -84,11 +84,11 @@ def test_masks_of_tokens_say_what_is_learned():
             load_examples([{"input_ids": [1, 2], name: [1]}])
 
 
-def test_what_is_learned_of_messages():
+def test_learned_part_of_messages():
     whole = "<u>hi<eos>\n<a>yes<eos>\n<u>so<eos>\n<a>ok<eos>\n"
     plain, tagged = chatting(CHAT), chatting(TAGGED)
     assert learned([{"messages": TALK}], plain) == [(whole, whole)]
-    for tokenizer in (plain, tagged):  # by growing conversations, and by the template's own tags
+    for tokenizer in (plain, tagged):  # from growing conversations, and from the template's tags
         assert learned([{"messages": TALK}], tokenizer, assistant_only_loss=True) == [(whole, "yes<eos>ok<eos>")]
     row = {"prompt": TALK[:3], "completion": TALK[3:]}
     assert learned([row], plain) == [(whole, "ok<eos>\n")]
@@ -96,7 +96,7 @@ def test_what_is_learned_of_messages():
     assert learned([row], tagged, assistant_only_loss=True) == [(whole, "ok<eos>")]
 
 
-def test_what_the_template_or_the_rows_do_not_allow_is_refused():
+def test_unsupported_templates_and_rows_are_refused():
     with pytest.raises(ValueError, match=r"up to message 1 differently from the same .*generation %\} … "):
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 contains no assistant tokens"):
@@ -122,15 +122,15 @@ CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
     ({"prompt": TALK[:1], "completion": [{"role": "function", "content": "3"}]}, "message 1 with role 'function'"),
     ({"messages": [TALK[0], {**TALK[1], "tool_calls": [CALL]}]}, "the call to the tool 'add' in message 1"),
 ])  # fmt: skip
-def test_a_message_or_a_call_that_the_template_leaves_out_is_refused(row, said):
-    """SFT refuses a message, of whatever role, and a call of a tool that the chat template omits."""
+def test_messages_and_calls_that_the_template_omits_are_refused(row, said):
+    """SFT refuses messages of any role and tool calls that the chat template omits."""
     known = chatting(CHAT.replace("in messages %}", "in messages if m['role'] in ('user', 'assistant') %}"))
     with pytest.raises(ValueError, match=f"dataset row 0: the chat template omits .*{said}"):
         learned([row], known)
 
 
 def spoken(template, eos, *ends, rows=({"messages": TALK},), **config):
-    """What is learned with a tokenizer of `chat_families`, as text."""
+    """Return the learned text of each row, using a tokenizer from `chat_families`."""
     tokenizer = tokenizer_of(template, eos)
     ends = tokenizer.convert_tokens_to_ids([eos, *ends])
     found = encode_examples(load_examples(list(rows)), tokenizer, SFTConfig(**config), eos_token_ids=ends)
@@ -146,9 +146,9 @@ PHI = (
 )
 
 
-def test_a_turn_is_learned_with_the_token_that_ends_it():
-    """SFT teaches GLM-4, whose turns end with what opens the next one, to stop; Phi-3's EOS behind the last turn alone
-    is no obstacle to `assistant_only_loss`.
+def test_the_token_that_ends_a_turn_is_learned():
+    """SFT teaches GLM-4 to stop, although its turns end with the token that opens the next one. `assistant_only_loss`
+    works for Phi-3, whose template writes an EOS only after the last turn.
     """
     glm = functools.partial(spoken, GLM, "<|user|>", "<|observation|>")
     assert glm(assistant_only_loss=True) == ["\nyes<|user|>\nok<|user|>"]
@@ -166,12 +166,12 @@ def test_a_turn_is_learned_with_the_token_that_ends_it():
     ({"messages": [{"role": "user"}]}, r"has \{'role': 'user'\} as message 0 of 'messages'"),
     ("abc", "must be a dict with .*; got 'abc'"),
 ])  # fmt: skip
-def test_bad_rows(row, said):
+def test_invalid_rows_are_refused(row, said):
     with pytest.raises(ValueError, match=f"dataset row 0 {said}"):
         load_examples([row])
 
 
-def test_long_examples_are_cut_and_those_with_nothing_left_go():
+def test_long_examples_are_truncated_and_empty_ones_dropped():
     rows = [{"prompt": "abcdef", "completion": "g"}, {"prompt": "a", "completion": "bcdef"}]
     with pytest.warns(
         UserWarning, match="2 of 2 examples are longer than max_length=4 .* 1 examples without tokens in the loss were"
@@ -181,7 +181,7 @@ def test_long_examples_are_cut_and_those_with_nothing_left_go():
         learned(rows[:1], max_length=4)
 
 
-def test_blocks_hold_everything_once_and_are_full_where_they_can_be():
+def test_blocks_contain_every_example_once_and_are_well_filled():
     lengths = [3, 9, 1, 7, 5, 5, 2, 8]
     blocks = fill_blocks(lengths, 10)
     assert sorted(i for block in blocks for i in block) == list(range(8))
@@ -195,13 +195,13 @@ def test_blocks_hold_everything_once_and_are_full_where_they_can_be():
     ([[-5, -6, -7, 1], [-5, -6, -7, 2]], 3),
     ([[-5, -6, -7, 1], [-4, -6, -7, 2]], 0),
 ])  # fmt: skip
-def test_a_beginning_is_shared_up_to_what_is_learned(rows, shared):
-    """Tokens with a minus are not learned."""
+def test_prefix_is_shared_up_to_the_first_learned_token(rows, shared):
+    """Examples share their prefix up to the first learned token; negative ids mark tokens that are not learned."""
     rows = [{"input_ids": [abs(x) for x in ids], "labels": [x if x > 0 else -100 for x in ids]} for ids in rows]
     assert encode_examples(rows, tiny_tokenizer(), SFTConfig()).shared == shared
 
 
-def test_a_batch_is_the_first_token_and_the_rest():
+def test_batch_has_the_first_tokens_as_prompts():
     found = encode_examples([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], tiny_tokenizer(), SFTConfig())
     batch = found.batch([1, 0], rows=3, length=4)
     assert batch.prompts.tokens.tolist() == [[8], [5], [0]]

@@ -1,4 +1,4 @@
-"""Formats of tool calls: what each family's template writes is parsed back, and no text raises or hangs."""
+"""Tool call formats: what each family's template renders is parsed back, and no text raises or hangs."""
 
 import json
 import random
@@ -35,7 +35,7 @@ def value(rng, depth=0):
 
 
 def turn_of(tokenizer, message, **kwargs):
-    """What a template writes of an assistant's message, from where the generation prompt ends to the end."""
+    """Render an assistant message with the chat template, without the text up to the end of the generation prompt."""
     user = [{"role": "user", "content": "go"}]
     opening = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template([*user, message], tokenize=False, **kwargs)
@@ -48,7 +48,7 @@ def message_of(*calls, content=""):
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "harmony"])
-def test_what_a_template_writes_is_read_back(name):
+def test_rendered_calls_are_parsed_back(name):
     rng, (tokenizer, _) = random.Random(0), family(name)
     for _ in range(100):
         most = 3 if name == "hermes" else 1
@@ -69,7 +69,7 @@ EDIT = {"name": "edit", "parameters": {"type": "object", "properties": PROPERTIE
 SCHEMAS = {"edit": {"type": "function", "function": EDIT}}
 
 
-def test_tags_are_read_back_with_the_schema():
+def test_tagged_values_are_parsed_with_the_schema():
     rng, (tokenizer, _) = random.Random(0), family("qwen_xml")
     for _ in range(100):
         everything = {"text": string(rng), "line": rng.randrange(-5, 5), "share": rng.random()}
@@ -95,7 +95,7 @@ F = (ToolCall("f", {}),)
     ("hermes", "So: " + hermes() + "\nthen " + hermes("g"), Parsed("So: \nthen", (*F, ToolCall("g", {})))),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', Parsed("", F)),
     ("hermes", f"<think>\n{hermes()}\n</think>\nNo.", Parsed(f"<think>\n{hermes()}\n</think>\nNo.")),
-    ("qwen_xml",  # without a schema a value is JSON where it can be
+    ("qwen_xml",  # without a schema, values are parsed as JSON if possible
         "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\ntwelve\n\n</parameter>\n"
         "<parameter=c>\nTrue\n</parameter>\n</function>\n</tool_call>",
         Parsed("", (ToolCall("f", {"a": 12, "b": "twelve\n", "c": "True"}),))),
@@ -109,7 +109,7 @@ F = (ToolCall("f", {}),)
         Parsed("<think>\nto=functions.f\n</think>\n\n2")),
     ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", Parsed("", F)),
 ])  # fmt: skip
-def test_what_a_turn_says(name, text, parsed):
+def test_turns_are_parsed(name, text, parsed):
     assert FORMATS[name].parse(text) == parsed
 
 
@@ -132,7 +132,7 @@ def test_what_a_turn_says(name, text, parsed):
     ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "not closed by <|call|>"),
     ("harmony", "<|channel|>commentary to=python<|message|>print(1)<|call|>", "unknown recipient 'python'"),
 ])  # fmt: skip
-def test_a_call_that_cannot_be_read_is_a_problem_and_stays_in_the_text(name, text, reason):
+def test_unreadable_call_is_a_problem_and_stays_in_the_text(name, text, reason):
     parsed = FORMATS[name].parse(text)
     assert parsed.calls == ()
     (problem,) = parsed.problems
@@ -154,7 +154,7 @@ PIECES = [
 
 
 def damaged(text, rng):
-    """A text with a few pieces put in, taken out and doubled."""
+    """Insert, delete and duplicate a few pieces of a text."""
     for _ in range(rng.randrange(5)):
         a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         edits = [text[:a] + rng.choice(PIECES) + text[a:], text[:a] + text[min(b, a + 9) :], text[:b] + text[a:]]
@@ -163,7 +163,7 @@ def damaged(text, rng):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_text_raises_and_everything_read_can_be_written(name):
+def test_no_text_raises_and_all_parsed_calls_are_serializable(name):
     rng, (tokenizer, _) = random.Random(0), family(name)
     turn = turn_of(tokenizer, message_of(ToolCall("edit", {"text": "\\ud83d é", "line": 3, "many": [1, {"a": None}]})))
     read, problems = 0, 0
@@ -177,17 +177,17 @@ def test_no_text_raises_and_everything_read_can_be_written(name):
         assert all(isinstance(call.name, str) and call.name for call in parsed.calls)
         calls = assistant_message(parsed).get("tool_calls", [])
         written = json.dumps(calls, allow_nan=False, ensure_ascii=False)
-        # Half a character goes out only where one came in, which decoding cannot give.
+        # A lone surrogate can come only from the input, and decoding never produces one.
         assert "\ud800" in text or written.encode("utf-8")
-    assert read > 200  # the fuzz does reach calls, and what is no call
+    assert read > 200  # the fuzzing must reach both calls and problems
     assert problems > 200
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_turn_cut_anywhere_raises_nowhere_and_calls_nothing_before_its_end(name):
+def test_truncated_turn_does_not_call_before_its_end(name):
     tokenizer, _ = family(name)
     text = turn_of(tokenizer, message_of(ToolCall("edit", {"text": "</tool_call> é", "line": 3})))
-    body = text.removesuffix("<|eot_id|>").removesuffix("<|call|>")  # decoding gives these whole or not at all
+    body = text.removesuffix("<|eot_id|>").removesuffix("<|call|>")  # decoding yields these whole or not at all
     cuts = [*(body[:n] for n in range(len(body) + 1)), text]
     called = [len(FORMATS[name].parse(cut, thinking=name == "qwen_xml").calls) for cut in cuts]
     first = called.index(1)
@@ -195,7 +195,7 @@ def test_a_turn_cut_anywhere_raises_nowhere_and_calls_nothing_before_its_end(nam
     assert body[len(cuts[first]) :] in ("", "<|im_end|>\n")
 
 
-# A text that is long, and of which some reader might look at every part from every place.
+# Repeated many times, each of these could make a parser scan the rest of the text from every position.
 LONG = [
     "<tool_call>", "<tool_call>[", '<tool_call>["', "<think>", "</think>", '<tool_call>{"name":', "<tool_call>\n\n\n\n",
     "<tool_call><function=f>", "<tool_call><function=f><parameter=a>", "<parameter=a>", "</parameter>",
@@ -222,10 +222,10 @@ def test_each_family_is_recognized_by_its_template(name):
     assert found.keeps_special_tokens == (name in ("llama3", "harmony"))
     assert format_of({"default": PLAIN, "tool_use": FAMILIES[name][0]}) is found
     escaped = FAMILIES[name][0].replace('"', '\\"').replace("<|python_tag|>", "")
-    assert format_of(escaped) is found, "also by JSON in a string of the template"
+    assert format_of(escaped) is found, "also if the JSON is in a string of the template"
 
 
-def test_other_templates_have_none():
+def test_other_templates_have_no_format():
     other = "{% for t in tools %}{{ t }}{% endfor %}<tool_call>{name}<arg_key>{key}</arg_key></tool_call>"
     for template in (None, PLAIN, other, "{{ tools }}<|start|>assistant<|channel|>final<|message|>"):
         assert format_of(template) is None, template

@@ -1,4 +1,4 @@
-"""Prompts: rows in, tokens out, and an order that can be resumed."""
+"""Prompts: the encoding of rows, rows that are refused, and an order that can be resumed."""
 
 import json
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(*, bos=False, chat_template=TEMPLATE):
-    """Byte-level BPE without merges: one id for each byte."""
+    """Make a byte-level BPE without merges: one id per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: index for index, piece in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -60,13 +60,13 @@ def test_make_prompts_pads_on_the_right():
     ([[3, -1]], {}, r"token_ids\[0\] must contain integers in 0..2³¹−1; got \[3, -1\]"),
     ([[1], [1, 2, 3]], {"length": 2}, r"length=2 is too small for token_ids\[1\] with 3 tokens"),
 ])  # fmt: skip
-def test_make_prompts_refuses(token_ids, keywords, message):
+def test_make_prompts_refuses_invalid_token_ids(token_ids, keywords, message):
     with pytest.raises(ValueError, match=message):
         lib.make_prompts(token_ids, **keywords)
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_text_is_encoded_with_the_tokenizers_own_special_tokens(bos):
+def test_text_is_encoded_with_the_tokenizers_special_tokens(bos):
     tokenizer = make_tokenizer(bos=bos)
     encoded = lib.encode_prompts([{"prompt": "ab"}, {"prompt": "c"}], tokenizer)
     assert [tokenizer.decode(ids) for ids in encoded.token_ids] == (["<s>ab", "<s>c"] if bos else ["ab", "c"])
@@ -81,7 +81,7 @@ KNOWN_ROLES = (
 
 
 @pytest.mark.parametrize("role", ["human", "User", "tool"])
-def test_a_message_that_the_template_leaves_out_is_refused_with_its_row_and_role(role):
+def test_omitted_message_is_refused_with_its_row_and_role(role):
     """A message that the chat template omits is refused with its row and role."""
     tokenizer = make_tokenizer(chat_template=KNOWN_ROLES)
     fine = {"prompt": [{"role": "system", "content": " be kind "}, user("hi")]}
@@ -92,18 +92,18 @@ def test_a_message_that_the_template_leaves_out_is_refused_with_its_row_and_role
             match=rf"eval_dataset row {rows.index(asked)}: .* the content '1 \+ 1\?' of message 1 with role '{role}'",
         ):
             lib.encode_prompts(rows, tokenizer, argument="eval_dataset")
-    shown = make_tokenizer()  # this one writes any role
+    shown = make_tokenizer()  # this template renders any role
     if role != "tool":
         assert len(lib.encode_prompts([fine, asked], shown).rows) == 2
 
 
 def called(arguments):
-    """A conversation with a call of a tool."""
+    """Return a conversation with a tool call."""
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
     return [user("hi"), call, {"role": "tool", "content": "3"}]
 
 
-def test_a_call_that_the_template_leaves_out_is_refused_with_its_row_and_tool():
+def test_omitted_call_is_refused_with_its_row_and_tool():
     tokenizer = make_tokenizer()
     with pytest.raises(ValueError, match=r"dataset row 1: .* omits the call to the tool 'add' in message 1"):
         lib.encode_prompts([{"prompt": [user("hi")]}, {"prompt": called({})}], tokenizer)
@@ -112,8 +112,8 @@ def test_a_call_that_the_template_leaves_out_is_refused_with_its_row_and_tool():
 PLAIN = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ WRITTEN }}{% endfor %}{% endfor %}"
 
 
-def test_arguments_given_as_json_text_are_written_as_the_object_that_they_are():
-    """Arguments of calls may be JSON text: they are decoded, unless the template takes text."""
+def test_json_text_arguments_are_rendered_as_objects():
+    """Tool call arguments given as JSON text are decoded unless the template expects text."""
     text = '{"city": "Oslo", "n": [1]}'
     prompts = [called(json.loads(text)), called(text)]
     for name in FAMILIES:
@@ -121,13 +121,13 @@ def test_arguments_given_as_json_text_are_written_as_the_object_that_they_are():
         assert as_object == as_text, name
     assert prompts[1] == called(text), "the row is unchanged"
     for written in ("c.function.name + c.function.arguments", "c.function.name ~ c.function.arguments"):
-        tokenizer = make_tokenizer(chat_template=PLAIN.replace("WRITTEN", written))  # refuses objects; writes Python's
+        tokenizer = make_tokenizer(chat_template=PLAIN.replace("WRITTEN", written))  # refuse; render Python's
         (ids,) = lib.encode_prompts([{"prompt": prompts[1]}], tokenizer).token_ids
         assert tokenizer.decode(ids) == f"hiadd{text}3"
 
 
-def test_what_a_template_takes_out_of_a_message_or_does_not_say_is_no_fault():
-    """White space and earlier thoughts; messages without content; a template that looks into the contents."""
+def test_template_may_drop_whitespace_thoughts_and_empty_messages():
+    """A template may strip whitespace and earlier thoughts, omit messages without content, and inspect contents."""
     tokenizer = make_tokenizer(chat_template=KNOWN_ROLES)
     rows = [
         {"prompt": [user(" hi\n"), assistant("<think>hm</think>yes?"), user("bye")]},
@@ -142,7 +142,7 @@ def test_what_a_template_takes_out_of_a_message_or_does_not_say_is_no_fault():
     assert len(lib.encode_prompts([{"prompt": [user("hi")]}], strict).rows) == 1
 
 
-def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
+def test_messages_open_an_assistant_turn_or_continue_a_prefill():
     tokenizer = make_tokenizer()
     rows = [
         {"prompt": [{"role": "system", "content": "be kind"}, user("hi")]},
@@ -156,11 +156,11 @@ def test_messages_open_the_turn_of_the_assistant_and_a_prefill_is_continued():
         "<s>user:hi</s><s>assistant:yes?</s><s>user:bye</s><s>assistant:",
     ]
     assert all(type(token) is int for ids in encoded.token_ids for token in ids)
-    # The marks of the template are one special token each, not spelled out.
+    # Each marker in the template is encoded as one special token.
     assert encoded.token_ids[0][0] == tokenizer.bos_token_id
 
 
-def test_long_prompts_are_dropped_and_named_never_cut():
+def test_long_prompts_are_dropped_and_reported_but_not_truncated():
     rows = [{"prompt": "a" * length, "n": length} for length in (3, 9, 4, 12)]
     encoded = lib.encode_prompts(rows, make_tokenizer(), max_prompt_length=4, on_long_prompt="drop")
     assert encoded.rows == [rows[0], rows[2]]
@@ -168,7 +168,7 @@ def test_long_prompts_are_dropped_and_named_never_cut():
     assert encoded.dropped == [1, 3]
 
 
-def test_every_epoch_is_a_permutation_of_its_own_that_no_release_changes():
+def test_each_epoch_has_its_own_permutation_fixed_across_releases():
     entries = lib.prompt_indices(0, 300, num_rows=100, seed=3)
     orders = [[row for epoch, row in entries if epoch == wanted] for wanted in range(3)]
     assert [epoch for epoch, _ in entries] == [0] * 100 + [1] * 100 + [2] * 100
@@ -177,14 +177,14 @@ def test_every_epoch_is_a_permutation_of_its_own_that_no_release_changes():
     assert orders[0] != orders[1] != orders[2]
     assert orders[0] != list(range(100))
     assert entries != lib.prompt_indices(0, 300, num_rows=100, seed=4)
-    # A run that is resumed after an upgrade must find this order: changing it breaks every checkpoint.
+    # A run that resumes after an upgrade needs this order; changing it would break every checkpoint.
     second_epoch = [(1, 7), (1, 6), (1, 1), (1, 5), (1, 4), (1, 2), (1, 0), (1, 3)]
     assert lib.prompt_indices(8, 8, num_rows=8, seed=5) == second_epoch
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_any_cut_into_batches_gives_the_same_sequence(shuffle):
-    """Every epoch is a permutation, however it is cut into batches."""
+def test_batch_size_does_not_change_the_order(shuffle):
+    """The order of the prompts is the same for every batch size."""
     whole = lib.prompt_indices(0, 60, num_rows=7, seed=0, shuffle=shuffle)
     for size in (1, 4, 7, 15, 20):
         parts = [lib.prompt_indices(start, size, num_rows=7, seed=0, shuffle=shuffle) for start in range(0, 60, size)]

@@ -1,4 +1,4 @@
-"""Round trips: a call that the template writes comes back from the tokens, or the run is refused with what came."""
+"""Round trips: a rendered call is parsed back from its tokens, or the run is refused with the difference."""
 
 from typing import Literal
 
@@ -44,7 +44,7 @@ def schemas(*tools):
     return [tool.schema for tool in read_tools(tools).values()]
 
 
-# Functionary's way on Llama 3.1, whose template has <|python_tag|> for code alone.
+# Functionary's format for Llama 3.1, whose template uses <|python_tag|> only for code.
 FUNCTIONARY = LLAMA.replace(
     """{{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}}<|eot_id|>""",
     """{{- '<function=' + call.name + '>' }}{{ call.arguments | tojson }}</function><|eot_id|>""",
@@ -54,9 +54,9 @@ FUNCTIONARY = LLAMA.replace(
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tool", [add, everything, nothing])
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
-def test_a_call_of_each_family_comes_back(name, tool, kwargs):
-    """A call that the chat template writes comes back from its tokens, or the run is refused; calls in nearly the
-    right form are told to the policy.
+def test_call_of_each_family_is_parsed_back(name, tool, kwargs):
+    """A call rendered by the chat template is parsed back from its tokens, or the run is refused; the policy is told
+    about malformed calls.
     """
     tokenizer, ends = family(name)
     assert lib.call_fault(ChatTemplate(tokenizer, kwargs, schemas(tool), ends), FORMATS[name]) == ""
@@ -65,7 +65,7 @@ def test_a_call_of_each_family_comes_back(name, tool, kwargs):
         assert "no call" in lib.call_fault(ChatTemplate(tokenizer, kwargs, schemas(add), ends), FORMATS[other]), other
 
 
-def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
+def test_unsupported_call_format_is_refused_with_the_difference():
     tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
     with pytest.raises(ValueError, match="the chat template renders a call") as caught:
         make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], GRPOConfig(), tools=[add])
@@ -75,14 +75,14 @@ def test_a_call_in_a_form_that_is_not_read_is_refused_with_the_difference():
     )
 
 
-def test_arguments_may_be_what_the_template_takes_them_for_and_have_to_come_back_as_they_are():
+def test_arguments_must_be_parsed_back_unchanged():
     written = "{{ call.function.arguments | tojson }}"
     assert written in HERMES
     ends = tokenizer_of(HERMES).convert_tokens_to_ids(["<|im_end|>"])
     fault_of = lambda tokenizer, tool: lib.call_fault(
         ChatTemplate(tokenizer, None, schemas(tool), ends), FORMATS["hermes"]
     )
-    as_text = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments }}"))  # of a dict, this is no JSON
+    as_text = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments }}"))  # for a dict, this is not JSON
     assert fault_of(as_text, add) == ""
     escaped = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments | tojson | replace('3', '4') }}"))
     fault = fault_of(escaped, add)
@@ -95,8 +95,8 @@ def test_arguments_may_be_what_the_template_takes_them_for_and_have_to_come_back
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
-def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_token_does(name):
-    """As in a course's recipe, which adds <tool_call> and its like as special tokens."""
+def test_only_markers_among_special_tokens_reach_the_parser(name):
+    """Markers such as <tool_call> that are added as special tokens reach the parser; other special tokens do not."""
     template, eos, _ = FAMILIES[name]
     tokenizer = tokenizer_of(template, eos)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<think>", "</think>"]})
@@ -105,7 +105,7 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     text, _ = ChatTemplate(tokenizer, tools=schemas(add)).turn_of(CALL)
     turn = np.array(tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"], np.int32)
     assert turn[-1] == end
-    assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # why each call would end in silence
+    assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # each call would be silently lost
     read = lib.turn_text(turn, tokenizer.decode, interaction.format, interaction.hidden)
     assert read + eos == text.removesuffix("\n")
     episode = Episode(interaction, CHAT, "row 0 of the dataset, completion 0", CachedTokenizer(tokenizer))
@@ -114,8 +114,8 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_other_special_t
     assert (episode.counts.calls, episode.counts.failures) == (1, 0)
 
 
-def test_a_call_comes_back_where_the_prompt_opens_a_thought_that_past_turns_lack():
-    """Prompt and turn then part within the two tags."""
+def test_call_is_parsed_back_if_only_the_prompt_opens_a_thought():
+    """A call is parsed back if the generation prompt opens a thought that rendered turns lack."""
     tokenizer = tokenizer_of(
         HERMES.replace("'<think>\n\n</think>\n\n' if '</think>' not in m.content else ''", "''").replace(
             "if enable_thinking is false else ''", "if enable_thinking is false else '<think>\n'"

@@ -1,4 +1,4 @@
-"""Rows from every kind of source, for Python and the command line alike."""
+"""Rows from every kind of source, in Python and on the command line."""
 
 import gzip
 import itertools
@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
 
 
 class ByNumber:
-    """A length and rows by index, as grain's sources have; it cannot be iterated over."""
+    """A source with a length and rows by index, like grain's sources, that cannot be iterated over."""
 
     __iter__ = None
     __len__ = lambda self: len(ROWS)
@@ -46,13 +46,13 @@ def test_all_sources_give_the_same_rows(folder, source):
     assert load_rows({**described, "rows": 1}, **SHAPE) == WANTED[:1]
 
 
-def test_load_rows_reads_datasets_of_hugging_face_the_same():
+def test_hugging_face_datasets_give_the_same_rows():
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     stored = datasets.Dataset.from_list(ROWS)
     assert load_rows(stored, **SHAPE) == load_rows(stored.to_iterable_dataset(), **SHAPE) == WANTED
 
 
-def test_load_rows_reads_sources_of_grain_the_same():
+def test_grain_sources_give_the_same_rows():
     grain = pytest.importorskip("grain", reason="grain is not installed")
     source = grain.MapDataset.source(ROWS)
     assert load_rows(source, **SHAPE) == load_rows(source.to_iter_dataset(), **SHAPE) == WANTED
@@ -61,21 +61,21 @@ def test_load_rows_reads_sources_of_grain_the_same():
         load_rows(source.repeat())
 
 
-def test_rows_with_pictures_are_refused():
+def test_rows_with_images_are_refused():
     picture = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
     for row in ({"prompt": "a", "image": "b.png"}, {"prompt": picture}):
         with pytest.raises(ValueError, match="models support text only"):
             load_rows([row])
 
 
-def test_a_stream_without_an_end_is_refused(monkeypatch):
+def test_infinite_stream_is_refused(monkeypatch):
     monkeypatch.setattr(sources, "_MAX_ROWS", 100)
     with pytest.raises(ValueError, match="dataset has more than 100 rows; if it is infinite"):
         load_rows({"prompt": str(n)} for n in itertools.count())
     assert len(load_rows({"prompt": "p"} for _ in range(100))) == 100
 
 
-def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monkeypatch):
+def test_hub_dataset_is_loaded_by_name_config_and_split(folder, monkeypatch):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: asked.append((*names, split)) or ROWS)
@@ -86,7 +86,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monk
     (folder / "openai").mkdir()
     (folder / "openai" / "gsm8k").write_text((folder / "rows.jsonl").read_text())
     assert load_rows("openai/gsm8k", **SHAPE) == WANTED
-    assert len(asked) == 2, "a file of that name is read"
+    assert len(asked) == 2, "a file with that name must be read instead"
 
 
 @pytest.mark.parametrize(("source", "said"), [
@@ -95,12 +95,12 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_config_and_split(folder, monk
     ({"path": "rows.jsonl", "split": "test"}, "data.split applies only to a hub dataset"),
     ({"path": "rows.jsonl", "rows": 0}, "data.rows must be a positive integer, .* got 0"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_source_is_said(folder, source, said):
+def test_invalid_sources_are_named(folder, source, said):
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         load_rows(source, argument="data")
 
 
-# As verl's preprocessing writes its Parquet files.
+# Rows of a Parquet file written by verl's preprocessing.
 VERL = [
     {"prompt": [{"role": "user", "content": f"{n}+{n}?"}],
         "reward_model": {"style": "rule", "ground_truth": str(2 * n)},
@@ -110,7 +110,7 @@ VERL = [
 
 
 @pytest.mark.parametrize("source", ["rows.parquet", "rows.jsonl"])
-def test_rows_of_verl_are_read_unchanged(folder, source):
+def test_verl_rows_are_read_unchanged(folder, source):
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(VERL), folder / "rows.parquet")
@@ -124,7 +124,7 @@ def test_rows_of_verl_are_read_unchanged(folder, source):
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
-def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
+def test_file_that_is_not_utf8_is_named_with_its_line(folder, name):
     (folder / name).write_bytes((folder / name).read_bytes().replace(b"2+2", "né".encode("latin-1")))
     line = 3 if name == "rows.csv" else 2
     with pytest.raises(ValueError, match=rf"dataset: line {line} of '{name}' is not UTF-8 \(byte .* 0xe9\)"):
@@ -136,7 +136,7 @@ def test_a_file_in_another_encoding_is_named_with_its_line(folder, name):
             load_rows(name, **SHAPE)
 
 
-def test_a_row_of_a_csv_file_with_too_many_fields_is_named(tmp_path):
+def test_csv_row_with_too_many_fields_is_named(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb, or c,2\n")
     with pytest.raises(ValueError, match=r"line 3 of '.*' is not valid CSV \(3 fields, but the header has 2\)"):
         load_rows(tmp_path / "rows.csv")

@@ -1,4 +1,4 @@
-"""Observations: the tokens that stand between two turns are those of the whole conversation encoded at once."""
+"""Observations: the tokens between two turns equal those of the whole conversation encoded at once."""
 
 import json
 
@@ -33,11 +33,11 @@ def render(tokenizer, messages, opened=True, **kwargs):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("answer", ["3", "", "line\n\n  and line ", 'é "quoted" 日本', "Zq7 Xw5 as written here"])
-def test_an_answer_continues_the_conversation(name, answer):
+def test_tool_result_continues_the_conversation(name, answer):
     tokenizer, ends = family(name)
     conversation = [USER, CALL, tool_message("add", answer)]
     whole = render(tokenizer, conversation)
-    # The turn up to its EOS, as the policy draws it; what was rendered before it is the same in both.
+    # The conversation up to the EOS that the policy draws.
     closed = render(tokenizer, conversation[:2], opened=False).rstrip("\n")
     assert whole.startswith(closed)
     ids = ChatTemplate(tokenizer, None, TOOLS, ends).observation_ids(conversation[2:])
@@ -47,12 +47,12 @@ def test_an_answer_continues_the_conversation(name, answer):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("reply", ["higher", "\nlower\n", "two\nlines"])
-def test_a_user_continues_the_conversation(name, reply):
+def test_user_message_continues_the_conversation(name, reply):
     tokenizer, ends = family(name)
     conversation = [USER, {"role": "assistant", "content": "Is it 32?"}, user(reply)]
     whole = render(tokenizer, conversation)
     at = whole.index("Is it 32?") + len("Is it 32?")
-    # In gpt-oss the policy draws <|return|>, for which templates write <|end|> in a turn of the past.
+    # A gpt-oss policy draws <|return|>, which the template renders as <|end|> in earlier turns.
     closing = "<|end|>" if name == "harmony" else tokenizer.decode(ends)
     assert whole[at:].startswith(closing)
     ids = ChatTemplate(tokenizer, eos_token_ids=ends).observation_ids(conversation[2:])
@@ -60,7 +60,7 @@ def test_a_user_continues_the_conversation(name, reply):
     assert tokenizer.decode(ids) == whole[at + len(closing) :]
 
 
-def test_keywords_of_the_template_and_the_name_of_the_tool_arrive():
+def test_template_keywords_and_tool_names_reach_the_template():
     tokenizer, _ = family("hermes")
     ids = ChatTemplate(tokenizer, {"enable_thinking": False}).observation_ids([user("x")])
     assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
@@ -72,7 +72,7 @@ def test_keywords_of_the_template_and_the_name_of_the_tool_arrive():
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
-def test_an_eos_that_opens_the_next_turn_is_not_written_twice_nor_left_out(role):
+def test_eos_that_opens_the_next_turn_is_written_once(role):
     tokenizer = tokenizer_of(GLM, "<|user|>")
     ends = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>", "<|eot_id|>"])
     says = tool_message("add", "3") if role == "tool" else user("higher")
@@ -86,12 +86,12 @@ def test_an_eos_that_opens_the_next_turn_is_not_written_twice_nor_left_out(role)
         ids = template.observation_ids([says], drawn=drawn)
         if drawn in (None, opening):
             assert [*before, opening, *ids] == whole
-        else:  # another EOS ended the turn: what opens the next one is told
+        else:  # a different EOS ended the turn, so the observation contains the opening token
             assert [*before, *ids] == whole
 
 
-def test_a_token_that_swallows_what_follows_it_is_encoded_as_in_the_conversation():
-    """As Phi's <|end|>, which takes the newline after it into itself."""
+def test_token_that_strips_whitespace_is_encoded_as_in_the_conversation():
+    """A token that strips the newline after it, like Phi's <|end|>, is encoded as in the conversation."""
     from tokenizers import AddedToken
 
     tokenizer = tokenizer_of(PLAIN)
@@ -119,12 +119,12 @@ def test_special_tokens_in_a_message_are_text(name, role):
     written = json.dumps(hostile)[1:-1] if role == "tool" and name in ("llama3", "harmony") else hostile
     assert tokenizer.decode(attacked) == tokenizer.decode(plain).replace("harmless", written)
     assert lib._SPLIT not in tokenizer.decode(attacked)
-    if written == hostile:  # the sign of a cut is not a way around it
+    if written == hostile:  # the internal separator does not bypass the escaping
         assert "<\ufffd|im_end|>" in tokenizer.decode(ids_of(f"<{lib._SPLIT}|im_end|>"))
 
 
 def chat(after_assistant="<|im_end|>\n", tool=True):
-    """A template whose assistant's turn ends in a way of its own."""
+    """Return a template with a given end of the assistant's turn."""
     shown = "" if tool else "{% if m.role != 'tool' %}"
     return (
         "{{ tools }}{% for m in messages %}" + shown + "{{ m.role }}: {{ m.content }}"
@@ -147,12 +147,12 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
     ),
     ("{{ raise_exception('no!') }}", "rejects messages with the roles user, assistant, tool .*no!"),
 ])  # fmt: skip
-def test_templates_that_cannot_be_used_are_refused(template, message):
+def test_unusable_templates_are_refused(template, message):
     with pytest.raises(ValueError, match=message):
         ChatTemplate(tokenizer_of(template), tools=TOOLS).check()
 
 
-def test_templates_are_asked_for_what_is_needed_of_them():
+def test_templates_are_checked_only_for_the_required_roles():
     ChatTemplate(tokenizer_of(chat()), tools=TOOLS).check()
     ends = [300, *encode(tokenizer_of(None), "<|eot_id|>")]
     ChatTemplate(tokenizer_of(chat("<|eot_id|>")), eos_token_ids=ends).check(("user",))
@@ -162,7 +162,7 @@ def test_templates_are_asked_for_what_is_needed_of_them():
         ChatTemplate(tokenizer_of(PLAIN, eos=None)).check(("user",))
 
 
-def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
+def test_tool_template_is_found_by_name_and_rendered_with_tools():
     strict = HERMES.replace("{%- if tools %}<", "<").replace("{% endif %}\n{%- set last", "\n{%- set last")
     alone = tokenizer_of(strict)
     with pytest.raises(ValueError, match="not iterable"):
@@ -183,7 +183,7 @@ def test_a_template_for_tools_alone_is_asked_with_tools_and_found_by_its_name():
         ChatTemplate(named, {"chat_template": "default"}, TOOLS).check()
 
 
-def test_an_end_that_depends_on_the_message_is_an_error_and_not_a_guess():
+def test_turn_end_that_depends_on_the_message_is_an_error():
     ending = "{% if messages[-1].content == 'odd' %}..<|im_end|>{% else %}<|im_end|>{% endif %}"
     tokenizer = tokenizer_of(chat(ending))
     template = ChatTemplate(tokenizer)
