@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LOUD_SHARE = 0.1
-"""Fraction of completions with errors in a reward function above which a warning is issued."""
+"""Maximum fraction of completions on which a reward function may fail without a warning."""
 
 
 class Rewards(NamedTuple):
-    """Rewards for a batch from K functions, and the values that the functions logged.
+    """Rewards that K functions returned for a batch, and the values that the functions logged.
 
     Attributes:
       values: rewards [B, G, K] float32, finite, or NaN for "not scored".
@@ -227,5 +227,5 @@ def mean_of_scored(totals: np.ndarray) -> float:
 
 
 def means_of(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Average each list, keeping the names as keys."""
+    """Compute the mean of each list. The result has the same keys."""
     return {name: float(np.mean(items)) for name, items in values.items()}

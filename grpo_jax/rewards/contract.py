@@ -67,7 +67,7 @@ def function_name(fn: Callable[..., object]) -> str:
 
 
 def reward_names(reward_fns: RewardFn | Sequence[RewardFn]) -> list[str]:
-    """Return unique names for use in metrics. A second function that is called `name` gets the name `name_2`."""
+    """Return unique names for use in metrics. The second function with the name `f` gets the name `f_2`."""
     names: list[str] = []
     for fn in as_list(reward_fns):
         name = function_name(fn)
@@ -90,7 +90,7 @@ def takes_everything(fn: Callable[..., object]) -> bool:
 
 
 def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
-    """Return a dict that maps a function's keyword arguments to True if they are required.
+    """Return a dict that maps the name of each keyword argument to whether the argument is required.
 
     A callable object with `**kwargs` can declare additional arguments in `reward_arguments`, a dict of the same form.
     """
@@ -105,7 +105,7 @@ def _bound(fn: Callable[..., object]) -> Mapping[str, object]:
 
 
 def is_async(fn: Callable[..., object]) -> bool:
-    """Return whether `fn` is declared with `async def` or has a true attribute `is_async`."""
+    """Return whether `fn` is declared with `async def`, or its attribute `is_async` is true."""
     if isinstance(fn, functools.partial):
         return is_async(fn.func)
     declared = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
@@ -217,7 +217,7 @@ RUN_METRICS = {
 
 RUN_METRIC_PREFIXES = ("eval/", "seconds/", "sampler/", "dynamic_sampling/")
 RUN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
-"""Columns of `completions.jsonl`."""
+"""Columns in `completions.jsonl` that the run itself writes, so that `log_extra` rejects them."""
 
 
 class Log:

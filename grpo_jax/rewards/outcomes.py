@@ -148,7 +148,7 @@ def read_parts(
     values = [read_number(one) for one in plain]
     bad = next((i for i, one in enumerate(values) if isinstance(one, str) or np.isnan(one)), None)
     if bad is not None:
-        return f"returned {show(item)}; the reward of {unit} {bad} must be finite"
+        return f"returned {show(item)}; the reward for {unit} {bad} must be finite"
     rewards = [float(one) for one in values]
     found.append(RewardParts(completion, function, per_token, rewards))
     return read_number(float(np.sum(rewards)))

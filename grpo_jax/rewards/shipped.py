@@ -55,7 +55,7 @@ class ColumnReward:
     def reject_rows(
         self, rows: Sequence[Row], read: Callable[[str], object], argument: str, kind: str, advice: str
     ) -> None:
-        """Raise ValueError if `read` finds no answer of this `kind` in a row. A row with None is valid."""
+        """Raise ValueError if `read` does not find an answer of this `kind` in a row. None in the column is valid."""
         truths = [row.get(self.column) for row in rows]
         bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
         if bad:
@@ -115,7 +115,7 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
-    """Return a reward function that penalizes length: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
+    """Return a reward function that penalizes long completions: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
 
     L_max is `max_completion_len`, L_cache is `soft_punish_cache`; |y| includes the EOS. DAPO, arXiv 2503.14476, eq. 13.
     """

@@ -115,7 +115,7 @@ class _IsolatedFunction:
             parts = [pickle.dumps({name: x if name in EXTRAS else x[s] for name, x in inputs.items()}) for s in spans]
         except Exception as error:
             problem = f"the arguments of {self.__name__!r} cannot be sent to a worker process ({error})"
-            raise RewardError(f"{problem}; use columns of built-in types") from error
+            raise RewardError(f"{problem}; use columns with built-in types") from error
         with self._lock:
             outcomes = self._call_all([(s.stop - s.start, part) for s, part in zip(spans, parts, strict=True)])
         values, failures = np.full(count, np.nan), Failures()

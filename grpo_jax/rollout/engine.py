@@ -89,7 +89,7 @@ class Engine:
 
     def __init__(self, server: VLLM, *, directory: str | None = None, tolerance: float | None = None):
         if tolerance is not None and not tolerance > 0:
-            raise ValueError(f"tolerance must be None or a number of nats per token > 0; got {tolerance!r}.")
+            raise ValueError(f"tolerance must be None or a positive number of nats per token; got {tolerance!r}.")
         self._server, self._tolerance, self._parent = server, tolerance, directory
         self._counter, self._token = itertools.count(1), uuid.uuid4().hex[:8]
         self._version: _Version | None = None  # the version that the server should have loaded

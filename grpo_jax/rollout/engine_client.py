@@ -1,4 +1,4 @@
-"""A thread-safe HTTP client for JSON requests, which are repeated once an unavailable server is back."""
+"""A thread-safe HTTP client for JSON. Requests are repeated after the server has been unavailable."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class EngineError(RuntimeError):
 
 
 class Lost(EngineError):
-    """The server does not respond. It may become available again, with different weights."""
+    """Raised if the server does not respond. It may become available again, with different weights."""
 
 
 class Refused(EngineError):
-    """The server responded with an HTTP `status` other than 200."""
+    """Raised if the server responded with an HTTP `status` other than 200."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)

@@ -64,7 +64,7 @@ def find_misfit(value: Any, schema: Any, at: str) -> str:
 
 
 class ServerTurn(NamedTuple):
-    """At least one token drawn by a server, the log-probs, and whether the last token ends the turn."""
+    """One or more tokens drawn by a server, their log-probs, and whether the last token ends the turn."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -139,7 +139,7 @@ class VLLM:
             self._reports_version = False
 
     def holds(self, version: str) -> bool:
-        """Return whether the server reports this version. True for adapters, which each request selects by name."""
+        """Return whether the server reports this version. Always True for adapters, which requests select by name."""
         if self._name == version or not self._reports_version:
             return True
         found = self._read("/weight_info", self.client.request("/weight_info"), {"weight_version": _TEXT})

@@ -200,7 +200,7 @@ class Episode:
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
             answer, reward = answer
             if not hasattr(self.environment, "get_reward"):
-                problem = "returned a reward, which requires a get_reward method; it is added to the last turn's reward"
+                problem = "returned a reward, which requires a get_reward method that returns a final reward or None"
                 raise self._failed("respond", problem)
             number = _to_float(reward)
             if not isinstance(number, float) or not math.isfinite(number):

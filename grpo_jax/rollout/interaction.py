@@ -43,7 +43,7 @@ class Interaction:
     hidden: tuple[int, ...] | None = None  # special tokens to remove from the text before parsing
 
     def name_of(self, row: Row) -> Hashable:
-        """Return the key of a row's environment factory."""
+        """Return the key that selects a row's environment factory."""
         return None if None in self.factories or not self.factories else row["environment"]
 
     def schemas(self, row: Row) -> list[Json] | None:

@@ -39,7 +39,7 @@ FEWEST_SLOTS = 64
 """Minimum number of slots in a cache."""
 
 ALIGNED = 64
-"""On GPUs and TPUs, the number of slots is a multiple of this value, so that a GPU need not pad at each step."""
+"""On GPUs and TPUs, the number of slots is a multiple of this value. Otherwise, a GPU would pad at each step."""
 
 FEWEST = 8
 """Minimum number of completions in a layout. On a CPU, a matrix product with fewer rows takes just as long."""
@@ -51,7 +51,7 @@ STREAM_COMPLETIONS = 16
 """Minimum number of completions in a stream. With fewer, matrix products are too small to be efficient."""
 
 WORTH_A_MOVE = 0.8
-"""Maximum cost of the next layout relative to the current layout. A move copies the cache and may compile."""
+"""Maximum cost of the next layout relative to the current layout. A move copies the cache and may need compiling."""
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:

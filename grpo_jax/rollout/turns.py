@@ -38,7 +38,7 @@ from grpo_jax.rollout.table import Rollout
 from grpo_jax.types import Completions
 
 LEAD = 16
-"""First slot of the completions. The slots before it leave space for the padding of short observations."""
+"""First slot that completions use. The slots before it leave space for the padding of short observations."""
 
 CHUNK = 256
 """Maximum number of observation tokens per completion that are processed in one call."""
@@ -130,7 +130,7 @@ class _Turns:
             active, lengths = self.active, table.lengths[self.rows]
         left = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
         count = np.where(active, left, 0).astype(np.int32)
-        # The automaton starts each turn in state 0, which only the host sets.
+        # Use the host's automaton state, which is reset to 0 at the start of each turn.
         state = None if self.stream.stop_state is None else table.stop_state[self.rows]
         ended, count, state = split((~active, count, state), rollout.mesh)
         stream = self.stream.replace(ended=ended, stop_state=state)

@@ -126,7 +126,7 @@ class OpenEnv:
         except Exception as error:
             await self._close()
             if isinstance(error, TimeoutError):
-                raise TimeoutError(f"the server at {self._url} did not respond in time; raise timeout") from error
+                raise TimeoutError(f"the server at {self._url} did not respond in time; increase timeout") from error
             if isinstance(error, RuntimeError):  # an error reported by the server
                 more = "; allow more sessions (max_concurrent_envs)" if "CAPACITY_REACHED" in str(error) else ""
                 raise RuntimeError(f"{error}{more}") from error

@@ -38,11 +38,11 @@ def reasoning_gym(
     reward for each task is logged as the metric `reasoning_gym/<task>`.
 
     Args:
-      task: name of the task.
+      task: task name, such as `chain_sum`.
       size: number of rows.
-      seed: seed of the dataset.
+      seed: dataset seed.
       system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS` (they ask for `<answer>`).
-      answer_tag: name of the tag. The answer is the content of the last `<answer_tag>…</answer_tag>`. If None, this is
+      answer_tag: tag name. The answer is the content of the last `<answer_tag>…</answer_tag>`. If None, the tag name is
         "answer" for named system prompts; otherwise the answer is the whole completion, stripped of whitespace.
       timeout: time limit in seconds for scoring a completion in a worker process (`isolated`). If None, completions are
         scored in this process, without a limit. Some verifiers call `eval` on the completion.

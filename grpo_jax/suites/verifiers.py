@@ -60,7 +60,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
 
 
 def _in_process(config: Foreign) -> Foreign:
-    """Copy an environment's config, changed to run agents in this process and without a program."""
+    """Copy an environment's config, with settings that run agents in this process and without a program."""
     v1 = import_extra(V1, PACKAGE)
     updates = {"harness": v1.HarnessConfig(id="null"), "runtime": v1.SubprocessConfig(), "retries": v1.RetryConfig()}
     agents = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(config)

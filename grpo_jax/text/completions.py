@@ -96,7 +96,7 @@ def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[i
 
 
 def continuation(before: str, both: str) -> str:
-    """Remove from `both` its common prefix with `before`: ("caf\ufffd", "café!") → "é!"."""
+    """Remove the common prefix with `before` from `both`: ("caf\ufffd", "café!") → "é!"."""
     return both[common_length(before, both) :]
 
 

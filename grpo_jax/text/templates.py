@@ -149,7 +149,7 @@ class ChatTemplate:
         return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
 
     def closing_token(self) -> int | None:
-        """Return the first special token after a final assistant turn. Returns None without one, or if EOS follows."""
+        """Return the first special token after a final assistant turn, or None if there is none or an EOS follows."""
         try:
             after = self._after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
         except ValueError:
@@ -181,7 +181,7 @@ class ChatTemplate:
         return after
 
     def _end_of_turn(self, role: str, mark: str) -> _End:
-        """Return the (cached) end of a turn before a message from `role`. Raises ValueError if unsuitable."""
+        """Return the cached end of a turn before a message from `role`. Raises ValueError for unsuitable templates."""
         described = json.dumps([self.kwargs, self.tools], sort_keys=True, default=repr)
         key = (str(self.tokenizer.chat_template), role, mark, described, self.eos_token_ids)
         known = _ENDS.setdefault(self.tokenizer, {})
