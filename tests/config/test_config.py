@@ -1,4 +1,4 @@
-"""Defaults are TRL's or ours, every bad value is refused with a message that helps, and sizes add up."""
+"""Configs: defaults compared with TRL's, messages for invalid values, and the sizes of batches."""
 
 import ast
 import dataclasses
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.quick
 WHOLE = "must be an integer, not"
 INF, NAN = float("inf"), float("nan")
 
-# Settings, and the beginning of the one error line.
+# (settings, beginning of the only error line).
 BAD = [
-    # Numbers out of range, one for each kind of bound.
+    # Numbers out of range, with one case per kind of bound.
     (dict(sampler_correction="token_truncate", sampler_correction_max=None),
      "sampler_correction = 'token_truncate': needs a bound; set sampler_correction_max"),
     (dict(warmup_steps=2.5), "warmup_steps = 2.5: must be an integer, or a fraction of the total steps"),
@@ -34,7 +34,7 @@ BAD = [
     (dict(adam_beta1=1.0), "adam_beta1 = 1.0: must be at least 0 and below 1; 0.9 is usual"),
     (dict(pad_to_multiple_of=0),
      'pad_to_multiple_of = 0: must be at least 1; use a positive integer; or must be "a'),
-    # Wrong types, and numbers that are not finite.
+    # Wrong types and non-finite numbers.
     (dict(num_generations=True), f"num_generations = True: {WHOLE} bool"),
     (dict(num_generations=8.0), f"num_generations = 8.0: {WHOLE} float; use 8"),
     (dict(learning_rate="1e-6"), "learning_rate = '1e-6': must be a number, not str"),
@@ -49,12 +49,12 @@ BAD = [
     (dict(stop=["a", ""]), "stop = ['a', '']: must be a string or a list of non-empty strings, or None"),
     (dict(stop_token_ids=[3, -1]), "stop_token_ids = [3, -1]: id 1 must be at least 0; token ids start at 0"),
     (dict(report_to=["wandb", "all"]), "report_to = ['wandb', 'all']: must be \"tensorboard\", \"wandb\""),
-    # Names of variants.
+    # Unknown choices.
     (dict(loss_type="GRPO"), 'loss_type = \'GRPO\': must be "grpo" or "bnpo"'),
     (dict(kl_estimator=3), 'kl_estimator = 3: must be "k1" or "k2" or "k3"; did you mean "k3"?'),
     (dict(scale_rewards="grop"), 'scale_rewards = \'grop\': must be "group" or "batch"'),
     (dict(compute_dtype="float16"), "compute_dtype = 'float16': gradients below 6e-8 are 0 in float16"),
-    # Fields that contradict each other.
+    # Contradictory fields.
     (dict(loss_type="cispo"), "epsilon_high = None: in cispo this is the cap on the ratio itself, not 1 + ε_high"),
     (dict(loss_type="cispo", epsilon_high=0.28), "epsilon_high = 0.28: in cispo this is the cap on the ratio itself"),
     (dict(loss_type="cispo", epsilon_high=5.0, delta=2.0), "delta = 2.0: cispo, sapo and vespo do not"),
@@ -81,7 +81,7 @@ BAD = [
     (dict(load_best_model_at_end=True), "load_best_model_at_end = True: needs metric_for_best_model"),
     (dict(load_best_model_at_end=True, metric_for_best_model="reward", save_steps=None),
      "load_best_model_at_end = True: there is only one checkpoint, at the end"),
-    # Batches that don't divide.
+    # Batch sizes that are not divisible.
     (dict(num_generations=16),
      "per_device_train_batch_size = 8: with gradient_accumulation_steps = 1, the 8 completions per device and"
      " update cannot be split into groups of num_generations = 16; nearest valid value: 16"),
@@ -89,7 +89,7 @@ BAD = [
      "steps_per_generation = 3: must be a multiple of gradient_accumulation_steps = 2; nearest valid values: 2 and 4"),
     (dict(generation_batch_size=20), "generation_batch_size = 20: cannot be split into minibatches of 8 completions"),
     (dict(generation_batch_size=16, steps_per_generation=2), "generation_batch_size = 16: conflicts with steps_per"),
-    # Names that no field has.
+    # Unknown fields.
     (dict(num_generation=4), "num_generation: no such field; did you mean num_generations?"),
     (dict(max_new_tokens=4), "max_new_tokens: no such field; use max_completion_length"),
     (dict(deepspeed="zero3"), "deepspeed: no such field; mesh determines how params are sharded"),
@@ -106,12 +106,12 @@ def errors_of(values):
 
 
 @pytest.mark.parametrize(("values", "beginning"), BAD, ids=[line.split(":")[0][:60] for _, line in BAD])
-def test_a_bad_value_is_refused_with_one_helpful_line(values, beginning):
+def test_invalid_value_is_refused_with_one_line(values, beginning):
     (line,) = errors_of(values)
     assert line.startswith(beginning)
 
 
-def test_every_field_refuses_a_value_of_no_type_and_every_contradiction_is_in_the_table():
+def test_every_field_is_checked_and_every_contradiction_has_a_case():
     for field in dataclasses.fields(GRPOConfig):
         assert errors_of({field.name: 1j})[0].startswith(f"{field.name} = 1j: "), field.name
     named = {line.split(" = ")[0] for _, line in BAD}
@@ -127,7 +127,7 @@ def test_all_errors_are_reported_at_once_and_each_field_once():
     assert len(errors_of(dict(per_device_train_batch_size=12, generation_batch_size=20))) == 1
 
 
-def test_how_a_config_is_made_and_changed():
+def test_creating_and_changing_a_config():
     with pytest.raises(ValueError, match=r"takes keyword arguments only; for a dict use GRPOConfig.from_dict\(...\)"):
         GRPOConfig({"beta": 0.1})
     with pytest.raises(ValueError, match=r"from_dict: values must be a dict of fields; got \[1, 2\]"):
@@ -156,7 +156,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("values", GOOD, ids=str)
-def test_a_good_config_survives_json(values):
+def test_valid_config_survives_json(values):
     config = GRPOConfig(**values)
     again = GRPOConfig.from_dict(json.loads(json.dumps(config.to_dict(), allow_nan=False)))
     assert again == config
@@ -165,7 +165,7 @@ def test_a_good_config_survives_json(values):
     assert dataclasses.replace(config, seed=7) != config
 
 
-def test_values_are_kept_as_plain_python_types_and_as_copies():
+def test_values_are_stored_as_copies_with_plain_python_types():
     template, weights = {"tools": [1]}, [np.float32(0.5), 1]
     numbers = dict(num_generations=np.int64(4), per_device_train_batch_size=4, beta=np.float64(0.5), temperature=2)
     config = GRPOConfig(**numbers, scale_rewards=True, reward_weights=weights, chat_template_kwargs=template)
@@ -178,8 +178,8 @@ def test_values_are_kept_as_plain_python_types_and_as_copies():
     assert GRPOConfig(scale_rewards=False).scale_rewards == "none"
 
 
-# TRL 1.16.0 (and transformers 5.23 under it), read from its source. Ours differ by intent only in pad_to_multiple_of's
-# meaning; what is not here is ours alone.
+# Defaults in TRL 1.16.0 (with transformers 5.23), from its source. Of these fields, only pad_to_multiple_of has another
+# meaning here. Fields in OURS do not exist in TRL.
 TRL = dict(
     max_tool_calling_iterations=None, num_generations=8, max_completion_length=512, temperature=1.0, top_p=1.0,
     top_k=0, min_p=None, chat_template_kwargs=None, pad_to_multiple_of="auto", per_device_train_batch_size=8,
@@ -200,7 +200,7 @@ TRL = dict(
     hub_strategy="every_save", hub_revision=None,
 )  # fmt: skip
 OTHER = {"gradient_checkpointing": (None, True), "logging_first_step": (True, False)}
-"""Field of TRL whose default is another here: ours, and TRL's."""
+"""TRL fields with another default here: {name: (our default, TRL's default)}."""
 OURS = dict(
     environment_timeout=300.0, on_environment_error="raise", max_prompt_length=None, stop=None, stop_token_ids=None,
     max_turn_length=None, on_long_prompt="error", on_reward_error="raise", advantage_estimator="grpo",
@@ -217,7 +217,7 @@ def test_defaults():
     assert GRPOConfig().to_dict() == TRL | OURS | {name: ours for name, (ours, _) in OTHER.items()}
 
 
-def test_defaults_are_those_of_the_trl_that_is_installed():
+def test_defaults_equal_the_installed_trl():
     trl = pytest.importorskip("trl", minversion="1.16", exc_type=ImportError)
     theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
     assert {name: theirs[name] for name in TRL} == TRL
@@ -225,20 +225,20 @@ def test_defaults_are_those_of_the_trl_that_is_installed():
     assert not set(OURS).intersection(theirs)
 
 
-# Worked by hand.
+# Computed by hand.
 BATCH = dict(num_generations=4, per_device_train_batch_size=16, gradient_accumulation_steps=2, num_iterations=2)
 SIZES = [
-    ({}, 4, Sizes(4, 32, 1, 1, 4, 1, 4, 8)),  # 8 completions are one group; one update
-    # 64 a micro-batch, two make an update: 128 completions, 32 prompts; two passes.
+    ({}, 4, Sizes(4, 32, 1, 1, 4, 1, 4, 8)),  # 8 completions per device are one group; one update
+    # Two micro-batches of 64 make one update of 128 completions = 32 prompts; two passes.
     (BATCH | dict(per_device_train_batch_size=64), 1, Sizes(32, 128, 1, 2, 32, 2, 16, 4)),
-    # Six micro-batches of 16 completions, two per update: three minibatches of 32 = 8 prompts of G = 4; two passes.
+    # Six micro-batches of 16, two per update: three minibatches of 32 completions = 8 prompts; two passes.
     (BATCH | dict(steps_per_generation=6), 1, Sizes(24, 96, 3, 6, 8, 2, 4, 4)),
     (BATCH | dict(generation_batch_size=96), 1, Sizes(24, 96, 3, 6, 8, 2, 4, 4)),
-    # On three devices the generation batch stays and the minibatches become one.
+    # On three devices the generation batch is the same, but there is only one minibatch.
     (BATCH | dict(generation_batch_size=96), 3, Sizes(24, 96, 1, 2, 24, 2, 12, 4)),
-    # A micro-batch of 2 is a quarter of a group: four make one update of one prompt a device.
+    # A micro-batch of 2 is a quarter of a group: four make an update of one prompt per device.
     (dict(per_device_train_batch_size=2, gradient_accumulation_steps=4), 2, Sizes(2, 16, 1, 1, 2, 4, 2, 2)),
-    # The tensor axis holds the same prompts: eight devices, four shards.
+    # Devices along the tensor axis have the same prompts: eight devices, four shards.
     (dict(mesh={"data": 2, "fsdp": 2, "tensor": 2}), None, Sizes(4, 32, 1, 1, 4, 1, 4, 8)),
 ]  # fmt: skip
 
@@ -256,9 +256,9 @@ def test_sizes_by_hand(values, devices, sizes):
 
 def test_total_steps_and_warm_up():
     config = GRPOConfig(per_device_train_batch_size=32, num_iterations=2, num_train_epochs=1.5)  # B = 4
-    assert config.total_steps(num_rows=10) == 8  # 15 prompts are 4 batches
+    assert config.total_steps(num_rows=10) == 8  # 15 prompts are 4 batches, with two updates each
     assert config.total_steps(num_rows=10, num_devices=2) == 4
-    assert GRPOConfig(num_train_epochs=0.07).total_steps(num_rows=100) == 7  # 0.07 × 100 is a little above 7 in floats
+    assert GRPOConfig(num_train_epochs=0.07).total_steps(num_rows=100) == 7  # 0.07 × 100 is a little over 7 in floats
     assert GRPOConfig(max_steps=7).total_steps(num_rows=10) == 7
     assert GRPOConfig(warmup_steps=5).total_warmup_steps(100) == 5
     assert GRPOConfig(warmup_steps=0.05).total_warmup_steps(101) == 6
@@ -266,7 +266,7 @@ def test_total_steps_and_warm_up():
     assert GRPOConfig().total_warmup_steps(100) == 0
 
 
-def test_values_that_follow_from_fields():
+def test_properties_derived_from_fields():
     evaluated = lambda **settings: (GRPOConfig(**settings).eval_temperature, GRPOConfig(**settings).eval_generations)
     assert evaluated() == (1.0, 8)
     assert evaluated(temperature_eval=0) == (0.0, 1)
@@ -296,12 +296,12 @@ BAD_RUNS = [
 
 
 @pytest.mark.parametrize(("values", "run", "line"), BAD_RUNS, ids=[line[:40] for *_, line in BAD_RUNS])
-def test_a_run_that_does_not_fit_its_config_is_refused(values, run, line):
+def test_run_that_does_not_match_its_config_is_refused(values, run, line):
     (found,) = run_problems(GRPOConfig(**values), **RUN | run)
     assert found.startswith(line)
 
 
-def test_a_run_that_fits_is_accepted_and_all_errors_are_reported_at_once():
+def test_valid_runs_are_accepted_and_all_errors_are_reported_at_once():
     assert len(run_problems(GRPOConfig(eval_steps=1), num_devices=1, num_rows=0, num_reward_fns=0)) == 3
     assert not run_problems(GRPOConfig(reward_weights=[1, 2]), **RUN)
     assert not run_problems(GRPOConfig(eval_steps=5), **RUN, num_eval_rows=3, longest_prompt=512, context_length=1024)
@@ -310,8 +310,8 @@ def test_a_run_that_fits_is_accepted_and_all_errors_are_reported_at_once():
     assert not run_problems(GRPOConfig(router_aux_loss_coef=0), **RUN, num_experts=0)
 
 
-def test_a_contradiction_reads_the_fields_that_it_names():
-    """A contradiction is skipped if one of its named fields is invalid, so it must not read other fields."""
+def test_contradictions_read_exactly_the_fields_they_name():
+    """A contradiction reads exactly the fields it names: it is skipped if one of them is invalid."""
     tree = ast.parse(inspect.getsource(contradictions_module))
     (table,) = (node.value for node in tree.body if isinstance(node, ast.AnnAssign))
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}

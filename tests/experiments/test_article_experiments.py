@@ -1,4 +1,4 @@
-"""The experiments of the articles: the KL estimators end where theory says, and the arms of the others differ."""
+"""The experiments in the articles: final policies of the KL estimators, and differences between arms."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ BANDIT = kl_estimators.make_bandit(0, 0.5)
 REUSES = ("μ = 1", "μ = 4", "one batch")
 
 
-def test_each_kl_term_ends_where_theory_says(tmp_path):
+def test_each_kl_term_ends_at_the_predicted_policy(tmp_path):
     out = tmp_path / "new" / "picture.png"
     rows = {(row["kl"], row["reuse"]): row for row in kl_estimators.main(["--out", str(out)])}
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -21,15 +21,15 @@ def test_each_kl_term_ends_where_theory_says(tmp_path):
         assert all(rows[term, reuse]["error"] > 0.5 for term in ("k1", "k3"))
         assert all(rows[term, reuse]["variation"] > 0.1 for term in ("k1", "k3"))
     for reuse in REUSES[:2]:
-        assert rows["k2", reuse]["error"] < 0.01, "right while the old policy keeps up"
-        assert rows["k1", reuse]["final"][BANDIT.rewards.argmax()] > 0.999, "no KL at all"
+        assert rows["k2", reuse]["error"] < 0.01, "k2 is right while the old policy is recent"
+        assert rows["k1", reuse]["final"][BANDIT.rewards.argmax()] > 0.999, "k1 has no KL gradient"
         other = kl_estimators.forward_optimum(BANDIT)
-        assert rows["k3", reuse]["final"] == pytest.approx(other, rel=1e-3), "the other divergence"
+        assert rows["k3", reuse]["final"] == pytest.approx(other, rel=1e-3), "k3 follows the forward KL"
     assert rows["k2", "one batch"]["variation"] > 0.1
 
 
 @pytest.mark.quick
-def test_the_arms_of_reference_sync_differ_in_the_sync_alone():
+def test_arms_of_reference_sync_differ_only_in_the_sync():
     frozen, synced = (
         reference_sync.make_config(beta=0.5, sync=sync, steps=32, seed=3).to_dict() for sync in (False, True)
     )
@@ -40,8 +40,8 @@ def test_the_arms_of_reference_sync_differ_in_the_sync_alone():
     }
 
 
-def test_with_one_update_the_three_ways_are_one():
-    """Old completions move the policy away, and the clip holds it."""
+def test_three_ways_are_equal_with_one_update():
+    """With one update per batch the three ways are equal; with four, ratios differ from 1."""
     none, weights, clipped = (old_and_new_policy.run(way, 1, iterations=2, seed=5) for way in old_and_new_policy.WAYS)
     for name, values in none.items():
         np.testing.assert_allclose(weights[name], values, rtol=1e-4, atol=1e-6, err_msg=name)

@@ -1,4 +1,4 @@
-"""The experiments: their data and rewards, the lengths of docs/accelerators.md, reduced runs, and the flags of all."""
+"""The experiments: their data and rewards, lengths in docs/accelerators.md, reduced runs, and command-line flags."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ from experiments import benchmark, gsm8k, instruct, problems, sort_digits, stori
 
 
 @pytest.mark.quick
-def test_digits_to_train_on_and_to_test_with_are_distinct_and_not_sorted():
+def test_training_and_test_digits_are_distinct_and_unsorted():
     train, held_out = sort_digits.make_rows(0)
     prompts = [row["prompt"] for row in [*train, *held_out]]
     assert (len(train), len(held_out)) == (4000, 1000)
@@ -34,13 +34,13 @@ def test_teacher_is_right_one_time_in_eight():
     answers = [row["answer"] for row in rows]
     right = sort_digits.accuracy(completions=replies, answer=answers)
     well_formed = sort_digits.well_formed(completions=replies)
-    # Four standard errors of a share of 20,000 are 0.014 at most.
+    # Four standard errors of a fraction of 20,000 are at most 0.014.
     assert np.mean(right) == pytest.approx(0.128, abs=0.0095)
     assert np.mean(well_formed) == pytest.approx(0.8, abs=0.012)
     assert all(ok for ok, right in zip(well_formed, right, strict=True) if right)
 
 
-def test_sort_digits_ends_in_one_json_object_and_leaves_its_files(tmp_path, monkeypatch, capsys):
+def test_sort_digits_prints_json_and_writes_its_files(tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     arguments = f"--seed 3 --steps 2 --warm-up-steps 40 --held-out 100 --run-dir {run_dir}".split()
     monkeypatch.setattr(sort_digits, "make_policy", functools.partial(sort_digits.make_policy, width=32, layers=1))
@@ -75,7 +75,7 @@ PROBLEMS = [
 
 
 @pytest.mark.quick
-def test_a_problem_is_a_conversation_or_text():
+def test_gsm8k_problem_is_a_conversation_or_text():
     chat, text = (gsm8k.make_row(PROBLEMS[0], chat=chat) for chat in (True, False))
     assert [message["role"] for message in chat["prompt"]] == ["system", "user"]
     assert chat["prompt"][1]["content"] == PROBLEMS[0]["question"] in text["prompt"]
@@ -86,7 +86,7 @@ def test_a_problem_is_a_conversation_or_text():
 
 
 @pytest.mark.quick
-def test_the_format_is_a_last_line_with_the_answer():
+def test_gsm8k_format_requires_the_answer_in_the_last_line():
     right = ["1 + 2 = 3\n#### 3", "a\nb\n#### -$1,234.50\n"]
     wrong = ["#### 3", "1 + 2\n#### 3\nDone", "1 + 2\n### 3", "1 + 2\n#### three", "1 + 2 #### 3", "1\n#### 3 apples"]
     assert gsm8k.well_formed(completions=right + wrong) == [1.0] * 2 + [0.0] * 6
@@ -94,8 +94,8 @@ def test_the_format_is_a_last_line_with_the_answer():
 
 
 @pytest.mark.quick
-def test_problems_are_shown_once_and_held_out_ones_are_not_learned():
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which makes the problems")
+def test_training_and_held_out_problems_are_distinct():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym, which makes the problems, is not installed")
     test, learnt = instruct.held_out(size=20), instruct.train_problems(seed=3, size=30)
     questions = [row["prompt"][-1]["content"] for row in (*test, *learnt)]
     assert len(questions) == len(set(questions))
@@ -103,7 +103,7 @@ def test_problems_are_shown_once_and_held_out_ones_are_not_learned():
     assert [row["task"] for row in test[: len(problems.TASKS)]] == list(problems.TASKS)
     assert [turn["role"] for turn in test[0]["prompt"]] == ["user", "assistant", "user"]
     shown = [row["prompt"][0]["content"] for row in test]
-    assert len(set(shown)) == len(shown), "another example before each: one alone would be what the model says"
+    assert len(set(shown)) == len(shown), "with one example for all, the model would repeat its answer"
     assert instruct.train_problems(seed=3, size=30) == learnt != instruct.train_problems(seed=4, size=30)
 
 
@@ -113,18 +113,18 @@ def cell(rollout, update, *, memory=80e9):
 
 
 @pytest.mark.quick
-def test_the_longest_completion_is_where_the_first_phase_reaches_the_memory():
-    """Between 1,024 and 8,192 tokens the rollout goes from 40 to 120 GB: 80 GB are half of the way, at 4,608."""
+def test_longest_completion_is_where_a_phase_reaches_the_memory():
+    """The longest completion is interpolated: with 40 GB at 1,024 and 120 GB at 8,192 tokens, 80 GB fit 4,608."""
     assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(120, 20)}) == "4,608"
-    assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(120, 290)}) == "2,816"  # a quarter, by the update
+    assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(120, 290)}) == "2,816"  # 1/4, by the update
     assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(60, 220)}) == "3,392"  # 1,024 + 7,168 / 3, by 64
     assert targets.longest_that_fits({t: cell(40, 10) for t in targets.LENGTHS}) == "≥ 32,768"
     assert targets.longest_that_fits({1024: cell(81, 10)}) == "none"
     assert targets.longest_that_fits({1024: {"error": "refused"}}) == "?"
 
 
-def test_a_workload_of_random_weights_says_how_near_it_comes_to_the_devices_bounds(tmp_path, monkeypatch):
-    """The GPU's workload in small: what it adds is there, and follows from the counts by hand."""
+def test_workload_reports_its_shares_of_the_peak_rates(tmp_path, monkeypatch):
+    """A reduced GPU workload reports the shares of peak FLOPs and bandwidth that follow from counts by hand."""
     shape = {**benchmark.GPU_WORKLOAD["presets"]["0.5B"], "vocab_size": 20, "hidden_size": 16, "head_dim": 8}
     shape |= {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     small = {**benchmark.GPU_WORKLOAD, "num_prompts": 2, "group_size": 4, "micro_batch": 4, "presets": {"tiny": shape}}
@@ -145,7 +145,7 @@ def test_a_workload_of_random_weights_says_how_near_it_comes_to_the_devices_boun
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(sort_digits.__file__).parent.glob("[a-z]*.py")))
-def test_each_experiment_is_imported_and_describes_its_flags(name, capsys):
+def test_each_experiment_can_be_imported_and_describes_its_flags(name, capsys):
     module = importlib.import_module(f"experiments.{name}")
     if hasattr(module, "main") and inspect.signature(module.main).parameters:
         assert module.__doc__.count(f"python -m experiments.{name}") >= 1

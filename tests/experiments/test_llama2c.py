@@ -1,4 +1,4 @@
-"""The converter of llama2.c's files, against the arithmetic of llama2.c's own run.c, written out in numpy."""
+"""The converter for llama2.c's files, compared with the arithmetic of llama2.c's run.c, reimplemented in NumPy."""
 
 import itertools
 import struct
@@ -18,11 +18,11 @@ TEXTS = [
     "3 + 4 = 7 — naïve café ☃ 猫 🐈",
 ]
 SHAPE = Shape(dim=16, hidden_dim=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=274, max_seq_len=12)
-TEXT_PIECES = [" t", "he", " a", "er", " the", "her", " h", *" aehort☃"]  # the best merge first: 259 + 15 = 274
+TEXT_PIECES = [" t", "he", " a", "er", " the", "her", " h", *" aehort☃"]  # best merge first; 259 + 15 = 274 pieces
 
 
 def write_checkpoint(path: Path, *, tied: bool, seed: int = 0) -> dict[str, np.ndarray]:
-    """Write a random checkpoint in the order of llama2.c's export, and return its sections under llama2.c's names."""
+    """Write a random checkpoint in the order of llama2.c's export; return its sections by llama2.c's names."""
     d, f, n, heads, kv_heads, v, longest = SHAPE
     kv = d // heads * kv_heads
     shapes = {"embed": (v, d), "rms_att": (n, d), "wq": (n, d, d), "wk": (n, kv, d), "wv": (n, kv, d), "wo": (n, d, d)}
@@ -45,7 +45,7 @@ def write_tokenizer(path: Path) -> list[bytes]:
 
 
 def run_c_forward(w: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
-    """Logits [T, V] by the steps of run.c: one token after the other, rotating neighbouring pairs (2i, 2i+1)."""
+    """Compute logits [T, V] like run.c: token by token, rotating neighboring pairs (2i, 2i+1)."""
     d, _, n, heads, kv_heads, _, _ = SHAPE
     h = d // heads
     norm = lambda x, weight: weight * x / np.sqrt((x * x).mean() + 1e-5)
@@ -81,7 +81,7 @@ def run_c_forward(w: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
 
 
 def run_c_encode(pieces: list[tuple[str, float]], text: str) -> list[int]:
-    """The encoder of run.c: a space in front, characters or their bytes, then the best merge, the leftmost first."""
+    """Encode like run.c: prepend a space, split into characters or bytes, then apply the best leftmost merge."""
     vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
     ids = []
     for character in " " + text if text else "":
@@ -113,7 +113,7 @@ def test_tokenizer_encodes_as_run_c_and_decodes_to_the_text(tmp_path):
     write_tokenizer(tmp_path / "tok.bin")
     pieces = read_pieces(tmp_path / "tok.bin", SHAPE.vocab_size)
     tokenizer = make_tokenizer(pieces, SHAPE.max_seq_len)
-    # "her" is he + r or h + er, whichever pair stands there.
+    # "her" may be merged as he + r or as h + er.
     for text in [*TEXTS, "the other hers hher theer", "<0x0A>"]:
         ids = tokenizer(text)["input_ids"]
         assert ids == run_c_encode(pieces, text)
@@ -123,7 +123,7 @@ def test_tokenizer_encodes_as_run_c_and_decodes_to_the_text(tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("change", [b"\0\0\0\0", None], ids=["too long", "too short"])
-def test_a_file_of_another_size_is_refused(tmp_path, change):
+def test_file_with_the_wrong_size_is_refused(tmp_path, change):
     write_checkpoint(tmp_path / "model.bin", tied=True)
     data = (tmp_path / "model.bin").read_bytes()
     (tmp_path / "model.bin").write_bytes(data + change if change else data[:-4])

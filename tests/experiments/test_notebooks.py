@@ -1,4 +1,4 @@
-"""One notebook runs from top to bottom, shortened by its own switch; the others parse, and their names exist."""
+"""The quickstart notebook runs in its shortened form; the others parse, and the names that they use exist."""
 
 import ast
 import base64
@@ -32,7 +32,7 @@ def code_cells(path):
 
 
 def pictures(cell):
-    """The pictures in the outputs of a cell, as bytes."""
+    """Return the PNG images in a cell's outputs as bytes."""
     data = [output.get("data", {}) for output in cell.outputs]
     return [base64.b64decode(one["image/png"]) for one in data if "image/png" in one]
 
@@ -40,7 +40,7 @@ def pictures(cell):
 def test_quickstart(tmp_path):
     notebook = nbformat.read(ROOT / "experiments/notebooks/quickstart.ipynb", as_version=4)
     settings = {"JAX_PLATFORMS": "cpu", "GRPO_JAX_NOTEBOOK_SMALL": "1", "PYTHONPATH": str(ROOT)}
-    # Without MPLBACKEND: the kernel chooses a backend that shows its figures.
+    # Without MPLBACKEND, the kernel chooses a backend that displays figures inline.
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | settings
     client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(tmp_path)}})
     client.create_kernel_manager()
@@ -51,13 +51,13 @@ def test_quickstart(tmp_path):
     assert rewards[-1] > rewards[0] + 0.05
     assert (tmp_path / "runs/quickstart/final/model.safetensors").is_file()
     (live,) = (picture for cell in notebook.cells if cell.cell_type == "code" for picture in pictures(cell))
-    assert live[:8] == b"\x89PNG\r\n\x1a\n"  # redrawn in one place
+    assert live[:8] == b"\x89PNG\r\n\x1a\n"  # there is a single image, which is updated in place
 
 
 @pytest.mark.quick
 @named
-def test_names_that_a_notebook_uses_exist(path):
-    """The names it imports from the package and the experiments, and the keywords of the package's functions."""
+def test_names_used_by_notebooks_exist(path):
+    """Names imported from the package and the experiments exist, as do the keywords passed to their functions."""
     tree = ast.parse(
         "\n".join(re.sub(r"^( *)[%!].*$", r"\1pass", cell.source, flags=re.M) for cell in code_cells(path))
     )
@@ -84,10 +84,10 @@ def test_names_that_a_notebook_uses_exist(path):
 
 @pytest.mark.quick
 @named
-def test_a_notebook_was_run_in_order_is_small_and_has_valid_links(path):
+def test_notebooks_were_run_in_order_are_small_and_have_valid_links(path):
     nbformat.validate(nbformat.read(path, as_version=4))
     code = code_cells(path)
-    if path.stem == "gsm8k":  # to be measured: what a CPU would put out is noise
+    if path.stem == "gsm8k":  # not run yet: results from a CPU would be meaningless
         assert not [cell for cell in code if cell.outputs or cell.execution_count is not None]
     else:
         assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
@@ -101,7 +101,7 @@ def test_a_notebook_was_run_in_order_is_small_and_has_valid_links(path):
 
 
 @pytest.mark.quick
-def test_the_first_cell_installs_the_clone_and_keeps_jax(tmp_path, monkeypatch):
+def test_first_cell_installs_the_clone_and_keeps_jax(tmp_path, monkeypatch):
     (install,) = {code_cells(path)[0].source for path in NOTEBOOKS}
     clone = tmp_path / "clone"
     for folder in (clone / "grpo_jax", clone / "experiments" / "notebooks"):
@@ -111,7 +111,7 @@ def test_the_first_cell_installs_the_clone_and_keeps_jax(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "experiments" else find(name))
 
     def run_cell(place, brought="0.7.2"):
-        """On a machine with jax 0.7.2 and a pip that brings another, or this one."""
+        """Run the cell with jax 0.7.2 installed and a pip that installs version `brought`."""
         installed = {"jax": "0.7.2"}
 
         def version(name):
@@ -130,7 +130,7 @@ def test_the_first_cell_installs_the_clone_and_keeps_jax(tmp_path, monkeypatch):
         monkeypatch.setattr(subprocess, "run", run)
         exec(compile(install, "install", "exec"), {})
 
-    for place in (clone / "experiments" / "notebooks", tmp_path):  # in the clone, and next to it
+    for place in (clone / "experiments" / "notebooks", tmp_path):  # inside the clone and next to it
         run_cell(place)
         assert asked.pop() == ["install", str(clone), "jax==0.7.2", "--quiet"]
         assert sys.path[-1] == str(clone)
@@ -146,7 +146,7 @@ KIT = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", KIT)
-def test_a_notebook_says_what_its_machines_compiler_found(name):
+def test_notebook_contains_the_compiled_figures(name):
     figures = json.loads(kit.FIGURES.read_text(encoding="utf-8"))[name]
     assert kit.table(name, figures) in nbformat.read(KIT[name], as_version=4).cells[0].source
     assert all(one["peak_bytes"] < one["memory_bytes"] and not one["note"] for one in figures.values())
@@ -157,6 +157,6 @@ def test_a_notebook_says_what_its_machines_compiler_found(name):
 
 
 @pytest.mark.quick
-def test_both_notebooks_have_the_same_code_except_for_the_hours():
+def test_kaggle_notebooks_differ_only_in_the_hours():
     tpu, gpu = ([cell.source for cell in code_cells(KIT[name])] for name in KIT)
     assert tpu == [cell.replace("HOURS = 10.5", "HOURS = 7.5") for cell in gpu]

@@ -1,4 +1,4 @@
-"""The tasks of experiments: Countdown and its checker, the guessing game and its bounds, and asking a calculator."""
+"""The experiments' tasks: Countdown and its checker, the guessing game and its bounds, and the calculator tool."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ WITHOUT_VALUE = (
 
 
 def test_expressions_that_break_the_rules_are_refused():
-    """Countdown executes nothing."""
+    """Expressions that break the rules have no value, and Countdown never executes code."""
     for text in (*WITHOUT_VALUE.split(" | "), "", " ", "3+5\n+9"):
         assert expression_value(text, [3, 5, 9]) is None, text
     assert expression_value("9-5", [3, 5, 9]) is None
@@ -45,19 +45,19 @@ def test_expressions_that_break_the_rules_are_refused():
     ["9**9**9**9", "9" * 10**6, "(" * 10**6, "((((" * 20 + "9", "9+" * 10**6 + "9", "-" * 99 + "9", "9*" * 49 + "9"],
     ids=lambda text: text[:8],
 )
-def test_a_hostile_text_is_read_at_once(text):
+def test_hostile_text_is_rejected_quickly(text):
     assert expression_value(text, [3, 5, 9]) is None
     assert last_answer("<answer>" * 10**5 + text) is None
 
 
 @pytest.mark.parametrize("numbers", [3, 4, 5, 6])
-def test_problems_differ_and_their_solutions_solve_them(numbers):
+def test_countdown_problems_are_distinct_and_solved_by_their_solutions(numbers):
     problems = countdown.make_problems(1, 60, numbers=numbers, largest=50, targets=range(10, 500))
     assert len({(problem["target"], *sorted(problem["numbers"])) for problem in problems}) == 60
     for problem in problems:
         assert len(set(problem["numbers"])) == numbers
         assert problem["target"] in range(10, 500)
-        # Python's own arithmetic is another road: every step of a solution is a whole number.
+        # Python's eval agrees, because every intermediate result is an integer.
         assert (
             eval(problem["solution"]) == problem["target"] == expression_value(problem["solution"], problem["numbers"])
         )
@@ -65,7 +65,7 @@ def test_problems_differ_and_their_solutions_solve_them(numbers):
     assert problems != countdown.make_problems(2, 60, numbers=numbers, largest=50, targets=range(10, 500))
 
 
-def test_rewards_look_at_the_last_answer():
+def test_countdown_rewards_use_the_last_answer():
     row = {"numbers": [[3, 5, 9]], "target": [17], "prompts": ["make 17 from 3 5 9:"]}
     for completion, right, legal in [
         ("<answer>3+5+9</answer>", 1.0, 1.0),
@@ -81,7 +81,7 @@ def test_rewards_look_at_the_last_answer():
         assert countdown.follows_rules(completions=[completion], **row) == [legal]
 
 
-def test_the_game_tells_higher_from_lower_until_the_number_is_found():
+def test_game_answers_higher_or_lower_until_the_number_is_found():
     game = Game()
     game.reset(target=5, prompt="guess: ")
     assert [game.respond(text) for text in ("4", "6", "5")] == [guess.HIGHER, guess.LOWER, None]
@@ -92,7 +92,7 @@ def test_the_game_tells_higher_from_lower_until_the_number_is_found():
     assert by_turn == pytest.approx([0, -1 / guess.LIMIT, 1 - 1 / guess.LIMIT])
 
 
-def test_a_game_that_is_lost_is_worth_nothing_and_counts_as_the_longest():
+def test_lost_game_earns_nothing_and_counts_as_the_longest():
     slow, wild = Game(), Game()
     slow.reset(target=5)
     assert [slow.respond("4") for _ in range(guess.LIMIT)] == [guess.HIGHER] * (guess.LIMIT - 1) + [None]
@@ -105,11 +105,11 @@ def test_a_game_that_is_lost_is_worth_nothing_and_counts_as_the_longest():
 
 
 def mean_of_all_games(numbers, choose):
-    """Enumerate every first guess with the games on both sides; `choose` is `min` (best) or the mean (random)."""
+    """Return the mean number of guesses by enumeration; `choose` is `min` (best play) or the mean (random play)."""
 
     @functools.cache
     def total(n):
-        """Guesses in all for the n numbers of an interval."""
+        """Return the total number of guesses for the n numbers in an interval."""
         return n + choose([total(g) + total(n - 1 - g) for g in range(n)]) if n else 0
 
     return total(numbers) / numbers
@@ -128,7 +128,7 @@ def conversation(result, answer):
     return [CALLED, {"role": "tool", "content": result}, {"role": "assistant", "content": answer}]
 
 
-def test_answers_follow_from_the_expressions_and_differ():
+def test_calculator_problems_are_distinct_and_their_answers_correct():
     problems = calculator.make_problems(3, 300)
     assert len({problem["text"] for problem in problems}) == 300
     for problem in problems:
@@ -138,7 +138,7 @@ def test_answers_follow_from_the_expressions_and_differ():
     assert {problem["expression"].split()[1] for problem in problems} == set("+-*")
 
 
-def test_the_tool_works_out_expressions_and_refuses_all_else():
+def test_calculator_evaluates_expressions_and_refuses_other_text():
     for text, value in (("37 * 48", "1776"), ("7 - 9", "-2"), ("(1+2)*3", "9"), ("9 / 2", "9/2"), ("2*2", "4")):
         assert calculate(text) == value
     for text in ("", "2 ** 9", "__import__('os')", "1.5 + 1", "9 / 0", "9" * 200, "2 +", "pens"):
@@ -146,7 +146,7 @@ def test_the_tool_works_out_expressions_and_refuses_all_else():
             calculate(text)
 
 
-def test_only_what_the_policy_says_last_is_an_answer():
+def test_only_the_last_message_of_the_policy_is_an_answer():
     said = lambda text: [{"role": "assistant", "content": text}]
     completions = [
         *(said("The answer is 80."), said("80 or 81"), said("The answer is 8,0"), said("nothing"), said("-80")),

@@ -1,7 +1,7 @@
 """Small checkpoints, and the GGUF files that llama.cpp's script makes from them.
 
-`golden/gguf.tar.xz` holds these files, one for each case, written by llama.cpp's `convert_hf_to_gguf.py --outtype f16`
-(the sources in llama-cpp-python 0.3.36). They have a vocabulary of 64 names and no tokenizer. To make it again, with
+`golden/gguf.tar.xz` contains one file per case, written by llama.cpp's `convert_hf_to_gguf.py --outtype f16` (sources
+in llama-cpp-python 0.3.36). The files have a vocabulary of 64 names and no tokenizer. To write the archive again, with
 PyTorch and llama.cpp's sources: `PYTHONPATH=tests/hub python -m gguf_files LLAMA_CPP`.
 """
 
@@ -22,7 +22,7 @@ LONGROPE = {
     "long_factor": [2.0, 3.0], "partial_rotary_factor": 0.5,
 }  # fmt: skip
 FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
-# Configs without the keys that a GGUF file cannot hold; the other cases are as in `test_families`.
+# Configs without keys that GGUF cannot represent; the other cases are those in `test_families`.
 CHANGES = {
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "mistral": {"sliding_window": None, "head_dim": 16},
@@ -38,7 +38,7 @@ FILES = ["qwen2", "qwen3", "llama", "smollm3", "mistral", "gemma2", "gemma3", "p
 
 
 def config_of(name):
-    """Return the config.json of a case, as transformers 5 writes it."""
+    """Return a case's config.json, as transformers 5 writes it."""
     raw = raw_config(name)
     if name in CHANGES:
         raw = {key: value for key, value in raw.items() if key not in CASES[name][1]} | CHANGES[name]
@@ -54,14 +54,14 @@ def coarse_weight(name, shape, center):
 
 
 def stored_file(name, directory):
-    """Unpack the GGUF file of a case."""
+    """Unpack a case's GGUF file and return its path."""
     with tarfile.open(GOLDEN) as archive:
         archive.extract(f"{name}.gguf", directory, filter="data")
     return directory / f"{name}.gguf"
 
 
 def convert(llama_cpp, directory, target):
-    """Write a GGUF file by llama.cpp's script; only the vocabulary is replaced."""
+    """Write a GGUF file with llama.cpp's script, in which only the vocabulary is replaced."""
     sys.path[:0] = [str(llama_cpp / "gguf-py"), str(llama_cpp)]
     import gguf
     import torch
@@ -74,7 +74,7 @@ def convert(llama_cpp, directory, target):
 
     kind = get_model_class(json.loads((directory / "config.json").read_text())["architectures"][0])
     kind.set_vocab, kind.no_mtp = set_vocab, True
-    # The script reads the number of tokens from it for Gemma 3.
+    # For Gemma 3, the script reads the number of tokens from tokenizer.json.
     vocabulary = {"model": {"vocab": {f"t{i}": i for i in range(64)}}, "added_tokens": []}
     (directory / "tokenizer.json").write_text(json.dumps(vocabulary))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A local stand-in for the Hugging Face hub: repositories with branches, commits, large files and downloads."""
+"""A local substitute for the Hugging Face hub: repositories with branches, commits, large files and downloads."""
 
 import base64
 import contextlib
@@ -10,20 +10,20 @@ import urllib.parse
 
 
 class Hub:
-    """Its requests, and its repositories."""
+    """The requests that the server received, and its repositories."""
 
     def __init__(self):
-        self.url, self.broken = "", False  # broken: refuses every commit
+        self.url, self.broken = "", False  # broken: whether to refuse every commit
         self.requests = []  # (method, path, authorization, content)
         self.commits = []  # (repository, revision, message, files by name)
-        self.large: tuple[str, ...] = ()  # endings of the names of LFS files
+        self.large: tuple[str, ...] = ()  # file name suffixes that mean LFS
         self.private: dict[str, bool | None] = {}
         self.heads: dict[tuple[str, str], str] = {}  # (repository, branch): commit
         self.trees: dict[str, dict[str, bytes]] = {}  # commit: files
         self.stored: dict[str, bytes] = {}  # large files by their SHA-256
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, object, dict[str, str]]:
-        """Status, content (bytes, or an object for JSON) and headers."""
+        """Return (status, content, headers); the content is bytes or a JSON object."""
         path = urllib.parse.unquote(path.split("?")[0]).strip("/")
         lines = [] if method == "PUT" else [json.loads(line) for line in body.splitlines()] or [{}]
         answer: tuple[int, object, dict[str, str]] = (404, {"error": f"nothing at {path}"}, {})
@@ -50,7 +50,7 @@ class Hub:
         if name.startswith("other/"):
             return 403, {"error": "not yours"}, {}
         visibility = {"private": True, "public": False}.get(asked.get("visibility"))
-        self.private.setdefault(name, asked.get("private", visibility))  # of older and newer clients
+        self.private.setdefault(name, asked.get("private", visibility))  # older and newer clients
         self.heads.setdefault((name, "main"), "0" * 40)
         self.trees.setdefault("0" * 40, {})
         return 200, {"url": f"{self.url}/{name}", "name": name, "id": "1"}, {}
@@ -107,7 +107,7 @@ class Hub:
 
 @contextlib.contextmanager
 def serving(monkeypatch):
-    """Serve a hub, and have huggingface_hub and this library turn to it, with a token."""
+    """Serve a hub, and make huggingface_hub and this library use it with a token."""
     from huggingface_hub import constants
 
     hub = Hub()
@@ -138,7 +138,7 @@ def serving(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its store has a protocol of its own
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # Xet uses its own protocol
     try:
         yield hub
     finally:

@@ -1,7 +1,7 @@
-"""Every family against transformers with PyTorch, and against stored logits without PyTorch.
+"""Every family compared with transformers if PyTorch is installed, and with stored logits otherwise.
 
-NumPy makes the weights from the name of each tensor, so that the golden file holds only logits. To write it again, with
-PyTorch installed: `PYTHONPATH=tests/hub python -m test_families`, followed by the names of cases to write only these.
+The weights are generated from the tensors' names, so the golden file only contains logits. To write it again, with
+PyTorch installed: `PYTHONPATH=tests/hub python -m test_families`, followed by names of cases to write only these.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ LLAMA3 = {
 SLIDING = ["sliding_attention", "full_attention"]
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
 
-# One row for each family; the values make each of its own switches visible in the logits.
+# One case per family, with values for which each of the family's settings affects the logits.
 CASES = {
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -91,7 +91,7 @@ CASES["gpt_oss"] = (
         "truncate": False}},
 )  # fmt: skip
 
-# One layer of each kind with keys and values of its own, and two that share them.
+# One layer of each kind has its own keys and values, and two layers share them.
 GEMMA4 = {
     "hidden_size": 64, "head_dim": 12, "global_head_dim": 20, "num_hidden_layers": 4, "layer_types": SLIDING * 2,
     "sliding_window": WINDOW, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
@@ -104,7 +104,7 @@ CASES["gemma4_moe"] = (
         "enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 24},
 )  # fmt: skip
 
-# Further values of config keys; these are compared in their logits only.
+# Other values of config keys, for which only logits are compared.
 VARIANTS = {
     "qwen2 windows": ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": WINDOW,
         "max_window_layers": 1}),
@@ -148,14 +148,14 @@ VARIANTS = {
 
 
 def raw_config(name):
-    """Return the config.json of a case."""
+    """Return a case's config.json."""
     architecture, fields = {**CASES, **VARIANTS}[name]
     fields = {**SHAPE, "architectures": [architecture], "model_type": FAMILIES[architecture].model_type, **fields}
     return fields | {"dtype": "float32"}
 
 
 def numpy_weight(name, shape, norm_center=1.0):
-    """Return a weight that depends only on its name; no norm is 1 and no bias 0, so that each is visible."""
+    """Return a weight that depends only on its name; norms are not 1 and biases not 0, so that all have an effect."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     draw = rng.standard_normal(shape).astype(np.float32)
     if len(shape) == 1:
@@ -171,7 +171,7 @@ def write_checkpoint(directory, raw, weight=numpy_weight):
     config = read_config(raw)
     center = 1 - config.norm_offset
     tensors = {t.name: weight(t.name, t.shape, center) for t in tensor_plan(raw, config)}
-    if config.query_scale == 1.0:  # Gemma 4 has no scale of queries: their norm has learned it
+    if config.query_scale == 1.0:  # Gemma 4 has no query scale: the query norm includes it
         tensors |= {name: x * np.float32(len(x) ** -0.5) for name, x in tensors.items() if "q_norm" in name}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(raw))
@@ -179,7 +179,7 @@ def write_checkpoint(directory, raw, weight=numpy_weight):
 
 
 def rewrite(directory, change=lambda tensors: tensors, **config):
-    """Change a checkpoint: `change` maps its tensors by name to others, `config` goes into config.json."""
+    """Change a checkpoint: `change` maps {name: tensor} to new tensors, and `config` updates config.json."""
     from safetensors.numpy import load_file, save_file
 
     tensors = change(load_file(directory / "model.safetensors"))
@@ -198,7 +198,7 @@ def tokens_and_lengths():
 
 @functools.cache
 def torch_model(directory, dtype="float32"):
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed: the golden file stands in for it")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed; the golden file is tested instead")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -219,7 +219,7 @@ def torch_logits(model, **kwargs):
 
 
 def greedy(model, params, tokens, lengths, steps):
-    """Return tokens [B, steps] and the logits [B, steps, V] that they maximize, by prefill and cached decode."""
+    """Return greedy tokens [B, steps] and their logits [B, steps, V] from prefill and cached decode."""
     variables = {"params": params}
     last, prefix = model.apply(variables, tokens, lengths, method="prefill")
 
@@ -237,7 +237,7 @@ def greedy(model, params, tokens, lengths, steps):
 
 @pytest.fixture(scope="module", params=list(CASES))
 def case(request, tmp_path_factory):
-    """(name, directory of the numpy checkpoint, policy)."""
+    """Return (name, directory with the NumPy checkpoint, policy)."""
     root = tmp_path_factory.mktemp(request.param)
     directory = write_checkpoint(root / "numpy", raw_config(request.param))
     return request.param, directory, from_pretrained(directory)
@@ -245,7 +245,7 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoded(case):
-    """Greedy tokens [B, 32], their logits [B, 32, V] by cached decode, and logits [B, T + 32, V] without a cache."""
+    """Return greedy tokens [B, 32], their logits [B, 32, V] with a cache, and logits [B, T + 32, V] without one."""
     _, _, policy = case
     tokens, lengths = tokens_and_lengths()
     chosen, cached = jax.jit(functools.partial(greedy, policy.model, steps=32))(policy.params, tokens, lengths)
@@ -261,12 +261,12 @@ def test_there_is_a_case_for_each_family():
     assert {architecture for architecture, _ in CASES.values()} == set(FAMILIES)
 
 
-def test_a_gpu_makes_the_random_weights_shape_by_shape(monkeypatch):
-    """There is one program for each shape, not one for all; the numbers are those of a CPU up to an ulp."""
+def test_random_weights_are_made_per_shape_on_a_gpu(monkeypatch):
+    """On a GPU, random weights are made by one program per shape, and equal the CPU's weights up to rounding."""
     raw = raw_config("qwen2")
     plain = init_policy(raw, jax.random.key(0)).params
     monkeypatch.setattr(policy_module, "platform_of", lambda: ("gpu", 9.0))
-    monkeypatch.setattr(policy_module.jax, "jit", lambda *_, **__: pytest.fail("one program of all"))
+    monkeypatch.setattr(policy_module.jax, "jit", lambda *_, **__: pytest.fail("one program for all shapes"))
     ours = init_policy(raw, jax.random.key(0)).params
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), ours, plain)
     other = init_policy(raw, jax.random.key(1)).params
@@ -283,14 +283,14 @@ def test_logits_and_greedy_tokens_equal_the_golden_file(case, decoded):
 
 
 def test_cached_decode_equals_the_uncached_forward(decoded):
-    """Decoding with a cache equals the forward pass without one."""
+    """Decoding with a cache gives the logits of a forward pass without one, in every family."""
     _, cached, logits = decoded
     for b, n in enumerate(tokens_and_lengths()[1]):
         np.testing.assert_allclose(cached[b], logits[b, n - 1 : n + 31], atol=1e-5)
 
 
-def test_a_checkpoint_made_by_pytorch_loads_and_its_logits_agree(case, tmp_path):
-    """A checkpoint that PyTorch wrote gives the logits of transformers, in every family."""
+def test_checkpoint_written_by_pytorch_gives_the_same_logits(case, tmp_path):
+    """A checkpoint that PyTorch wrote gives the logits of transformers in every family."""
     _, directory, _ = case
     model = torch_model(directory)
     model.save_pretrained(tmp_path / "torch")
@@ -304,8 +304,8 @@ def check_logits(policy, model):
         np.testing.assert_allclose(ours[b, :n], theirs[b, :n], atol=1e-4)
 
 
-def test_a_saved_checkpoint_is_byte_equal_in_pytorch(case, tmp_path):
-    """A saved checkpoint has the bytes that PyTorch loaded from the original."""
+def test_saved_checkpoint_is_byte_equal_in_pytorch(case, tmp_path):
+    """A saved checkpoint loads into PyTorch with the same bytes as the original, in every family."""
     _, directory, policy = case
     before = torch_model(directory).state_dict()
     save_pretrained(tmp_path / "ours", policy, max_shard_size="10KB")
@@ -323,7 +323,7 @@ def mean_log_prob(model, params, tokens, lengths):
 
 
 def test_gradients_of_every_parameter_agree_with_pytorch(case):
-    """Gradients of every parameter agree with PyTorch."""
+    """The gradient of every parameter agrees with PyTorch in every family."""
     _, directory, policy = case
     model = torch_model(directory)
     import torch
@@ -345,18 +345,18 @@ def test_gradients_of_every_parameter_agree_with_pytorch(case):
             theirs[name] = grad
             continue
         stem, kind = name.rsplit(".", 1)
-        for e, expert in enumerate(grad):  # transformers holds the experts of a layer in one tensor
+        for e, expert in enumerate(grad):  # transformers stores a layer's experts in one tensor
             halves = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
             for projection, half in halves.items():
                 theirs[f"{stem}.{e}.{projection}.weight"] = np.split(expert, len(halves))[half]
-    for name, fixed in model.named_buffers():  # PyTorch does not train them
+    for name, fixed in model.named_buffers():  # PyTorch does not train buffers
         if name in ours:
             assert fixed.abs() > 0.1
             assert not ours.pop(name).any(), name
     assert set(ours) == set(theirs)
     for name in ours:
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
-        assert np.abs(theirs[name]).max() > 1e-3, f"{name} hardly matters: a wrong gradient would pass"
+        assert np.abs(theirs[name]).max() > 1e-3, f"{name} has a gradient near 0: a wrong one would pass"
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
@@ -366,8 +366,8 @@ def test_logits_agree_with_pytorch_for_other_config_values(name, tmp_path):
     check_logits(from_pretrained(directory), torch_model(directory))
 
 
-def test_unused_tensors_are_ignored_only_where_the_family_lists_them(tmp_path):
-    unread = "model.layers.3.self_attn.k_proj.weight"  # this layer uses the keys of another
+def test_unused_tensors_are_ignored_only_if_the_family_lists_them(tmp_path):
+    unread = "model.layers.3.self_attn.k_proj.weight"  # this layer uses another layer's keys
     for name, tensor, message in (
         ("qwen3_5", "mtp.fc.weight", None),
         ("qwen2", "lm_head.weight", r"of the wrong shape: lm_head.weight has shape \[4, 4\]"),
@@ -455,13 +455,13 @@ BAD_VALUES = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("architecture", "fields", "message"), BAD_VALUES)
-def test_an_unsupported_config_value_is_named(architecture, fields, message):
+def test_unsupported_config_values_are_named(architecture, fields, message):
     with pytest.raises(ValueError, match=message):
         read_config({**SHAPE, "architectures": [architecture], **fields})
 
 
 @pytest.mark.quick
-def test_a_missing_key_and_an_unsupported_architecture_are_named():
+def test_missing_keys_and_unsupported_architectures_are_named():
     with pytest.raises(ValueError, match="'hidden_size' is missing; a Qwen2ForCausalLM"):
         read_config({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 8})
     for names in (["BertForMaskedLM"], [], None):
@@ -472,7 +472,7 @@ def test_a_missing_key_and_an_unsupported_architecture_are_named():
 
 
 def write_golden(names):
-    """Store PyTorch's logits and greedy tokens of some cases; of every case if `names` is empty."""
+    """Store PyTorch's logits and greedy tokens for the named cases, or for all if `names` is empty."""
     import tempfile
 
     import torch
@@ -494,8 +494,8 @@ def write_golden(names):
     GOLDEN.write_text("{\n" + rows + "\n}\n")
 
 
-def test_what_decays_is_what_transformers_decays(case):
-    """`weight_decay` applies to the parameters that transformers decays."""
+def test_weight_decay_applies_to_the_same_parameters_as_in_transformers(case):
+    """`weight_decay` applies to the same parameters as in transformers, in every family."""
     _, directory, policy = case
     model = torch_model(directory)
     import transformers
@@ -505,7 +505,7 @@ def test_what_decays_is_what_transformers_decays(case):
     whole = lambda name: re.sub(r"experts\.\d+\.(gate|up)_proj.weight", "experts.gate_up_proj", name)
     checked = set()
     for tensor in tensor_plan(policy.config, policy.model.config):
-        # transformers holds the experts of a layer in one tensor.
+        # transformers stores a layer's experts in one tensor.
         name = re.sub(r"experts\.\d+\.down_proj.weight", "experts.down_proj", whole(tensor.name))
         if name in trained:
             checked.add(name)

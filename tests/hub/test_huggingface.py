@@ -1,4 +1,4 @@
-"""Checkpoints in and out: layouts, storage dtypes, bad input, and what an interrupted save leaves."""
+"""Loading and saving checkpoints: layouts, storage dtypes, invalid input, and interrupted saves."""
 
 import copy
 import functools
@@ -42,7 +42,7 @@ def policy():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A directory with weights, without a tokenizer."""
+    """Return a directory with weights and no tokenizer."""
     return write_checkpoint(tmp_path / "model", QWEN3)
 
 
@@ -51,12 +51,12 @@ def equal(a, b):
 
 
 def stored(directory):
-    """Name to (dtype, shape, bytes), over all weight files, read without the code under test."""
+    """Return {name: (dtype, shape, bytes)} for all weight files, read without the code under test."""
     found = [entry for path in directory.glob("*.safetensors") for entry in safetensors.deserialize(path.read_bytes())]
     return {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in found}
 
 
-def test_a_fresh_policy_and_its_files_make_the_round_trip(policy, tmp_path):
+def test_new_policy_and_its_files_make_the_round_trip(policy, tmp_path):
     save_pretrained(tmp_path / "a", policy)
     loaded = from_pretrained(tmp_path / "a")
     assert equal(loaded.params, policy.params)
@@ -82,7 +82,7 @@ def test_a_fresh_policy_and_its_files_make_the_round_trip(policy, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_split_checkpoint_holds_the_same_tensors(tied, tmp_path):
+def test_sharded_checkpoint_has_the_same_tensors(tied, tmp_path):
     policy = from_pretrained(write_checkpoint(tmp_path / "numpy", {**QWEN3, "tie_word_embeddings": tied}))
     save_pretrained(tmp_path / "one", policy)
     save_pretrained(tmp_path / "many", policy, max_shard_size="4KB")
@@ -99,8 +99,8 @@ def test_a_split_checkpoint_holds_the_same_tensors(tied, tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("factor", [1, 2])
-def test_a_stored_head_that_differs_from_the_embedding_is_kept(factor, checkpoint, tmp_path):
-    """A tied config does not hide a head that is another one; the export says that it is not tied."""
+def test_stored_head_that_differs_from_the_embedding_is_kept(factor, checkpoint, tmp_path):
+    """A stored head that differs from the embedding is kept despite a tied config, and exported as untied."""
     table = "model.embed_tokens.weight"
     rewrite(checkpoint, lambda found: found | {"lm_head.weight": factor * found[table]})
     policy = from_pretrained(checkpoint)
@@ -112,8 +112,8 @@ def test_a_stored_head_that_differs_from_the_embedding_is_kept(factor, checkpoin
 
 
 @pytest.mark.quick
-def test_the_tokenizer_that_is_used_is_the_one_that_is_written(policy, tmp_path):
-    """In checkpoints, with adapters, and for `grpo-jax export`: with its chat template, or another tokenizer."""
+def test_current_tokenizer_is_written(policy, tmp_path):
+    """Checkpoints, adapters and `grpo-jax export` get the policy's current tokenizer, including its chat template."""
     save_pretrained(tmp_path / "a", policy)
     templated, other = from_pretrained(tmp_path / "a"), byte_level_tokenizer()
     templated.tokenizer.chat_template, other.chat_template = "{{ messages }}", "{{ messages }}!"
@@ -126,7 +126,7 @@ def test_the_tokenizer_that_is_used_is_the_one_that_is_written(policy, tmp_path)
 
 
 @pytest.mark.parametrize(("dtype", "header"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
-def test_storage_dtypes_come_back_byte_equal(dtype, header, checkpoint, tmp_path):
+def test_storage_dtypes_are_byte_equal_after_a_round_trip(dtype, header, checkpoint, tmp_path):
     policy = from_pretrained(checkpoint)
     save_pretrained(tmp_path / "a", policy, dtype=dtype)
     loaded = from_pretrained(tmp_path / "a", dtype="bfloat16" if dtype == "bfloat16" else "float32")
@@ -138,7 +138,7 @@ def test_storage_dtypes_come_back_byte_equal(dtype, header, checkpoint, tmp_path
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.asarray(y).astype(dtype)), as_stored, loaded.params)
 
 
-def test_dtype_is_that_of_params_and_of_compute(checkpoint):
+def test_dtype_and_param_dtype_of_a_loaded_policy(checkpoint):
     for param_dtype in ("bfloat16", "float32"):
         policy = from_pretrained(checkpoint, dtype="bfloat16", param_dtype=param_dtype)
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)} == {param_dtype}
@@ -147,7 +147,7 @@ def test_dtype_is_that_of_params_and_of_compute(checkpoint):
 
 
 @pytest.mark.quick
-def test_a_tensor_larger_than_a_block_is_read_whole(checkpoint, monkeypatch):
+def test_tensor_larger_than_a_block_is_read_completely(checkpoint, monkeypatch):
     whole = from_pretrained(checkpoint).params
     monkeypatch.setattr(weights, "BLOCK", 100)
     assert equal(from_pretrained(checkpoint).params, whole)
@@ -155,7 +155,7 @@ def test_a_tensor_larger_than_a_block_is_read_whole(checkpoint, monkeypatch):
 
 @pytest.mark.quick
 def test_params_own_their_memory(checkpoint):
-    """A donated step must not find buffers that numpy owns or that two leaves share."""
+    """Loaded params can be donated: their buffers are not owned by NumPy or shared between leaves."""
     params = from_pretrained(checkpoint).params
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)]
     assert len(set(pointers)) == len(pointers)
@@ -173,12 +173,12 @@ def test_params_own_their_memory(checkpoint):
         ({"eos_token_id": None, "pad_token_id": -1}, {"eos_token_id": None}, (), 0),
     ],
 )
-def test_eos_and_pad_ids_come_from_the_first_place_that_has_them(generation, config, eos, pad):
+def test_eos_and_pad_ids_come_from_the_first_config_that_has_them(generation, config, eos, pad):
     policy = Policy(None, None, None, config, generation)
     assert (policy.eos_token_ids, policy.pad_token_id) == (eos, pad)
 
 
-# Bad input: each message names what came and what to do.
+# Invalid input: each message says what was found and how to fix it.
 
 
 def text(name, content):
@@ -199,7 +199,7 @@ def config(**changes):
 
 
 def header(change):
-    """Change the entry of a tensor in the header of the weights."""
+    """Return a function that changes one tensor's entry in the header of the weights."""
 
     def spoil(directory):
         path = directory / "model.safetensors"
@@ -240,10 +240,10 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
             r"index model\.safetensors\.index\.json .* is missing: model-00001-of-00002\.safetensors"),
         (lambda path: (path / "config.json").rename(path / "adapter_config.json"),
             r"model' contains an adapter, not a model: load its base model.*load_lora\('.*', policy\)"),
-        # Sizes are compared before anything of them is made.
+        # Sizes are compared before any array is allocated.
         (config(num_hidden_layers=10**9), r"config\.json: .*'num_hidden_layers' is 1,000,000,000, .* have 2 layers"),
         (config(vocab_size=10**12), r"config\.json: config key 'vocab_size' is 1,000,000,.* have 96 elements along"),
-        # The file is named whatever its parser raises.
+        # The file is named for every exception that its parser raises.
         (config(rope_parameters=[1]), r"/config\.json: \w+Error: "),
         (text("config.json", "[]"), r"/config\.json contains \[\], not a JSON object"),
         (text("generation_config.json", '{"eos_token_id": ["</s>"]}'),
@@ -253,14 +253,14 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
         (header(lambda entry: entry.update(data_offsets=[0, 4])), r"tensor '.*': 4 bytes do not match "),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_directory_is_named(spoil, message, checkpoint):
+def test_message_names_the_problem_of_a_directory(spoil, message, checkpoint):
     spoil(checkpoint)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         from_pretrained(checkpoint)
 
 
 @pytest.mark.quick
-def test_what_cannot_be_found_or_held_is_named(policy, tmp_path):
+def test_missing_directories_and_unsupported_dtypes_are_named(policy, tmp_path):
     for name in (tmp_path / "nothing", "./nothing"):
         with pytest.raises(FileNotFoundError, match=r"nothing' is not a directory; pass an existing directory"):
             from_pretrained(name)
@@ -275,7 +275,7 @@ def test_what_cannot_be_found_or_held_is_named(policy, tmp_path):
         save_pretrained(tmp_path, policy, dtype="int8")
 
 
-def test_params_of_another_model_are_not_saved(policy, tmp_path):
+def test_params_that_do_not_match_the_config_are_not_saved(policy, tmp_path):
     params = {**policy.params, "norm": {"scale": jnp.ones(3)}, "extra": {"kernel": jnp.zeros((2, 2))}}
     with pytest.raises(ValueError, match=r"extra/kernel is unexpected, norm/scale has shape \(3,\), not \(16,\)"):
         save_pretrained(tmp_path / "model", policy.replace(params=params))
@@ -286,14 +286,14 @@ def test_params_of_another_model_are_not_saved(policy, tmp_path):
 
 
 def home_made(checkpoint, model):
-    """Give the checkpoint a tokenizer that transformers takes for Qwen's own byte-level BPE."""
+    """Give the checkpoint a tokenizer that transformers mistakes for Qwen's byte-level BPE."""
     words = tokenizers.Tokenizer(model)
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(checkpoint / "tokenizer.json"))
     (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<unk>"}')
 
 
-def test_a_tokenizer_that_transformers_would_break_is_taken_from_its_file_or_refused(checkpoint):
+def test_misidentified_tokenizer_is_loaded_from_its_file_or_refused(checkpoint):
     home_made(checkpoint, tokenizers.models.WordLevel({"<unk>": 0, "fox": 1, "is": 2}, unk_token="<unk>"))
     tokenizer = from_pretrained(checkpoint).tokenizer
     assert tokenizer("fox is fox")["input_ids"] == [1, 2, 1]
@@ -303,7 +303,7 @@ def test_a_tokenizer_that_transformers_would_break_is_taken_from_its_file_or_ref
         from_pretrained(checkpoint)
 
 
-def test_a_failed_save_leaves_the_old_checkpoint(policy, checkpoint, tmp_path, monkeypatch):
+def test_failed_save_keeps_the_old_checkpoint(policy, checkpoint, tmp_path, monkeypatch):
     before = stored(checkpoint)
     fail = lambda *args: (_ for _ in ()).throw(OSError("disk full"))
     monkeypatch.setattr(huggingface, "write_json", fail)
@@ -316,12 +316,12 @@ def test_a_failed_save_leaves_the_old_checkpoint(policy, checkpoint, tmp_path, m
 
 
 @pytest.mark.quick
-def test_a_directory_appears_at_the_end_and_replaces_the_old_one(tmp_path):
+def test_directory_is_replaced_only_when_complete(tmp_path):
     target = tmp_path / "a" / "b"
     for content in ("old", "new"):
         with appearing(target) as scratch:
             (scratch / "file").write_text(content)
-            (scratch / "file").chmod(0o600)  # as safetensors leaves it
+            (scratch / "file").chmod(0o600)  # as safetensors creates it
             assert not target.exists() or (target / "file").read_text() == "old"
         assert (target / "file").read_text() == content
         assert (target / "file").stat().st_mode & 0o777 == 0o644
@@ -329,7 +329,7 @@ def test_a_directory_appears_at_the_end_and_replaces_the_old_one(tmp_path):
 
 
 @pytest.mark.quick
-def test_only_files_of_a_checkpoint_may_be_replaced(tmp_path):
+def test_only_checkpoint_files_may_be_replaced(tmp_path):
     check_replaceable(tmp_path / "new")
     for name in ("config.json", "model-1.safetensors", "tokenizer.json", "adapter_config.json"):
         (tmp_path / name).touch()

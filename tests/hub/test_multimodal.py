@@ -1,4 +1,4 @@
-"""Models that also see: their language model is loaded, and the rest goes through an export byte for byte."""
+"""Multimodal models: their language model is loaded, and an export preserves all other tensors byte for byte."""
 
 import json
 
@@ -35,7 +35,7 @@ TEXT = {
     "mistral3": ("Mistral3ForConditionalGeneration", {"model_type": "ministral3", "head_dim": 12,
         "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
 }  # fmt: skip
-# Positions of three kinds in turns: in a text they are one.
+# Interleaved positions of three kinds, which are equal for text.
 TURNS = {"rope_type": "default", "rope_theta": 1e5, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
 HYBRID = {**HYBRID, "layer_types": DELTA, "rope_parameters": {**TURNS, "partial_rotary_factor": 0.5}}
 TEXT |= {
@@ -70,7 +70,7 @@ def raw_of(name, **fields):
 
 
 def write(directory, name, *, layout=1, stacked=False, tower=TOWER, **fields):
-    """A checkpoint whose tower is a few tensors of other dtypes."""
+    """Write a checkpoint whose tower is a few tensors with other dtypes."""
     from safetensors.numpy import save_file
 
     directory.mkdir()
@@ -90,8 +90,8 @@ def bytes_of(directory):
 
 @pytest.mark.parametrize("layout", [0, 1])
 @pytest.mark.parametrize("name", list(TEXT))
-def test_what_is_beside_the_language_model_passes_through(tmp_path, name, layout):
-    """Also where the checkpoint is replaced by the export itself, and in a lower precision of the language model."""
+def test_export_preserves_non_language_tensors(tmp_path, name, layout):
+    """An export preserves non-language tensors, even if it replaces its source or stores bfloat16 weights."""
     directory = write(tmp_path / "model", name, layout=layout, tie_word_embeddings=False)
     before = bytes_of(directory)
     policy = from_pretrained(directory)
@@ -107,8 +107,8 @@ def test_what_is_beside_the_language_model_passes_through(tmp_path, name, layout
     assert all(half[n] == before[n] for n in policy.extra_tensors)
 
 
-def test_stacked_experts_are_read_and_written_as_they_are_stored(tmp_path):
-    """As the hub's files have them: gate and up of all experts of a layer in one tensor."""
+def test_stacked_experts_keep_their_layout(tmp_path):
+    """Stacked experts (as on the hub, gate and up in one tensor per layer) load like separate ones and stay stacked."""
     from safetensors.numpy import load_file, save_file
 
     tower = {name: x for name, x in TOWER.items() if name.startswith("mtp")}
@@ -135,7 +135,7 @@ def test_stacked_experts_are_read_and_written_as_they_are_stored(tmp_path):
 
 
 @pytest.mark.quick
-def test_the_language_model_is_that_of_its_own_class(tmp_path):
+def test_language_model_equals_that_of_its_text_class(tmp_path):
     directory = write(tmp_path / "sees", "mistral3")
     seeing = from_pretrained(directory)
     alone = {**raw_of("mistral3")["text_config"], "architectures": ["Ministral3ForCausalLM"]}
@@ -149,17 +149,17 @@ def test_the_language_model_is_that_of_its_own_class(tmp_path):
 
 
 @pytest.mark.quick
-def test_the_checkpoint_says_whether_the_head_is_the_embedding(tmp_path):
+def test_tied_head_is_detected_from_the_checkpoint(tmp_path):
     assert not from_pretrained(write(tmp_path / "own", "mistral3")).model.config.tie_word_embeddings
     tied = from_pretrained(write(tmp_path / "tied", "mistral3", tie_word_embeddings=True))
     assert tied.model.config.tie_word_embeddings
-    (tmp_path / "tied" / "config.json").write_text(json.dumps(raw_of("mistral3")))  # it does not say
+    (tmp_path / "tied" / "config.json").write_text(json.dumps(raw_of("mistral3")))  # without the key
     assert from_pretrained(tmp_path / "tied").config["tie_word_embeddings"]
 
 
 @pytest.mark.quick
-def test_what_cannot_be_is_named(tmp_path):
-    assert {architecture for architecture, _ in TEXT.values()} == set(VISION_MODELS), "each has its case"
+def test_invalid_multimodal_models_are_refused(tmp_path):
+    assert {architecture for architecture, _ in TEXT.values()} == set(VISION_MODELS), "each class needs a case"
     raw = raw_of("gemma3")
     with pytest.raises(ValueError, match=r"'text_config.model_type' must be .*'gemma3_text'; got 'llama'"):
         read_config({**raw, "text_config": {**raw["text_config"], "model_type": "llama"}})
@@ -174,7 +174,7 @@ def test_what_cannot_be_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", list(TEXT))
-def test_logits_and_exported_bytes_are_those_of_pytorch(tmp_path, name):
+def test_logits_and_exported_bytes_equal_pytorch(tmp_path, name):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     import transformers
 

@@ -1,4 +1,4 @@
-"""A flax.nnx module as a policy, and the errors for models that cannot be called."""
+"""A flax.nnx module as a policy, and errors for models that cannot be called or saved."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from tiny import tiny_tokenizer
 from grpo_jax import GRPOConfig, SFTConfig, add_lora, evaluate, from_nnx, save_pretrained, sft, train
 from grpo_jax.policy import Policy
 
-nnx = pytest.importorskip("flax.nnx", reason="this flax's nnx does not run on this jax")
+nnx = pytest.importorskip("flax.nnx", reason="flax.nnx cannot be imported with this version of jax")
 ROWS = [{"prompt": "ab"}, {"prompt": "c"}]
 
 
@@ -22,7 +22,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Has more than ten layers, because their numbers do not sort as text; the head is tied to the embedding."""
+    """A decoder with a tied head and more than ten layers, whose numbers would be misordered as text."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(len(tiny_tokenizer()), 8, rngs=rngs)
@@ -41,9 +41,9 @@ def ends(completions):
     return [float(len(text)) for text in completions]
 
 
-def test_a_module_is_trained_and_its_run_resumes(tmp_path):
-    """A flax.nnx module is a policy with the module's logits without dropout. It can be trained by rewards and by
-    examples, resumed and evaluated."""
+def test_nnx_module_can_be_trained_and_its_run_resumed(tmp_path):
+    """A flax.nnx module can be trained with GRPO and SFT, resumed and evaluated; the policy's logits are the module's
+    logits without dropout."""
     module = Decoder(nnx.Rngs(0))
     policy = from_nnx(module, tiny_tokenizer())
     module.eval()
@@ -57,7 +57,7 @@ def test_a_module_is_trained_and_its_run_resumes(tmp_path):
     assert int(state.step) == 2
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), state.params, policy.params)
     assert moved["layers"]["10"]["mix"]["kernel"] > 0
-    assert "seen" not in moved["layers"]["10"], "statistics are constants"
+    assert "seen" not in moved["layers"]["10"], "batch statistics are not trained"
     nnx.update(module, policy.model.state(state.params))
     np.testing.assert_array_equal(module.embed.embedding[...], state.params["embed"]["embedding"])
     metrics, completions = evaluate(policy, ROWS, ends, params=state.params, max_completion_length=4)
@@ -72,7 +72,7 @@ def test_a_module_is_trained_and_its_run_resumes(tmp_path):
 
 
 class WithDropout:
-    """A module with dropout left on."""
+    """A model that calls its module with dropout enabled."""
 
     def __init__(self):
         self.module = Decoder(nnx.Rngs(0))
@@ -101,7 +101,7 @@ OTHER = Policy(WithoutBatch(), {})
         (lambda: save_pretrained("x", OTHER), "written as a checkpoint; its model is a WithoutBatch"),
     ],
 )
-def test_models_that_cannot_be_called_or_written_are_named(call, said):
+def test_models_that_cannot_be_called_or_saved_are_refused(call, said):
     with pytest.raises(ValueError, match=said):
         call()
 

@@ -1,4 +1,4 @@
-"""Adapters on a policy, in PEFT's format and out of it."""
+"""Adapters in PEFT's format: saving, loading, and compatibility with peft."""
 
 import functools
 import json
@@ -40,7 +40,7 @@ def test_adapters_make_the_round_trip(kind, targets, tmp_path):
     assert (loaded.model.scale, loaded.model.model) == (policy.model.scale, policy.model.model)
     ours, wanted = (flatten_dict(jax.tree.map(np.asarray, x.params)) for x in (loaded, policy))
     assert ours.keys() >= wanted.keys()
-    for path in [path[:-1] for path in ours if path[-1] == "a"]:  # joined projections have one A, and B by rows
+    for path in [path[:-1] for path in ours if path[-1] == "a"]:  # fused projections share A and split B by rows
         product, expected = (x[(*path, "a")] @ x[(*path, "b")] if (*path, "a") in x else 0 for x in (ours, wanted))
         np.testing.assert_allclose(product, expected, atol=1e-6)
     if kind == "plain":
@@ -57,7 +57,7 @@ def peft_and_base(kind, tmp_path):
     return torch, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
 
 
-@pytest.mark.filterwarnings("ignore")  # peft's own
+@pytest.mark.filterwarnings("ignore")  # warnings from peft
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
 @pytest.mark.parametrize("targets", [TARGETS, r"layers_1/self_attn/(q|v)_proj|layers_\d/mlp/up_proj"])
 def test_peft_loads_our_adapters(kind, targets, tmp_path):
@@ -77,7 +77,7 @@ def test_peft_loads_our_adapters(kind, targets, tmp_path):
 @pytest.mark.parametrize(
     "options", [{}, {"use_rslora": True, "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 9}}]
 )
-def test_we_load_adapters_of_peft(kind, options, tmp_path):
+def test_we_load_adapters_from_peft(kind, options, tmp_path):
     torch, base = peft_and_base(kind, tmp_path)
     import peft
 
@@ -93,7 +93,7 @@ def test_we_load_adapters_of_peft(kind, options, tmp_path):
 
 
 @pytest.mark.quick
-def test_adapters_are_not_added_twice_taken_for_weights_or_read_from_nowhere(tmp_path):
+def test_invalid_uses_of_adapters_are_refused(tmp_path):
     policy = lora_policy()
     save_lora(tmp_path / "adapter", policy)
     for again in (lambda: add_lora(policy, jax.random.key(0)), lambda: load_lora(tmp_path / "adapter", policy)):
@@ -120,7 +120,7 @@ def test_adapters_are_not_added_twice_taken_for_weights_or_read_from_nowhere(tmp
         ({"alpha_pattern": {"(": 2}}, "error: missing \\), unterminated"),
     ],
 )  # fmt: skip
-def test_other_kinds_of_adapters_are_named_with_the_file(changes, message, tmp_path):
+def test_unsupported_adapters_are_refused_with_the_file_name(changes, message, tmp_path):
     save_lora(tmp_path / "adapter", lora_policy())
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -129,7 +129,7 @@ def test_other_kinds_of_adapters_are_named_with_the_file(changes, message, tmp_p
 
 
 @pytest.mark.quick
-def test_an_adapter_next_to_a_model_is_pointed_out(tmp_path):
+def test_adapter_next_to_a_model_gives_a_warning(tmp_path):
     save_pretrained(tmp_path / "model", base_policy())
     save_lora(tmp_path / "adapter", lora_policy())
     for path in (tmp_path / "adapter").iterdir():
@@ -139,7 +139,7 @@ def test_an_adapter_next_to_a_model_is_pointed_out(tmp_path):
     assert load_lora(tmp_path / "model", policy).model.scale == 2.0
 
 
-def test_adapters_of_another_base_are_refused(tmp_path):
+def test_adapters_for_another_base_are_refused(tmp_path):
     save_lora(tmp_path / "a", lora_policy())
     wide, short = base_policy(intermediate_size=40), base_policy(num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"mlp\.down_proj maps 48 → 3 → 32, .* maps 40 → 32; load the base model"):

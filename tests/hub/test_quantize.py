@@ -1,4 +1,4 @@
-"""Bases in four and eight bits: quantized while they are read, stored in NF4 or MXFP4, and trained with adapters."""
+"""Base models in 4 and 8 bits: quantized while loading, read from NF4 or MXFP4, and trained with adapters."""
 
 import base64
 import functools
@@ -35,9 +35,9 @@ BITSANDBYTES = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_quant_storage": "uint8", "bnb_4bit_use_double_quant": True,
 }  # fmt: skip
-# Three tensors that bitsandbytes has stored, and the float32 weights that it dequantizes them to: blocks with nested
-# scales, blocks that continue over the ends of rows, blocks with plain scales. The weights are not from its kernel for
-# CPUs, which in 0.50.2 starts a new block in each row.
+# Three tensors stored by bitsandbytes and their dequantized float32 weights: blocks with nested scales, blocks that
+# span the ends of rows, and blocks with plain scales. The weights are not from the CPU kernel of bitsandbytes, which in
+# 0.50.2 starts a new block in each row.
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "nf4.json").read_text())
 
 
@@ -68,7 +68,7 @@ def checkpoint(tmp_path_factory):
 
 
 def with_nf4(checkpoint, change=lambda tensors: tensors, **config):
-    """Change a checkpoint: two of its projections are stored by bitsandbytes."""
+    """Replace two of a checkpoint's projections with tensors stored by bitsandbytes."""
     golden = {
         f"model.layers.0.self_attn.{name}.weight{part}": array(entry)
         for name in ("k_proj", "v_proj")
@@ -82,7 +82,7 @@ def kernel(policy, *path):
 
 
 @pytest.mark.quick
-def test_nf4_takes_the_nearest_value_in_blocks_of_64_and_levels_as_stored():
+def test_nf4_rounds_to_the_nearest_value_in_blocks_of_64():
     x = np.random.default_rng(0).standard_normal((128, 6)).astype(np.float32)
     w = quantized(x, "nf4")
     blocks = x.T.reshape(6, 2, 64)
@@ -90,9 +90,9 @@ def test_nf4_takes_the_nearest_value_in_blocks_of_64_and_levels_as_stored():
     nearest = NF4[np.abs(blocks[..., None] / largest[..., None] - NF4).argmin(axis=-1)]
     codes = np.stack([w.codes >> 4, w.codes & 15], axis=-1)
     np.testing.assert_array_equal(NF4[codes].reshape(6, 2, 64), nearest)
-    # The second quantization changes the scales, and with them the largest weight of each block.
+    # Quantizing the scales changes them, and with them the largest weight in each block.
     rows = np.asarray(w.rows(jnp.float32)).reshape(6, 2, 64)
-    near = np.abs(rows).max(axis=2, keepdims=True)  # the largest weight has a code of 1
+    near = np.abs(rows).max(axis=2, keepdims=True)  # the largest weight has the value ±1
     np.testing.assert_allclose(near, largest, atol=0.02 * (largest.max() - largest.min()))
     assert np.abs(rows - nearest * near).max() < 1e-6
     assert w.codes.nbytes + w.scales.nbytes == 128 * 6 // 2 + 6 * 2
@@ -112,7 +112,7 @@ def test_int8_rounds_each_row_to_127_steps_and_keeps_zeros():
 
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
-def test_a_base_is_quantized_while_it_is_read(checkpoint, method, monkeypatch):
+def test_base_is_quantized_while_loading(checkpoint, method, monkeypatch):
     plain = from_pretrained(checkpoint)
     monkeypatch.setattr("grpo_jax.hub.quantize.CHUNK", 5 * 64)  # a few rows at a time
     held = from_pretrained(checkpoint, quantize=method, dtype="bfloat16", param_dtype="float32")
@@ -127,14 +127,14 @@ def test_a_base_is_quantized_while_it_is_read(checkpoint, method, monkeypatch):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["k_proj", "o_proj", "v_proj"])
-def test_tensors_of_bitsandbytes_are_the_weights_that_pytorch_dequantizes(name):
+def test_bitsandbytes_tensors_are_dequantized_exactly(name):
     weights = dequantized(name)
     (plain,) = find_plain({f"w{part}": in_memory(array(x)) for part, x in GOLDEN[name]["parts"].items()}).values()
     np.testing.assert_array_equal(plain.rows(0, len(weights)), weights)
     np.testing.assert_array_equal(plain.rows(3, 2), weights[3:5])
 
 
-def test_a_checkpoint_of_bitsandbytes_is_read_plain_or_with_its_own_codes(checkpoint, tmp_path):
+def test_bitsandbytes_checkpoint_is_dequantized_or_keeps_its_codes(checkpoint, tmp_path):
     directory = with_nf4(shutil.copytree(checkpoint, tmp_path / "nf4"))
     plain, held = from_pretrained(directory), from_pretrained(directory, quantize="nf4")
     assert "quantization_config" not in plain.config
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_bitsandbytes_is_read_plain_or_with_its_own_codes(checkp
         np.testing.assert_array_equal(kernel(plain, "self_attn", name), weights.T)
         again = kernel(held, "self_attn", name)
         np.testing.assert_array_equal(again.codes.ravel(), array(GOLDEN[name]["parts"][""]).ravel())
-        np.testing.assert_allclose(again.rows(jnp.float32), weights, rtol=0.02)  # scales are nested again
+        np.testing.assert_allclose(again.rows(jnp.float32), weights, rtol=0.02)  # the scales are quantized again
 
 
 def without(part):
@@ -162,7 +162,7 @@ def without(part):
         (lambda tensors: tensors, {"load_in_4bit": False, "load_in_8bit": True}, "'quantization_config' is"),
     ],
 )  # fmt: skip
-def test_other_ways_to_store_are_refused_before_a_weight_is_read(
+def test_other_formats_are_refused_before_weights_are_read(
     checkpoint, change, config, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(weights, "_place", lambda *_: pytest.fail("a weight was read"))
@@ -171,7 +171,7 @@ def test_other_ways_to_store_are_refused_before_a_weight_is_read(
 
 
 @pytest.mark.quick
-def test_what_cannot_be_quantized_is_refused(tmp_path):
+def test_invalid_quantization_is_refused(tmp_path):
     with pytest.raises(ValueError, match="quantize must be 'nf4', 'int8' or None; got 'int4'"):
         from_pretrained("nowhere", quantize="int4")
     write_checkpoint(tmp_path / "odd", {**QWEN3, "intermediate_size": 96})
@@ -200,8 +200,8 @@ def trained(policy, std=0.1, **options):
 
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
-def test_merged_adapters_have_the_rounding_error_of_the_base(checkpoint, method, tmp_path):
-    """Merging adapters into a quantized base adds no more error than the rounding of the base."""
+def test_merged_adapters_add_no_error_to_the_base(checkpoint, method, tmp_path):
+    """Merging adapters into a quantized base adds no error beyond the rounding of the base and of bfloat16."""
     plain, held = from_pretrained(checkpoint), from_pretrained(checkpoint, quantize=method)
     save_pretrained(tmp_path / "merged", merge_lora(trained(held)), dtype="bfloat16")
     exported = from_pretrained(tmp_path / "merged", dtype="bfloat16")
@@ -209,11 +209,11 @@ def test_merged_adapters_have_the_rounding_error_of_the_base(checkpoint, method,
     for path in (("self_attn", "q_proj"), ("mlp", "down_proj")):
         ours, wanted = (np.asarray(kernel(x, *path), np.float32) for x in (exported, exact))
         rounding = np.abs(np.asarray(kernel(held, *path).matrix()) - np.asarray(kernel(plain, *path)))
-        # bfloat16 adds an error of 2^-9 of a weight.
+        # bfloat16 adds a relative error of 2^-9.
         assert (np.abs(ours - wanted) <= rounding + np.abs(ours) * 2.0**-8).all()
 
 
-def test_experts_and_meshes_compute_what_the_plain_weights_do(tmp_path):
+def test_quantized_experts_on_a_mesh_equal_the_dequantized_weights(tmp_path):
     raw = {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
     raw |= {"moe_intermediate_size": 128, "hidden_size": 128}
     write_checkpoint(tmp_path / "model", raw)
@@ -232,8 +232,8 @@ def test_experts_and_meshes_compute_what_the_plain_weights_do(tmp_path):
 
 
 @pytest.mark.quick
-def test_the_sixteen_values_of_the_format():
-    """Table 5 of the OCP Microscaling specification 1.0 (E2M1), the lower four bits of a byte first."""
+def test_values_of_mxfp4_codes():
+    """MXFP4 codes have the values in table 5 of OCP Microscaling 1.0 (E2M1); the lower 4 bits of a byte come first."""
     blocks = np.array([[i | (i + 1) << 4 for i in range(0, 16, 2)] * 2], np.uint8)
     expected = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
     for scale in (127, 125, 130):
@@ -242,8 +242,8 @@ def test_the_sixteen_values_of_the_format():
         np.testing.assert_array_equal(weights.astype(np.float32), np.array(expected * 2) * 2.0 ** (scale - 127))
 
 
-def test_a_checkpoint_in_mxfp4_is_read_and_saved_as_bfloat16(tmp_path):
-    rng, (experts, d, width) = np.random.default_rng(0), (4, 64, 32)  # in whole blocks of 32
+def test_mxfp4_checkpoint_is_loaded_and_saved_as_bfloat16(tmp_path):
+    rng, (experts, d, width) = np.random.default_rng(0), (4, 64, 32)  # multiples of the block size 32
     raw = raw_config("gpt_oss") | {"hidden_size": d, "intermediate_size": width, "num_hidden_layers": 1}
     raw |= {"num_local_experts": experts, "layer_types": None}
     directory = write_checkpoint(tmp_path / "model", raw)
