@@ -162,9 +162,7 @@ def without(part):
         (lambda tensors: tensors, {"load_in_4bit": False, "load_in_8bit": True}, "'quantization_config' is"),
     ],
 )  # fmt: skip
-def test_other_formats_are_refused_before_weights_are_read(
-    checkpoint, change, config, message, tmp_path, monkeypatch
-):
+def test_other_formats_are_refused_before_weights_are_read(checkpoint, change, config, message, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "_place", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ValueError, match=message):
         from_pretrained(with_nf4(shutil.copytree(checkpoint, tmp_path / "nf4"), change, **config))
