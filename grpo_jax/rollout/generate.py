@@ -108,7 +108,7 @@ def generate(
       max_turn_length: number of tokens at which a turn is truncated and then answered. With one turn, it is the maximum
         length T. If None, `max_completion_length` is used.
       tokenizer: the model's tokenizer, needed for `stop`.
-      pad_token_id: id of the padding token after the end of a completion.
+      pad_token_id: id of the token that pads a completion after its end.
       prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A prompt with a given index has the same
         samples in any batch.
       batch_size: maximum number of completions that are decoded at the same time, in whole groups, over all devices.

@@ -89,7 +89,7 @@ class Rollout:
 
     @property
     def mesh(self) -> Mesh | None:
-        """Mesh of the params, or None on one device."""
+        """Mesh on which the params are sharded, or None on one device."""
         return self.settings.mesh
 
     def rows(self, groups: np.ndarray) -> np.ndarray:

@@ -120,7 +120,7 @@ class _Turns:
         return (self.rows >= 0) & ~np.isin(self.rows, list(self.waiting))
 
     def _draw(self) -> None:
-        """Decode one burst of all active completions."""
+        """Decode one burst for all active completions."""
         rollout, table, active = self.rollout, self.table, self.active
         rollout.interrupt()
         lengths = table.lengths[self.rows]

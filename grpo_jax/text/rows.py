@@ -127,7 +127,7 @@ def _message_fault(message: object) -> str:
     calls = calls if isinstance(calls, (list, tuple)) else [None]
     functions = [call.get("function") or call if isinstance(call, Mapping) else None for call in calls]
     if not all(isinstance(function, Mapping) for function in functions):
-        return "its 'tool_calls' must be a list of dicts whose 'function' is a dict of 'name' and 'arguments'"
+        return "its 'tool_calls' must be a list of dicts whose 'function' is a dict with 'name' and 'arguments'"
     parts = message["content"] if isinstance(message["content"], list) else []
     others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}
     if others:

@@ -210,7 +210,7 @@ def _read_jsonl(path: Path, argument: str) -> list[object]:
                 f"{where} is not valid JSON ({error.msg} at column {error.colno}); write one object per line"
             ) from error
         if isinstance(row, list) and not rows:
-            raise ValueError(f"{where} is a JSON list; write one object per line, or pass json.load of the file")
+            raise ValueError(f"{where} is a JSON list; write one object per line, or pass the result of json.load")
         if not isinstance(row, dict):
             raise ValueError(f"{where} must be a JSON object; got {show(row)}")
         rows.append(row)

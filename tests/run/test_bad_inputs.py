@@ -136,7 +136,7 @@ FILES = [
     ("", "dataset is empty; pass at least one row with a 'prompt'"),
     ('{"prompt": "a"}\n\n{"prompt": "b"\n',
         "line 3 of '{}' is not valid JSON (Expecting ',' delimiter at column 15); write"),
-    (json.dumps(ROWS), "'{}' is a JSON list; write one object per line, or pass json.load of the file"),
+    (json.dumps(ROWS), "'{}' is a JSON list; write one object per line, or pass the result of json.load"),
     ('"a"\n', "line 1 of '{}' must be a JSON object; got 'a'"),
     (b"PAR1\xff\xfe", "line 1 of '{}' is not UTF-8 (byte 4 is 0xff); convert the file"),
 ]  # fmt: skip
