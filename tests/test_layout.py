@@ -198,7 +198,7 @@ def test_names_are_imported_on_first_use(code):
 
 @pytest.mark.quick
 def test_test_files_have_a_quick_test_and_distinct_names():
-    """Every test file has a test for `-m quick` and a distinct name, since pytest refuses two modules of one name."""
+    """Every test file has a `-m quick` test and a distinct name; pytest refuses two modules with the same name."""
     files = [*Path(__file__).parent.rglob("*.py")]
     assert len({path.name for path in files}) == len(files)
     slow = {path.name for path in files if path.name.startswith("test_") and "mark.quick" not in path.read_text()}

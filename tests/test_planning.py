@@ -87,7 +87,7 @@ def test_quantized_base_is_counted_in_its_bits():
     rest = 4 * (64 * 64 + 3 * 64 + 64 + 2 * 32)  # embedding, norms, biases
     assert held[None]["base"] == 4 * weights + rest
     assert held["int8"]["base"] == weights + 4 * rows + rest
-    matrices = 7 * 4 * (256 + 1) + 4 * (1 + 1 + 1 + 1 + 1 + 1 + 1)  # levels and offset; outer scales, one each
+    matrices = 7 * 4 * (256 + 1) + 4 * (1 + 1 + 1 + 1 + 1 + 1 + 1)  # levels and offset; outer scales, one per matrix
     assert held["nf4"]["base"] == weights // 2 + weights // 64 + matrices + rest
     adapters = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
     for each in held.values():

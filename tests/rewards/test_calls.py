@@ -247,7 +247,7 @@ def test_async_functions_run_concurrently_and_in_order():
         await asyncio.sleep(0)
         return [float(len(begun))] * N
 
-    def thread(completions):  # math-verify, for example, uses signal.alarm, which works only there
+    def thread(completions):  # for example math-verify: signal.alarm works only in the main thread
         assert threading.current_thread() is threading.main_thread()
         return length(completions)
 

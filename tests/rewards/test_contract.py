@@ -57,7 +57,7 @@ def test_reserved_names_are_refused(on_error):
 
 
 def test_names_of_all_run_metrics_are_refused():
-    """Reward functions cannot log a run's metrics; rollout and evaluation names are checked against the logged ones."""
+    """Reward functions cannot log under a run's metric names; rollout and evaluation names are compared once logged."""
 
     def length(completions):
         return [float(i) for i, _ in enumerate(completions)]

@@ -60,7 +60,7 @@ class StandIn:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self):
-        """Start serving the initial weights, after a restart on the same port."""
+        """Start serving the initial weights; a restart keeps the port."""
         self.params = self.head = self.base.params
         self.adapters, self.version, self.paused, self._open = {}, "default", False, set()
         handler = type("Handler", (_Handler,), {"server_of": self})

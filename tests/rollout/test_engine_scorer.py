@@ -46,7 +46,7 @@ def texts():
 
 
 def whole(teacher, prompts, completions):
-    """Compute the log-probs [B, G, T, V] at every completion token, given its prompt, without a cache."""
+    """Compute log-probs [B, G, T, V] over the vocabulary at every completion token, without a cache."""
     b, g, t = completions.tokens.shape
     rows, begins = join_rows(prompts, completions.tokens)
     l = jax.nn.log_softmax(jax.jit(teacher.model.apply)({"params": teacher.params}, rows))

@@ -1,4 +1,4 @@
-"""Generation: tokens that do not depend on the layout, the log-probs they were sampled with, and completion ends."""
+"""Generation: tokens do not depend on the layout, log-probs equal those of scoring, and completions end at an EOS."""
 
 import functools
 import importlib

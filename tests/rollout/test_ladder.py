@@ -1,4 +1,4 @@
-"""The layouts of a rollout: few, determined by its sizes, and no live completion is lost in a change of layout."""
+"""Layouts of a rollout: there are few, its sizes determine them, and a change of layout keeps all live completions."""
 
 import dataclasses
 
@@ -51,9 +51,9 @@ def test_completions_keep_their_group_if_prompts_are_expensive():
     assert all(b * g >= FEWEST for b, g in shapes), "smaller layouts take as long"
 
 
-@pytest.mark.parametrize(("weights", "count"), [(0, 4), (60, 3), (2000, 1)])
+@pytest.mark.parametrize(("weights", "count"), [(0, 4), (60, 3), (2000, 1)])  # 5M parameters on a CPU: 20
 def test_expensive_weights_leave_fewer_layouts(weights, count):
-    """Weights cost the same in every layout (5M parameters on a CPU: 20, with 1.5 per completion), so fewer pay off."""
+    """Reading the weights costs the same in every layout, so the more it costs, the fewer smaller layouts pay off."""
     step = DecodeStep(weights=weights, prompt=0.25, own=0.25, products=1.3)
     assert len(ladder_of(step=step).shapes) == count
 

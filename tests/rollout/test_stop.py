@@ -1,4 +1,4 @@
-"""Stop strings in rollouts: in every layout, the same draws are cut where a search of their text finds a string."""
+"""Stop strings in rollouts: in every layout, completions end where a search of their text finds a stop string."""
 
 import functools
 
@@ -26,7 +26,7 @@ STOP = ["b a", "ac", "éé"]
 
 @functools.cache
 def tokenizer():
-    """Return a byte-level tokenizer with multi-character tokens; é is one token and also two, one for each byte."""
+    """Return a byte-level tokenizer with multi-character tokens; é can be one token or the two tokens of its bytes."""
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 

@@ -20,7 +20,7 @@ from grpo_jax.rollout import turns
 from grpo_jax.rollout.generate import generate
 from grpo_jax.types import Prompts
 
-# One layer of each kind, since each has its own cache.
+# One layer of each kind, since each keeps a different state in the cache.
 SHAPE = TransformerConfig(
     *(32, 16, 32),
     num_layers=4,
@@ -28,7 +28,7 @@ SHAPE = TransformerConfig(
     num_kv_heads=2,
     head_dim=8,
     initializer_range=0.3,
-    rms_norm_eps=1e-2,  # large, because the norm after a delta layer amplifies rounding in tiny outputs
+    rms_norm_eps=1e-2,  # large, because the norm after a delta layer amplifies rounding errors in tiny outputs
     windows=(None, None, 9, None),
     attention_sinks=True,
     mixers=("delta", "attention", "attention", "conv"),

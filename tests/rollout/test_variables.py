@@ -92,7 +92,7 @@ def test_params_in_the_compute_dtype_are_not_copied():
 
 
 def test_shapes_without_a_sharding_use_the_default_device(monkeypatch):
-    """Shapes without a sharding use the layouts of the default device: a run compiles its programs from such shapes."""
+    """Shapes without a sharding use the default device's layouts; a run compiles its programs from such shapes."""
     model, params = tiny_model()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 

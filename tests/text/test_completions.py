@@ -1,4 +1,4 @@
-"""Completions as text: prompt + completion equals the model's text for every kind of tokenizer."""
+"""Completions as text: prompt + completion equals the text of all tokens, for every kind of tokenizer."""
 
 import numpy as np
 import pytest
@@ -87,8 +87,8 @@ def completed(tokenizer, prompt, prompt_ids, ids):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompt_and_completion_join_to_the_models_text(family):
-    """Prompt and completion join to the model's text at every cut; a split character belongs to the completion."""
+def test_prompt_and_completion_join_to_the_text_of_all_tokens(family):
+    """Wherever the tokens are cut, prompt and completion join to their text; a split character is in the completion."""
     tokenizer = FAMILIES[family]()
     text = "Once upon a time there was a café."
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

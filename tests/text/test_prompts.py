@@ -121,7 +121,7 @@ def test_json_text_arguments_are_rendered_as_objects():
         assert as_object == as_text, name
     assert prompts[1] == called(text), "the row is unchanged"
     for written in ("c.function.name + c.function.arguments", "c.function.name ~ c.function.arguments"):
-        tokenizer = make_tokenizer(chat_template=PLAIN.replace("WRITTEN", written))  # refuse; render Python's
+        tokenizer = make_tokenizer(chat_template=PLAIN.replace("WRITTEN", written))  # a dict raises or becomes a repr
         (ids,) = lib.encode_prompts([{"prompt": prompts[1]}], tokenizer).token_ids
         assert tokenizer.decode(ids) == f"hiadd{text}3"
 
