@@ -84,7 +84,7 @@ class VLLM:
         self._reports_version = True
 
     def check(self, sampling: Sampling, longest: int) -> None:
-        """Raise EngineError unless the server accepts `longest` tokens and reports log-probs after processing."""
+        """Raise EngineError unless the server allows `longest` tokens and its log-probs reflect `sampling`."""
         self.look_up(longest)
         # With top_k = 1, the drawn token has a log-prob of 0 under the distribution that the server samples from, and a
         # negative log-prob under the raw distribution.

@@ -15,7 +15,7 @@ from grpo_jax.types import Json
 __all__ = ["SUITES", "Suite", "is_suite", "openenv", "reasoning_gym", "suite_of", "verifiers"]
 
 SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": reasoning_gym, "verifiers": verifiers}
-"""Suite functions, keyed by the key of `data` that selects them. Its value is the function's first argument."""
+"""Suite functions by the key in `data` that selects them. Its value is the first argument; other keys are keywords."""
 
 
 def is_suite(source: object) -> TypeGuard[Json]:
@@ -24,7 +24,7 @@ def is_suite(source: object) -> TypeGuard[Json]:
 
 
 def suite_of(source: Json, argument: str = "data") -> Suite:
-    """Build the suite that a mapping describes, with its other keys as keywords. Raises ValueError if it is invalid."""
+    """Build the suite that a mapping describes. Raises ValueError, with the prefix `argument`, if it is invalid."""
     names = sorted(SUITES.keys() & source.keys())
     if len(names) != 1:
         raise ValueError(f"{argument} must name exactly one suite; got {' and '.join(names)}")
