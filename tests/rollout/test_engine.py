@@ -194,7 +194,7 @@ def test_server_restarted_during_a_batch_receives_the_weights_again(server, poli
     assert sum(len(server.posts(path)) for path in loads) > 1
 
 
-@pytest.mark.parametrize("version", [True, False], ids=["says its version", "by the probe alone"])
+@pytest.mark.parametrize("version", [True, False], ids=["by its version", "by the probe only"])
 def test_restart_between_requests_is_detected(server, version):
     server.says_version = version
     moved = jax.tree.map(lambda x: 1.1 * x, POLICY.params)

@@ -20,7 +20,7 @@ def ladder_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
 @pytest.mark.parametrize(
     ("step", "shards"),
     [(SMALL, 1), (DecodeStep(weights=0.0, prompt=50.0, own=1.0), 1), (SMALL, 4)],
-    ids=["apart", "with their group", "on a mesh"],
+    ids=["single completions", "whole groups", "on a mesh"],
 )
 def test_no_live_completion_is_lost(step, shards):
     ladder, rng = ladder_of(step=step, shards=shards), np.random.default_rng(0)
