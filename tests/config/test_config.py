@@ -311,7 +311,7 @@ def test_valid_runs_are_accepted_and_all_errors_are_reported_at_once():
 
 
 def test_contradictions_read_exactly_the_fields_they_name():
-    """A contradiction reads exactly the fields it names: it is skipped if one of them is invalid."""
+    """A contradiction reads exactly the fields it names, because it is skipped only if one of these is invalid."""
     tree = ast.parse(inspect.getsource(contradictions_module))
     (table,) = (node.value for node in tree.body if isinstance(node, ast.AnnAssign))
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}

@@ -114,7 +114,7 @@ def cell(rollout, update, *, memory=80e9):
 
 @pytest.mark.quick
 def test_longest_completion_is_where_a_phase_reaches_the_memory():
-    """The longest completion is interpolated: with 40 GB at 1,024 and 120 GB at 8,192 tokens, 80 GB fit 4,608."""
+    """The longest completion is interpolated: with 40 GB at 1,024 and 120 GB at 8,192 tokens, 80 GB allow 4,608."""
     assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(120, 20)}) == "4,608"
     assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(120, 290)}) == "2,816"  # 1/4, by the update
     assert targets.longest_that_fits({1024: cell(40, 10), 8192: cell(60, 220)}) == "3,392"  # 1,024 + 7,168 / 3, by 64

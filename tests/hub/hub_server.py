@@ -16,7 +16,7 @@ class Hub:
         self.url, self.broken = "", False  # broken: whether to refuse every commit
         self.requests = []  # (method, path, authorization, content)
         self.commits = []  # (repository, revision, message, files by name)
-        self.large: tuple[str, ...] = ()  # file name suffixes that mean LFS
+        self.large: tuple[str, ...] = ()  # name suffixes of files in LFS
         self.private: dict[str, bool | None] = {}
         self.heads: dict[tuple[str, str], str] = {}  # (repository, branch): commit
         self.trees: dict[str, dict[str, bytes]] = {}  # commit: files
@@ -50,7 +50,7 @@ class Hub:
         if name.startswith("other/"):
             return 403, {"error": "not yours"}, {}
         visibility = {"private": True, "public": False}.get(asked.get("visibility"))
-        self.private.setdefault(name, asked.get("private", visibility))  # older and newer clients
+        self.private.setdefault(name, asked.get("private", visibility))  # for older and newer clients
         self.heads.setdefault((name, "main"), "0" * 40)
         self.trees.setdefault("0" * 40, {})
         return 200, {"url": f"{self.url}/{name}", "name": name, "id": "1"}, {}

@@ -164,7 +164,7 @@ def numpy_weight(name, shape, norm_center=1.0):
 
 
 def write_checkpoint(directory, raw, weight=numpy_weight):
-    """Write a checkpoint in Hugging Face's layout with weights `weight(name, shape, norm_center)`."""
+    """Write a checkpoint in Hugging Face's layout with weights from `weight(name, shape, norm_center)`."""
     from safetensors.numpy import save_file
 
     directory.mkdir()

@@ -58,7 +58,7 @@ def test_gguf_file_equals_its_checkpoint(name, tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [KINDS.Q4_K, KINDS.Q6_K, KINDS.Q5_K, KINDS.Q4_0, KINDS.MXFP4])
 def test_rows_of_quantized_tensors_equal_the_dequantized_tensor(kind, tmp_path):
-    """Rows of quantized tensors equal those dequantized by the package gguf, also if a block spans two rows."""
+    """Rows of quantized tensors equal those dequantized by the gguf package, also if a block spans two rows."""
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(0)
     data = rng.integers(0, 124, (4, 6, 512 // block * nbytes)).astype(np.uint8)  # so that no scale is infinite
@@ -213,7 +213,7 @@ def test_message_for_an_invalid_file_names_the_fix(name, change, message, tmp_pa
 
 
 @pytest.mark.quick
-def test_places_where_a_file_is_found(tmp_path, monkeypatch):
+def test_gguf_file_is_found_by_path_directory_or_package(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     path = written(tmp_path / "here" / "model.gguf")
     assert find_gguf(path) == find_gguf(tmp_path / "here") == path

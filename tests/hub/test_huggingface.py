@@ -56,7 +56,7 @@ def stored(directory):
     return {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in found}
 
 
-def test_new_policy_and_its_files_make_the_round_trip(policy, tmp_path):
+def test_new_policy_and_its_files_survive_a_round_trip(policy, tmp_path):
     save_pretrained(tmp_path / "a", policy)
     loaded = from_pretrained(tmp_path / "a")
     assert equal(loaded.params, policy.params)

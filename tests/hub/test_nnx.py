@@ -22,7 +22,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder with a tied head and more than ten layers, whose numbers would be misordered as text."""
+    """A decoder with a tied head and more than ten layers, whose numbers sort differently as text."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(len(tiny_tokenizer()), 8, rngs=rngs)

@@ -33,7 +33,7 @@ def lora_policy(kind="plain", **options):
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
 @pytest.mark.parametrize("targets", [TARGETS, r"layers_1/self_attn/(q|v)_proj|layers_\d/mlp/up_proj"])
-def test_adapters_make_the_round_trip(kind, targets, tmp_path):
+def test_adapters_survive_a_round_trip(kind, targets, tmp_path):
     policy = lora_policy(kind, targets=targets)
     save_lora(tmp_path / "adapter", policy, base_name="somewhere")
     loaded = load_lora(tmp_path / "adapter", base_policy(kind))
@@ -77,7 +77,7 @@ def test_peft_loads_our_adapters(kind, targets, tmp_path):
 @pytest.mark.parametrize(
     "options", [{}, {"use_rslora": True, "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 9}}]
 )
-def test_we_load_adapters_from_peft(kind, options, tmp_path):
+def test_adapters_from_peft_are_loaded(kind, options, tmp_path):
     torch, base = peft_and_base(kind, tmp_path)
     import peft
 

@@ -92,7 +92,7 @@ def test_nf4_rounds_to_the_nearest_value_in_blocks_of_64():
     np.testing.assert_array_equal(NF4[codes].reshape(6, 2, 64), nearest)
     # Quantizing the scales changes them, and with them the largest weight in each block.
     rows = np.asarray(w.rows(jnp.float32)).reshape(6, 2, 64)
-    near = np.abs(rows).max(axis=2, keepdims=True)  # the largest weight has the value ±1
+    near = np.abs(rows).max(axis=2, keepdims=True)  # a block's largest weight maps to ±1
     np.testing.assert_allclose(near, largest, atol=0.02 * (largest.max() - largest.min()))
     assert np.abs(rows - nearest * near).max() < 1e-6
     assert w.codes.nbytes + w.scales.nbytes == 128 * 6 // 2 + 6 * 2

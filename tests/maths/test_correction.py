@@ -101,7 +101,7 @@ def objective(params, rows=TWO):
 
 
 def expected_loss(mode, old=PARAMS, explicit=True, rows=TWO):
-    """Return θ ↦ Σ_completions π_engine·loss with unbounded weights of `mode`; None means no weights."""
+    """Return θ ↦ Σ_completions π_engine·loss with the weights of `mode`, unbounded; None means no weights."""
     engine, (tokens, there, reward) = old / HOT, rows
 
     def function(params):

@@ -23,7 +23,7 @@ def test_values_and_the_gradient_of_dft_equal_numpy():
     np.testing.assert_allclose(grads, -np.exp(L) * MASK / MASK.sum(), rtol=1e-6)
 
 
-def test_nothing_under_the_mask_counts():
+def test_masked_tokens_do_not_affect_the_sft_loss():
     spoilt = np.where(MASK, L, np.nan)
     value, grads = jax.value_and_grad(lambda l: likelihood_loss(l, MASK))(spoilt)
     assert float(value) == float(likelihood_loss(L, MASK))

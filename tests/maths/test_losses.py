@@ -1,4 +1,4 @@
-"""`grpo_loss` compared with an independent NumPy version (complex-step derivatives) and hand tables; symmetries."""
+"""`grpo_loss`: comparison with an independent NumPy version (complex-step derivatives), hand tables, symmetries."""
 
 import dataclasses
 import functools
@@ -348,8 +348,8 @@ def assert_equal_to_numpy(c, dtype, tolerance, **kwargs):
 
 LEVEL_MATTERS = ["plain", "one update", "delta", "k3 corrected", "k3 corrected as in TRL", "kl in reward", "everything"]
 
-# The types in ONLY_REDUCED differ from "grpo" only in the reduction. The KL, masks and entropies do not depend on the
-# surrogate. Their settings are therefore a subset.
+# The types in ONLY_REDUCED differ from "grpo" only in the reduction, and the KL, masks and entropies do not depend on
+# the surrogate. So only "grpo" is tested with all settings.
 REDUCED = ["plain", "length and normalizer", "part of a batch", "token weights", "top entropy of a part", "everything"]
 POLICY_TERM = [*REDUCED, "one update", "asymmetric clip", "delta", "k3 corrected", "kl in reward", "token advantages",
                "row weights", "other shapes of the gate"]  # fmt: skip
@@ -388,7 +388,7 @@ def test_settings_of_the_grid_exercise_every_branch():
 
 
 # Tables by hand -----------------------------------------------------------------------------------------------------
-# ε = 0.2, ε_high = 0.3, delta = 2 (the cap of cispo is 2). Value p and derivative dp/dl at each ratio w, for A = +1 and
+# ε = 0.2, ε_high = 0.3, delta = 2 (cispo's cap is 2). Value p and derivative dp/dl at each ratio w, for A = +1 and
 # A = −1. As dw/dl = w, an unclipped −w·A has the derivative −w·A.
 
 
@@ -529,7 +529,7 @@ def test_neutral_settings_do_not_change_the_loss(loss_type):
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
-def test_nothing_under_the_mask_counts(loss_type):
+def test_masked_values_do_not_affect_the_loss(loss_type):
     """Values under the mask are ignored, NaN and inf included."""
     for level in LEVELS:
         c = case(loss_type, level, EVERYTHING)
@@ -541,7 +541,7 @@ def test_nothing_under_the_mask_counts(loss_type):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "vespo", *ONLY_REDUCED])
-def test_padding_and_order_of_rows_change_nothing(loss_type):
+def test_padding_and_row_order_do_not_change_the_result(loss_type):
     c = case(loss_type, "sequence", EVERYTHING)
     value, gradient, metrics = outcome(c)
     arrays = {name: x for name, x in vars(c).items() if np.ndim(x)}

@@ -56,7 +56,7 @@ def test_memory_of_a_device_and_of_a_cpu(monkeypatch, tmp_path):
         assert memory_of(jax.devices()[0]) == limit
 
 
-def test_the_cost_of_a_program_takes_one_compilation(monkeypatch):
+def test_cost_of_a_program_takes_one_compilation(monkeypatch):
     compiled, compile_ = [], jax.stages.Lowered.compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled.append(self) or compile_(self))
     costs = [compile_program(jax.jit(lambda x: x + 7.25).lower(1.0), arguments) for arguments in (3, 3, 4)]

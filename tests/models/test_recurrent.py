@@ -69,7 +69,7 @@ def test_convolution_and_its_tail_by_hand():
     rng = np.random.default_rng(0)
     x, tail = rng.standard_normal((1, 2, T, 3)), rng.standard_normal((1, 1, 3, 3))
     kernel = rng.standard_normal((4, 3))
-    before, count = np.array([[1, 3]]), np.array([[3, 1]])  # empty slots before the tokens, and tokens
+    before, count = np.array([[1, 3]]), np.array([[3, 1]])  # empty slots before the tokens; number of tokens
     run = Positions(np.arange(T) - before[..., None], count)
     x, kernel, tail = map(np.float32, (x, kernel, tail))
     y, after = jax.jit(lambda: (convolve(x, kernel, tail, run), last_tokens(x, tail, run)))()

@@ -100,7 +100,7 @@ def test_update_on_a_mesh_gathers_weights_but_no_activations(device, mesh):
     assert long["all-gather"] < short["all-gather"] + 2 * embedding < short["all-gather"] + 4 * activations
 
 
-@pytest.mark.parametrize("completions", [8, 64], ids=["written out", "by a kernel"])
+@pytest.mark.parametrize("completions", [8, 64], ids=["materialized", "kernel"])
 def test_decode_on_a_gpu_does_not_copy_its_cache(completions):
     """A decode writes its cache in place: the copies in a burst do not depend on the size of the cache."""
     lengths = [1024, 4096]

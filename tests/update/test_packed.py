@@ -121,7 +121,7 @@ def test_every_kind_of_layer_is_packed(shape):
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8}
 
 
-def test_experts_are_balanced_over_the_tokens_of_completions(monkeypatch):
+def test_experts_are_balanced_over_completion_tokens(monkeypatch):
     """The load-balancing loss adds the gradient of `router_loss` for unshared rows, counted over completion tokens."""
     monkeypatch.setattr(packed, "CPU_TOKENS", 256)  # all completions in one sequence, like one micro-batch
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1)

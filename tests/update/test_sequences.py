@@ -33,7 +33,7 @@ def with_signal(*prompts, by_token=False):
 @pytest.fixture
 def parts(monkeypatch):
     """Record (sequences with a gradient, sequences used) for each part of an update."""
-    found, program = [], packed.add_gradients  # several threads may append to a list
+    found, program = [], packed.add_gradients  # a list, because several threads may append
 
     def call(updater, total, state, part, totals):
         found.append((int(part.num_trained), int(part.num_used)))
@@ -78,7 +78,7 @@ def test_groups_without_a_trained_token_are_skipped(parts, learnt):
 
 
 def test_groups_with_and_without_a_gradient_share_a_part(parts, monkeypatch):
-    """Groups with and without a gradient are in separate sequences of a part, unless this takes more operations."""
+    """Groups with and without a gradient use separate sequences in a part, unless this takes more operations."""
     monkeypatch.setattr(packed, "PROMPT_TOKENS", 1024)
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
@@ -92,7 +92,7 @@ def test_groups_with_and_without_a_gradient_share_a_part(parts, monkeypatch):
 
 
 def test_dropout_is_applied_to_groups_without_a_gradient(parts):
-    """Groups without a gradient also get dropout, from the update's key and different for every packed sequence."""
+    """Dropout also applies to groups without a gradient; it depends on the update's key and the packed sequence."""
     policy = add_lora(tiny_policy(), rank=4, dropout=0.5, key=jax.random.key(1))
     params = jax.tree.map(lambda x: x + 0.1, policy.params)
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
