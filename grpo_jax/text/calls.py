@@ -74,7 +74,7 @@ class MalformedCall(ValueError):
 
 
 def parse_json(text: str) -> Any:
-    """Parse untrusted JSON. Lone surrogates are replaced. Infinity, NaN and over 100 levels raise ValueError."""
+    """Parse untrusted JSON. Replaces lone surrogates. Infinity, NaN and over 100 nesting levels raise ValueError."""
     try:
         value = json.loads(text, parse_constant=_not_finite, parse_float=_finite)
         if "\\ud" in text.lower():  # files and tokenizers reject lone surrogates
