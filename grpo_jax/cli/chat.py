@@ -22,7 +22,7 @@ from grpo_jax.watch.display import escape_controls
 
 
 class Printer:
-    """Callback that prints a completion as it is sampled, without incomplete or unescaped control characters."""
+    """Callback that prints sampled text. Holds back incomplete characters and escapes control characters."""
 
     def __init__(self, tokenizer: Tokenizer, before: PrecedingText | None = None):
         self._tokenizer, self._before, self.text = tokenizer, before or PrecedingText([], "", ""), ""
@@ -42,7 +42,7 @@ class Printer:
 
 
 def read_stdin() -> Iterator[str]:
-    """Yield the lines of standard input. In a terminal, print "> " before reading each line."""
+    """Yield lines from standard input. In a terminal, print "> " before reading each line."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -73,7 +73,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bo
 
 
 def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: int) -> str:
-    """Sample, print and return the completion of a prompt. `index` is folded into the PRNG key."""
+    """Sample, print and return a completion for a prompt. `index` is folded into the PRNG key."""
     data = encode_prompts(
         [{"prompt": prompt}],
         policy.tokenizer,

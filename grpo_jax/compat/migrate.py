@@ -38,7 +38,7 @@ class Migration:
 
     Attributes:
       values: fields of `GRPOConfig`.
-      run_dir: argument `run_dir` of `train`, from `output_dir`.
+      run_dir: `run_dir` argument for `train`, from `output_dir`.
       translated: dict that maps TRL's fields to the settings that replace them.
       left_out: dict that maps TRL's fields to the reason why they are not needed, or where to set them instead.
       missing: dict that maps unsupported TRL fields to advice. If it is empty, the run is equivalent.
@@ -89,7 +89,7 @@ def from_trl(values: Json) -> Migration:
     ours = {field.name for field in dataclasses.fields(GRPOConfig)}
     known = {*ours, *ELSEWHERE}
     unknown = [unknown_field(name, known, OTHER_NAMES) for name in values if name not in known]
-    raise_all(f"GRPOConfig (of TRL {TRL_VERSION} or grpo_jax)", unknown)
+    raise_all(f"GRPOConfig (TRL {TRL_VERSION} or grpo_jax)", unknown)
     moved = Migration({name: value for name, value in values.items() if name in ours})
     for name, value in values.items():
         if name in ELSEWHERE:
@@ -123,7 +123,7 @@ def _translate_value(moved: Migration, name: str, value: Any) -> bool:
     match name:
         case "output_dir":
             moved.run_dir = str(value)
-            moved.translated[name] = f"run_dir={str(value)!r} of train"
+            moved.translated[name] = f"run_dir={str(value)!r} in train"
         case "bf16":
             moved.set_field(name, "compute_dtype", "bfloat16", 'compute_dtype="bfloat16"')
         case "fp16":
@@ -162,7 +162,7 @@ def _translate_model(moved: Migration, name: str, value: Json) -> None:
     kwargs.pop("torch_dtype", None)
     moved.dtype = dtype = _DTYPES.get(stored)
     if dtype is not None:
-        moved.translated[name] = f'dtype="{dtype}" of from_pretrained' + f", {NO_FLOAT16}" * (stored == "float16")
+        moved.translated[name] = f'dtype="{dtype}" in from_pretrained' + f", {NO_FLOAT16}" * (stored == "float16")
     elif stored != "None":
         moved.missing[name] = f"dtype {stored!r}: use float32, bfloat16 or auto"
     if stored == "bfloat16":  # PyTorch computes in the dtype of the params, regardless of the field bf16
@@ -220,7 +220,7 @@ def _translate_server(moved: Migration, values: Json) -> None:
         url = url or f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         moved.sampler = {"base_url": url, "patience": float(str(seconds))}
         del moved.left_out["use_vllm"]
-        moved.translated["use_vllm"] = f"sampler=engines.vllm({url!r}, patience={float(str(seconds)):g}) of train"
+        moved.translated["use_vllm"] = f"sampler=engines.vllm({url!r}, patience={float(str(seconds)):g}) in train"
 
 
 # TRL's script ---------------------------------------------------------------------------------------------------------

@@ -32,14 +32,14 @@ from grpo_jax.watch.writer import read_lines
 _FIELDS = {field.name for field in dataclasses.fields(_config.GRPOConfig)} | ELSEWHERE.keys()
 _PAGE = "docs/coming_from_trl.md lists what is supported"
 _EVENTS = {"on_train_begin", "on_step_end", "on_log", "on_train_end"}
-_SAMPLER = "use sampler= of grpo_jax.train, or a vLLM server with vllm_mode='server' in args"
+_SAMPLER = "use sampler= in grpo_jax.train, or a vLLM server with vllm_mode='server' in args"
 # Advice for unsupported arguments and attributes of TRL's trainer.
 _INSTEAD = {
     "model": "use trainer.policy, with .model and .params",
     "optimizer": "use trainer.train_state.opt_state, or pass an optax transformation in optimizers",
     **dict.fromkeys(("accelerator", "is_world_process_zero"), "use jax.process_index() == 0"),
     **dict.fromkeys(("log", "log_metrics", "save_metrics"), "use trainer.state.log_history, or metrics.jsonl"),
-    **dict.fromkeys(("compute_loss", "_compute_loss"), "use surrogate= and advantage_fn= of grpo_jax.train"),
+    **dict.fromkeys(("compute_loss", "_compute_loss"), "use surrogate= and advantage_fn= in grpo_jax.train"),
     **dict.fromkeys(("rollout_func", "_generate", "_generate_and_score_completions"), _SAMPLER),
     "reward_processing_classes": "pass a reward function that calls the reward model; see docs/rewards.md",
     "quantization_config": 'load the model with from_pretrained(name, quantize="nf4") and pass the policy',
@@ -106,7 +106,7 @@ class GRPOConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """Progress of the trainer (`trainer.state`). `log_history` lists logged metrics under TRL's names, and `step`."""
+    """Progress of the trainer (`trainer.state`). `log_history` lists logged metrics with TRL's names, and `step`."""
 
     log_history: list[dict[str, float]]
 
@@ -179,7 +179,7 @@ class GRPOTrainer:
             if value is not None:
                 raise ValueError(f"GRPOTrainer does not accept {name}; {_INSTEAD.get(name, _PAGE)}")
         if not isinstance(args, GRPOConfig):
-            raise ValueError(f"args must be a grpo_jax.compat.GRPOConfig; got a config of {type(args).__module__}")
+            raise ValueError(f"args must be a grpo_jax.compat.GRPOConfig; got a config from {type(args).__module__}")
         if optimizers[1] is not None:
             raise ValueError("optimizers must not contain a scheduler; set the schedule in the optax transformation")
         self.run_dir, self.train_dataset, self.eval_dataset = args.output_dir, train_dataset, eval_dataset

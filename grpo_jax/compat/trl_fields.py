@@ -1,6 +1,6 @@
 """All fields of TRL 1.16's `GRPOConfig`, with advice on fields that do not exist here, and TRL's metric names.
 
-The table is used by error messages of `GRPOConfig`, by `compat.from_trl` and by the page `docs/coming_from_trl.md`.
+The table is used in error messages of `GRPOConfig`, by `compat.from_trl`, and on the page `docs/coming_from_trl.md`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ENGINE = "; it has an effect only if a sampler is passed to train"
 _OPTIMIZER = "pass an optax transformation as optimizer to train"
 _TORCH = "it affects only PyTorch"
 _DECODED = "decoding stops for completions that have ended"
-_VLLM = "it is an option of `vllm serve`"
+_VLLM = "it is a `vllm serve` option"
 _TRACKIO = "call trackio.init(space_id=...) and pass its log function to train in callbacks"
 _ONE_WRITER = "only process 0 logs"
 _EVALUATION = "evaluation generates completions and computes rewards; logits are not gathered"
@@ -69,7 +69,7 @@ _UNNOTED = (
 )
 
 SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
-    "pad_to_multiple_of": '"auto" is 32, since XLA compiles a program for every shape; in TRL it pads on Trainium only',
+    "pad_to_multiple_of": '"auto" is 32, since XLA compiles a program for every shape; in TRL it pads only on Trainium',
     "num_train_epochs": "a batch may contain the end of one epoch and the start of the next, so no row is dropped",
     "seed": "the same seed gives different samples than in TRL",
     "scale_rewards": "True and False are also accepted",
@@ -159,7 +159,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless(_ONE_WRITER, log_on_each_node=True, log_level_replica="warning"),
     **_needless("values that are not finite are excluded from means and counted", logging_nan_inf_filter=True),
     **_needless("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
-    **_outside("set levels in logging and filters in warnings", log_level="passive"),
+    **_outside("set levels in the module logging and filters in the module warnings", log_level="passive"),
     **_needless("the progress bar is shown only in a terminal", disable_tqdm=None),
     **_absent(_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
     **_absent("prompts contain only text", log_multimodal=True),
@@ -192,7 +192,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless(_LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
     **_needless(_LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
     **_needless(_LOADER, length_column_name="length"),
-    **_needless("reward functions receive the columns that are their arguments", remove_unused_columns=False),
+    **_needless("reward functions receive the columns that match their argument names", remove_unused_columns=False),
     **_needless(_LABELS, label_names=None),
     **_other("use shuffle_dataset", train_sampling_strategy="random"),
     # Devices.
@@ -203,7 +203,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_other(_SHARDED, parallelism_config=None, fsdp=None, fsdp_config=None, deepspeed=None),
     # Debugging and scripts.
     **_needless("updates that are not finite are always skipped, counted and reported", debug=""),
-    **_needless("`rehearse` prints the memory of a run", skip_memory_metrics=True),
+    **_needless("`rehearse` prints a run's memory use", skip_memory_metrics=True),
     **_needless(_SCRIPTS, do_train=False, do_predict=False),
 }
 """TRL fields that do not exist here, in the order in which `docs/coming_from_trl.md` lists them."""

@@ -21,7 +21,7 @@ def run_problems(
     context_length: int | None = None,
     num_experts: int | None = None,
 ) -> list[str]:
-    """Return one error message for each setting that is incompatible with the run. None skips an argument's checks.
+    """Return one error message for each setting that is incompatible with the run. Unset arguments are not checked.
 
     `num_rows` excludes rows dropped because of their long prompts. `num_eval_rows` is None without an evaluation
     dataset, and `num_experts` is 0 for dense models. If `longest_prompt` is None, `max_prompt_length` is used.
@@ -99,7 +99,7 @@ def sft_problems(
 
 
 def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
-    """Yield an error message if a setting needs the argument `eval_dataset` of `function` ("train" or "sft")."""
+    """Yield an error message if a setting needs an evaluation dataset. `function` is "train" or "sft"."""
     missing = f"needs an evaluation dataset; pass eval_dataset to {function}"
     if config.eval_steps is not None:
         yield f"{shown(config, 'eval_steps')}: {missing}"

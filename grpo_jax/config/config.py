@@ -149,9 +149,9 @@ class GRPOConfig(Settings):
     """Kind of importance weights π_old / π_sampler for an external `sampler`; see `sampler_weights`. None disables
     them. Ours."""
     sampler_correction_max: Positive | None = 3.0
-    """Upper bound of the importance weights. None disables it. Ours."""
+    """Upper bound on the importance weights. None disables it. Ours."""
     sampler_correction_min: NotNegative | None = None
-    """Lower bound of the importance weights. None disables it. Ours."""
+    """Lower bound on the importance weights. None disables it. Ours."""
 
     # Entropy, KL and the reference.
     entropy_coef: NotNegative = 0.0
@@ -159,11 +159,11 @@ class GRPOConfig(Settings):
     use_adaptive_entropy: bool = False
     """Whether to adapt `entropy_coef` in each step to reach `entropy_target` (Skywork-OR1, arXiv 2505.22312)."""
     entropy_coef_min: NotNegative = 0.0
-    """Lower bound of the adaptive coefficient."""
+    """Lower bound on the adaptive coefficient."""
     entropy_coef_max: NotNegative = 1.0
-    """Upper bound of the adaptive coefficient."""
+    """Upper bound on the adaptive coefficient."""
     entropy_coef_delta: Positive = 0.005
-    """Change of the adaptive coefficient per optimizer step."""
+    """Change in the adaptive coefficient per optimizer step."""
     entropy_target: NotNegative = 0.2
     """Entropy in nats per token. The adaptive bonus applies at or below it. Use a value near the initial entropy."""
     beta: Annotated[float, In("[0, inf)", "use 0 to disable the KL (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
@@ -172,8 +172,8 @@ class GRPOConfig(Settings):
     """Per-token KL estimator in the loss; see `kl_divergence`. TRL supports only k3."""
     use_bias_correction_kl: bool = True
     """Whether to multiply the KL estimator by the ratio, so that its gradient is ∇KL(π‖ref) at each token, given the
-    preceding tokens, for any μ (DeepSeek-V3.2). If False, k3 has the gradient ∇KL(ref‖π) on-policy and is biased
-    off-policy. Only `kl_placement="reward"` with `importance_sampling_level="trajectory"` is exact for completions."""
+    preceding tokens, for any μ (DeepSeek-V3.2). If False, k3's gradient is ∇KL(ref‖π) on-policy and biased off-policy.
+    Only `kl_placement="reward"` with `importance_sampling_level="trajectory"` is exact for whole completions."""
     kl_correction_level: Literal["token", "importance_sampling_level"] = "token"
     """Ratio for `use_bias_correction_kl` if `importance_sampling_level` is "sequence": the token ratio, or the sequence
     ratio as in TRL (biased). Not used at other levels. Ours."""

@@ -53,7 +53,7 @@ def setting(default: _Default, *, resume: Resume | None = None, hash: bool | Non
 
 
 def unknown_field(name: str, known: set[str], foreign: dict[str, str]) -> str:
-    """Return the error message for an unknown field. `foreign` maps names in other libraries to advice."""
+    """Return the error message for an unknown field. `foreign` maps names from other libraries to advice."""
     close = nearest(name, known)
     fix = foreign.get(name) or (f"did you mean {close}?" if close else "leave it out")
     return f"{name}: no such field; {fix}"
@@ -92,7 +92,7 @@ def read(kind: object, value: object) -> Read:
 
 
 def _read_name(names: tuple[str, ...], value: object) -> Read:
-    """Validate the name of a variant. The error message lists all names and suggests the closest one."""
+    """Validate a value that must be one of `names`. The error message lists them and suggests the closest."""
     if isinstance(value, str) and value in names:
         return value, ""
     close = nearest(str(value).lower(), names, cutoff=0.5)

@@ -79,8 +79,8 @@ class Settings:
     chat_template_kwargs: Annotated[dict[str, Any] | None, read_keywords] = setting(None, hash=False)
     """Additional keyword arguments for the tokenizer's `apply_chat_template` (TRL's SFT: a column with that name)."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
-    """Pad prompts (SFT: examples) to a multiple of this many tokens, so that few shapes are compiled. "auto" uses 32
-    (TRL: only on Trainium). None pads to the longest prompt."""
+    """Pad prompts (SFT: examples) to a multiple of this many tokens, to limit the number of compiled shapes. "auto"
+    uses 32 (TRL: only on Trainium). None pads to the longest prompt."""
 
     # Batches (see `Sizes`).
     per_device_train_batch_size: Count = setting(8, resume="rounding")
@@ -100,7 +100,7 @@ class Settings:
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """Learning rate schedule: decay to 0 ("linear", "cosine"), or constant."""
     warmup_steps: NotNegative = 0
-    """Optimizer steps of linear warm-up from 0. A value below 1 is a fraction of all steps."""
+    """Number of optimizer steps for linear warm-up from 0. A value below 1 is a fraction of all steps."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay of AdamW for all parameters except norms and biases, as in transformers."""
     adam_beta1: Annotated[float, In("[0, 1)", "0.9 is usual")] = 0.9
@@ -242,7 +242,7 @@ class Settings:
 
     @property
     def padding(self) -> int:
-        """Multiple, in tokens, to which prompts or examples are padded."""
+        """Padding granularity in tokens: prompts or examples are padded to a multiple of it."""
         if isinstance(self.pad_to_multiple_of, int):
             return self.pad_to_multiple_of
         return 32 if self.pad_to_multiple_of == "auto" else 1

@@ -92,7 +92,7 @@ class SFTConfig(Settings):
         return (self.max_length or 2) - 1
 
     def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Compute the batch sizes, in examples, or in blocks with `packing`."""
+        """Compute the batch sizes in examples, or in blocks if `packing` is True."""
         micro = self.per_device_train_batch_size * self.data_shards(num_devices)
         count = micro * self.gradient_accumulation_steps
         return Sizes(
@@ -112,5 +112,5 @@ Config = GRPOConfig | SFTConfig
 
 
 def config_class(values: Mapping[str, object]) -> type[GRPOConfig] | type[SFTConfig]:
-    """Return the config class that produced the `to_dict` result `values`."""
+    """Return the config class whose `to_dict` returned `values`."""
     return SFTConfig if "completion_only_loss" in values else GRPOConfig

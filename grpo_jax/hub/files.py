@@ -140,7 +140,7 @@ class Checkpoint:
 
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """Return the tensors stored in a directory, keyed by name. Only the safetensors headers are read."""
+    """Return the tensors in a checkpoint directory, keyed by name. Only the safetensors headers are read."""
     index_path = directory / f"{stem}.safetensors.index.json"
     index, files = read_json(index_path), [f"{stem}.safetensors"]
     if index is not None:

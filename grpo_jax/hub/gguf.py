@@ -91,7 +91,7 @@ def gguf_config(path: Path) -> Json:
 
 @contextlib.contextmanager
 def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
-    """Yield a file's reader and header. Errors, also those from the `with` block, become ValueErrors with the path."""
+    """Yield a reader and header. Errors, including those from the `with` block, become ValueErrors with the path."""
     try:
         reader = _open(path)
         yield reader, _header(reader)
@@ -180,7 +180,7 @@ def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
 def _find_tensors(
     plan: tuple[Tensor, ...], files: Mapping[str, StoredTensor], row: Architecture, config: TransformerConfig, name: str
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a plan, keyed by Hugging Face name. Raises ValueError if the file has different tensors."""
+    """Return the tensors in a plan, keyed by Hugging Face name. Raises ValueError if the file has different tensors."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     (architecture,) = (key for key, known in MODEL_ARCH_NAMES.items() if known == name)

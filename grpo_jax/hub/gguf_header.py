@@ -71,7 +71,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     if name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ValueError(
-            f"GGUF architecture {name!r} is not supported; load the safetensors checkpoint of this model instead. "
+            f"GGUF architecture {name!r} is not supported; load this model's safetensors checkpoint instead. "
             f"Supported architectures: {supported}."
         )
     if "token_embd.weight" not in shapes:
@@ -196,7 +196,7 @@ def _phi3(header: Header, raw: Json) -> Json:
 
 
 def _olmo(header: Header, raw: Json) -> Json:
-    """Return the additional keys of Olmo 3, which has sliding windows. Olmo 2 has no additional keys."""
+    """Return the additional keys for Olmo 3, which has sliding windows. Olmo 2 has no additional keys."""
     if not (window := header.get("attention.sliding_window")):
         return {}
     usual = [(i + 1) % 4 for i in range(raw["num_hidden_layers"])]
@@ -224,11 +224,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 _GPT2 = ("gpt-2", "olmo", "smollm")
 """Values of tokenizer.ggml.pre that split text like GPT-2, but that transformers does not list. For `smollm`, llama.cpp
-splits digits first, so its ids differ from those of transformers if a number follows two or more spaces."""
+splits digits first, so its ids differ from transformers' if a number follows two or more spaces."""
 
 
 def read_tokenizer(fields: Json) -> Tokenizer | None:
-    """Build a transformers tokenizer from the keys of a GGUF file. Returns None if the file has no tokenizer."""
+    """Build a transformers tokenizer from a GGUF file's keys. Returns None if the file has no tokenizer."""
     kind, split = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
     if kind == "none":
         return None

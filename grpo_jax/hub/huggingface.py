@@ -267,7 +267,7 @@ def _check_plain(policy: Policy) -> None:
 
 
 def _with_dtype(config: Json, dtype: str) -> Json:
-    """Return a copy of a config.json with the dtype of the weights set, also in its `text_config`."""
+    """Return a copy of a config.json with `dtype` set to the weights' dtype, including in its `text_config`."""
     named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
     inner = dict(config.get("text_config") or {})
     inner |= {key: dtype for key in ("torch_dtype", "dtype") if key in inner}
@@ -289,10 +289,10 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) ->
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Load the tokenizer of a directory. Raises ValueError if it cannot be loaded or encodes text to no ids.
+    """Load the tokenizer in a directory. Raises ValueError if it cannot be loaded or encodes text to no ids.
 
-    For some values of `model_type`, transformers builds a different type of tokenizer. If this tokenizer encodes text
-    to no ids (for example, for a word-level tokenizer with a Qwen config), `tokenizer.json` is loaded.
+    For some values of `model_type`, transformers builds a different type of tokenizer. If that tokenizer encodes text
+    to no ids (for example, a word-level tokenizer with a Qwen config), `tokenizer.json` is loaded directly.
     """
     with quiet_import():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -357,7 +357,7 @@ def hub_endpoint() -> str | None:
 def _with_head(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
-    """Return both configs with `tie_word_embeddings` as in the checkpoint, or False if head and embedding differ."""
+    """Set `tie_word_embeddings` in both configs: the stated value, but False if the head and embedding differ."""
     heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
     names = ("model.embed_tokens.weight", *(f"{model}embed_tokens.weight" for model, _ in LAYOUTS))
     tables = [stored[name] for name in names if name in stored]

@@ -9,7 +9,7 @@ from grpo_jax.models.config import ConvShape, DeltaShape
 from grpo_jax.types import Json
 
 MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "conv"}
-"""Mapping from `layer_types` in a config.json to the decoder's names of the mixers."""
+"""Mapping from `layer_types` in a config.json to the decoder's names for the mixers."""
 
 
 def hybrid(keys: Keys) -> Fields:

@@ -13,7 +13,7 @@ from grpo_jax.types import Json
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
-"""Mapping from `hidden_act` in a config.json to the decoder's name of the activation."""
+"""Mapping from `hidden_act` in a config.json to the decoder's name for the activation."""
 
 ROPE_NUMBERS: dict[str, dict[str, Any]] = {
     "default": {}, "linear": {"factor": ...}, "dynamic": {"factor": ...},
@@ -28,7 +28,7 @@ ROPE_NUMBERS: dict[str, dict[str, Any]] = {
 PARTIAL_ROTARY = (
     "Phi3ForCausalLM", "Glm4ForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM",
 )  # fmt: skip
-"""Architectures that may apply RoPE to only part of the dimensions of each head."""
+"""Architectures that may apply RoPE to only part of each head's dimensions."""
 
 Fields = dict[str, Any]
 """Keyword arguments of `TransformerConfig`."""
@@ -83,7 +83,7 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A row of `families.FAMILIES`: how to read the config.json of an architecture and name its tensors."""
+    """A row of `families.FAMILIES`: how to read an architecture's config.json and name its tensors."""
 
     model_type: str
     fields: Callable[[Keys], Fields]  # returns the `TransformerConfig` fields that differ from Llama
@@ -196,9 +196,9 @@ VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
         {"model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
         "num_attention_heads": 16}),
 }  # fmt: skip
-"""Vision-language models: a dict that maps the `model_type` of the text model to its architecture, and config defaults.
+"""Vision-language models: a dict that maps the text model's `model_type` to its architecture, and config defaults.
 
-Only the text model is loaded. `save_pretrained` copies all other tensors of the checkpoint."""
+Only the text model is loaded. `save_pretrained` copies the checkpoint's other tensors."""
 
 
 def has_vision(raw: Json) -> bool:

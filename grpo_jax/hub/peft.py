@@ -41,9 +41,9 @@ def add_lora(
       policy: policy from `from_pretrained` or `init_policy`. Its projections may be quantized.
       key: typed PRNG key; do not reuse it.
       rank: rank of the adapters.
-      alpha: scaling parameter. The output of the adapters is multiplied by alpha / rank.
+      alpha: scaling parameter. The adapters' output is multiplied by alpha / rank.
       targets: regular expression for the full paths of the projections to adapt.
-      dropout: dropout rate in [0, 1) for the input of the adapters.
+      dropout: dropout rate in [0, 1) for the adapters' input.
       init: distribution of A: "uniform" in ±(input size)^(−1/2), or "gaussian" with standard deviation 1 / rank.
 
     Returns:
@@ -234,7 +234,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
         if (fan_out, fan_in) != tensor.shape or sides[1].shape[1] != rank:
             raise ValueError(
                 f"directory {str(path)!r}: the adapter of {module} maps {fan_in} → {rank} → {fan_out}, but the "
-                f"projection maps {tensor.shape[1]} → {tensor.shape[0]}; load the base model of the adapter."
+                f"projection maps {tensor.shape[1]} → {tensor.shape[0]}; load the adapter's base model."
             )
         # The model has a single scale. For an adapter with a different rank or alpha, B is rescaled.
         patterns = (config.get("alpha_pattern") or {}).items()  # PEFT matches keys against the end of a module's name

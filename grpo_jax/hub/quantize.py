@@ -159,7 +159,7 @@ def without_quantization(raw: Json) -> Json:
 
 
 def find_plain(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint. NF4 (bitsandbytes) and MXFP4 (gpt-oss) tensors are dequantized when read."""
+    """Return a checkpoint's tensors. NF4 (bitsandbytes) and MXFP4 (gpt-oss) tensors are dequantized when read."""
     tensors = dict(stored)
     for key in stored:
         if (name := key.removesuffix(_STATE)) != key:
@@ -199,7 +199,7 @@ def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> Sto
     def rows(first: int, count: int) -> np.ndarray:
         start, size = first * width, count * width
         low, high = start // block, -(-(start + size) // block)
-        pairs = _all(parts[".quant_map"])[np.arange(256)[:, None] >> np.array([[4, 0]]) & 15]  # values of each byte
+        pairs = _all(parts[".quant_map"])[np.arange(256)[:, None] >> np.array([[4, 0]]) & 15]  # two values per byte
         values = pairs[codes.read(start // 2, size // 2).ravel()].ravel()
         return values * np.repeat(scales(low, high - low), block)[start - low * block :][:size]
 

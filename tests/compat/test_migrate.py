@@ -144,7 +144,7 @@ def test_vllm_server_becomes_a_sampler():
     server = {"use_vllm": True, "vllm_mode": "server"}
     moved = from_trl({**server, "vllm_server_base_url": "http://a:1/v1", "vllm_server_timeout": 30})
     assert moved.sampler == {"base_url": "http://a:1/v1", "patience": 30.0}
-    assert moved.translated == {"use_vllm": "sampler=engines.vllm('http://a:1/v1', patience=30) of train"}
+    assert moved.translated == {"use_vllm": "sampler=engines.vllm('http://a:1/v1', patience=30) in train"}
     assert from_trl(server).sampler == {"base_url": "http://127.0.0.1:8000", "patience": 240.0}
     moved = from_trl({"use_vllm": True, "vllm_server_base_url": "http://a:1"})
     assert (moved.sampler, list(moved.left_out)) == (None, ["use_vllm", "vllm_server_base_url"])

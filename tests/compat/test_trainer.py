@@ -203,7 +203,7 @@ def test_callback_object_can_stop_the_run(calls):
     [
         ({"reward_processing_classes": 4}, "does not accept reward_processing_classes; pass a reward func"),
         ({"use_liger": True}, "does not accept use_liger; docs/coming_from_trl.md lists what is supported"),
-        ({"args": grpo_jax.GRPOConfig()}, "args must be a grpo_jax.compat.GRPOConfig; got a config of grpo_jax.conf"),
+        ({"args": grpo_jax.GRPOConfig()}, "args must be a grpo_jax.compat.GRPOConfig; got a config from grpo_jax.conf"),
         ({"optimizers": (None, 1)}, "optimizers must not contain a scheduler"),
         ({"callbacks": [Logged([])]}, "Logged with on_step_end; pass a function .* logging_steps=1, on_step_end"),
         ({"callbacks": [Saving], "args": GRPOConfig(logging_steps=1)}, "Saving with on_save; pass a function"),

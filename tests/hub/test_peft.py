@@ -142,7 +142,7 @@ def test_adapter_next_to_a_model_gives_a_warning(tmp_path):
 def test_adapters_for_another_base_are_refused(tmp_path):
     save_lora(tmp_path / "a", lora_policy())
     wide, short = base_policy(intermediate_size=40), base_policy(num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r"mlp\.down_proj maps 48 → 3 → 32, .* maps 40 → 32; load the base model"):
+    with pytest.raises(ValueError, match=r"mlp\.down_proj maps 48 → 3 → 32, .* maps 40 → 32; load the adapter's base"):
         load_lora(tmp_path / "a", wide)
     with pytest.raises(ValueError, match=r"projections that the policy lacks: .*layers\.1"):
         load_lora(tmp_path / "a", short)
