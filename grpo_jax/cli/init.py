@@ -22,7 +22,7 @@ _RUN = """\
 
 model: model                      # a tiny randomly initialized model; or a name on the hub, or a directory
 data: rows.jsonl                  # one JSON object per line; or a CSV or Parquet file, or a dataset on the hub
-prompt: "{{word}}: "                # a template for a row's columns; for an instruct model, a list of messages
+prompt: "{{word}}: "                # a template filled from a row's columns; for an instruct model, a list of messages
 rewards: [rewards.py:in_word]     # a function in a file next to this one
 run_dir: runs/{name}               # relative to the current directory: report.html, metrics.jsonl, checkpoints
 

@@ -62,7 +62,7 @@ Part = Literal["model", "data", "rewards"]
 
 
 class SFTStage(NamedTuple):
-    """Arguments of `sft` for the SFT stage, which runs in the subdirectory `sft` of the run directory."""
+    """Arguments to `sft` for the SFT stage, which runs in the run directory's subdirectory `sft`."""
 
     config: SFTConfig
     rows: list[Row]
@@ -71,7 +71,7 @@ class SFTStage(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class RunFile:
-    """A validated run file, converted to the arguments of `train`. Parts that were not requested are not loaded.
+    """A validated run file, converted to arguments for `train`. Parts that were not requested are not loaded.
 
     `values` contains the keys from the file and the command line, `folder` is the directory that files and modules are
     relative to, and `lora` contains arguments for `add_lora`. `stages` lists "sft" and "grpo" in execution order.

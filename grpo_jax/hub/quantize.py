@@ -49,7 +49,7 @@ def check_method(method: str | None) -> None:
 
 
 def check_quantizable(path: Sequence[str], shape: Sequence[int], parts: Iterable[Part], method: str | None) -> None:
-    """Raise ValueError if a projection cannot be quantized with `method`."""
+    """Raise ValueError if a parameter is a projection that cannot be quantized with `method`."""
     if method is None or not is_projection(path, shape):
         return
     if any(part.stacked for part in parts):
