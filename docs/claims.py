@@ -1,7 +1,7 @@
-"""The claims that the tests prove, from their docstrings: `python docs/claims.py` prints them as Markdown.
+"""Collect the claims that the tests verify: `python docs/claims.py` prints them as Markdown.
 
-A claim is the first paragraph of a test's docstring. It is listed under the sub-package whose folder the test is in,
-together with the test that fails if the claim does not hold.
+A claim is the first paragraph of a test's docstring. It is listed with the test that fails if the claim does not hold,
+under the sub-package that the test's folder is named after.
 """
 
 import ast
@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 
 
 def claims():
-    """Return {folder of tests/: [(claim, "tests/FILE.py::TEST"), ...]}."""
+    """Return {folder in tests/: [(claim, "tests/FILE.py::TEST"), ...]}."""
     found = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -24,7 +24,7 @@ def claims():
 
 
 def as_markdown():
-    """The claims as one list per folder."""
+    """Format the claims as Markdown, with one list per folder."""
     lines = []
     for folder, proofs in claims().items():
         lines += [f"## {folder}", "", *(f"- {claim} (`{test}`)" for claim, test in proofs), ""]

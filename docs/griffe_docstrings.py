@@ -1,7 +1,7 @@
-"""Docstrings as they are written here, for mkdocstrings.
+"""Adapt this package's docstrings to mkdocstrings.
 
-An "Example:" is what Google's style calls "Examples:"; and a line of "Returns:" that names nothing goes on with the one
-before it.
+"Example:" is renamed to "Examples:", as in Google's style. In "Returns:", a line that does not start with a name
+continues the previous line.
 """
 
 import re

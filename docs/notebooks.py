@@ -1,7 +1,7 @@
-"""Execute notebooks and keep their outputs: `python docs/notebooks.py NAME ...`.
+"""Execute notebooks and store their outputs: `python docs/notebooks.py NAME ...`.
 
-Pictures are stored with a palette of 128 colors. `quickstart_zh` gets the code and the outputs of `quickstart`, cell
-by cell; its text is its own.
+Pictures are stored with a palette of 128 colors. A translation (NAME_zh, such as `quickstart_zh`) keeps its text and
+receives the code and outputs from the original, cell by cell.
 """
 
 import argparse
@@ -14,7 +14,7 @@ NOTEBOOKS = Path(__file__).parent.parent / "experiments" / "notebooks"
 
 
 def in_few_colors(picture):
-    """A PNG in base64 with a palette of 128 colors: a third of the bytes."""
+    """Re-encode a base64 PNG with a palette of 128 colors, which takes a third of the bytes."""
     from PIL import Image
 
     with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
@@ -24,16 +24,16 @@ def in_few_colors(picture):
 
 
 def executed(notebook, directory):
-    """A notebook with the outputs of running it in a directory."""
+    """Run a notebook in a directory and return it with its outputs."""
     import nbformat
     from nbclient import NotebookClient
 
     made = nbformat.reads(json.dumps(notebook), as_version=4)
     NotebookClient(made, timeout=None, resources={"metadata": {"path": str(directory)}}).execute()
-    made.metadata = notebook["metadata"]  # nbclient adds the version of this machine's Python
+    made.metadata = notebook["metadata"]  # nbclient adds this machine's Python version
     for cell in made.cells:
         cell.metadata = {}
-        if cell.cell_type == "code":  # warnings of one machine's packages are not kept
+        if cell.cell_type == "code":  # drop warnings, which depend on the installed packages
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
@@ -42,7 +42,7 @@ def executed(notebook, directory):
 
 
 def with_code_of(translation, original):
-    """A translation with the code and the outputs of the original."""
+    """Return a translation with the original's code and outputs."""
     pairs = zip(translation["cells"], original["cells"], strict=True)
     cells = [theirs if theirs["cell_type"] == "code" else own for own, theirs in pairs]
     return original | {"cells": cells}

@@ -1,7 +1,7 @@
-"""A hook of MkDocs: pages of the site that are made from files outside of docs/, and the list of claims.
+"""MkDocs hook that adds pages from files outside docs/, and the list of claims.
 
-READMEs, CONTRIBUTING, SECURITY, CHANGELOG and the notebooks become pages; their links are rewritten to lead to other
-pages of the site. The page "How we know it is right" gets the list of claims that docs/claims.py collects.
+READMEs, CONTRIBUTING, SECURITY, CHANGELOG and the notebooks become pages, and their links are rewritten to the site's
+pages. The claims that docs/claims.py collects are appended to the page "How we know it is right".
 """
 
 import json
@@ -25,11 +25,11 @@ PAGES = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 } | {f"experiments/notebooks/{path.stem}.ipynb": f"notebooks/{path.stem}.md" for path in NOTEBOOKS.glob("*.ipynb")}
-"""Files outside of docs/ and the pages that are made from them."""
+"""Files outside docs/ → the pages generated from them."""
 
 
 def relink(text, source, page):
-    """Rewrite the links of `source` for its `page` on the site. A link to a file that has no page becomes its text."""
+    """Rewrite the links in `source` for its `page` on the site. Links to files without a page become plain text."""
 
     def link(found):
         mark, label, target = found.groups()
@@ -49,7 +49,7 @@ def relink(text, source, page):
 
 
 def page_of(notebook):
-    """A notebook as Markdown: its text, its code and the outputs of its cells."""
+    """Convert a notebook to Markdown: text, code and outputs."""
     parts = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])

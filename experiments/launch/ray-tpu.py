@@ -1,4 +1,4 @@
-"""Run by Ray's JaxTrainer: python FILE, on a host of the cluster."""
+"""Train with Ray's JaxTrainer: run `python FILE` on a host in the cluster."""
 
 import os
 
@@ -8,13 +8,13 @@ from ray.train.v2.jax.config import JaxConfig
 
 
 def work():
-    """Run the command in this worker, a process of which JaxTrainer has made one of several."""
+    """Run grpo-jax in this worker, one of the processes that JaxTrainer has connected."""
     from grpo_jax.cli import main
 
     os.chdir("/workspace")
     try:
         main(["train", "gsm8k.yaml", "--run_dir", "/mnt/runs/runs/gsm8k"])
-    except SystemExit as error:  # Ray takes it for the end of the worker, whatever its status
+    except SystemExit as error:  # Ray ignores the status of a SystemExit
         if error.code:
             raise RuntimeError(str(error.code)) from error
 

@@ -13,7 +13,7 @@ set -u
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 cd /workspace || exit 1
 
-# The time is nearly over: the run saves, and the job is queued again.
+# Sent five minutes before the time limit: the run saves a checkpoint, and the job is requeued.
 over=0
 trap 'over=1; kill -TERM "$step"' USR1
 for attempt in $(seq 0 3); do

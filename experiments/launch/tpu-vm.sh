@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run it in the folder of RUN.yaml.
+# Run this script in the directory of the run file.
 set -eu
 tpu() { gcloud compute tpus tpu-vm "$@" --zone=us-west4-a; }
 
