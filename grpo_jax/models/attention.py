@@ -1,7 +1,7 @@
 """Attention of completions over their own tokens and over a shared prompt.
 
-`own` keys are the keys of the completion itself, with a causal mask. `prefix` keys are the keys of the prompt. They are
-shared by its G completions, so the prompt is computed and stored only once:
+`own` keys belong to the completion itself, with a causal mask. `prefix` keys belong to the prompt. Its G completions
+share them, so the prompt is computed and stored only once:
 
 ```
                          prefix (per prompt)        own (per completion)
@@ -10,8 +10,8 @@ shared by its G completions, so the prompt is computed and stored only once:
     slots               │ 0 … lengths[b]-1  │       0 … t      (position = lengths[b] + slot)
 ```
 
-Completions are either arrays [B, G, T] or the `Segments` of a packed sequence. Without a prefix, this is ordinary
-causal attention. Softmax and all sums are computed in float32 regardless of the compute dtype.
+Completions are either arrays [B, G, T] or `Segments` of a packed sequence. Without a prefix, this is ordinary causal
+attention. Softmax and all sums are computed in float32 regardless of the compute dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_jax.models.fused import fused_attention
 from grpo_jax.models.tiles import MASKED, NO_SEGMENT, Kernel, SegmentIds, TileMask, find_tiles, padded, repeated
 
 PromptKeys = tuple[jax.Array, jax.Array, jax.Array]
-"""Keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B] of the prompts."""
+"""Prompt keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B]."""
 
 
 def group_attention(
@@ -45,7 +45,7 @@ def group_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the attention of G completions over their own keys and the keys of their prompt.
+    """Compute the attention of G completions over their own keys and their prompt's keys.
 
     One softmax covers both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o + e_s), with e = exp(score − max).
 
@@ -55,15 +55,15 @@ def group_attention(
       k: keys [B, H_kv, G, d, S]. The first three axes may be merged. Slots form a ring: slot S + 2 is slot 2.
       v: values [B, H_kv, G, S, d]. The first three axes may be merged.
       index: slot of the first query, a scalar or [B].
-      start: slot of the first token of each prompt's completions [B], or of each completion [B, G]. If None, 0.
-      window: number of positions that a query attends to, including its own. If None, all positions.
-      soft_cap: c in c·tanh(scale·score/c). If None, scores are not capped.
-      sinks: float32 scores [H_kv, R] of a key without a value, one per query head. If None, there is no such key.
+      start: slot of the first token, per prompt [B] or per completion [B, G]. Defaults to 0.
+      window: number of positions that a query attends to, including its own. None means all positions.
+      soft_cap: c in c·tanh(scale·score/c). None disables the cap.
+      sinks: float32 scores [H_kv, R] for a key without a value, one per query head, or None.
     """
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
     position = slot = jnp.reshape(index, (-1, 1, 1)) + jnp.arange(t)[None, None]
-    # In a full ring, the slot after the query's contains the oldest key.
+    # In a full ring, the slot after the query's slot contains the oldest key.
     distance = (slot[..., None] - jnp.arange(s)[None, None, None]) % s
     if start is not None:
         position = slot - start.reshape(start.shape[0], -1, 1)
@@ -85,9 +85,9 @@ def packed_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the attention of packed segments, each over its own keys and the keys of its prompt.
+    """Compute the attention of packed segments, each over its own keys and its prompt's keys.
 
-    Scores are computed for the keys of the query's block and of the `segments.reach` blocks before it. Keys of other
+    Scores are computed for keys in the query's block and in the `segments.reach` blocks before it. Keys from other
     segments are masked out. q is [A, H_kv, 1, N, R, d], k and v are [A, H_kv, 1, N, d], and `prefix` has B / A prompts
     for each sequence. See `group_attention` for the other arguments.
     """
@@ -98,10 +98,10 @@ def packed_attention(
     size = n // m
 
     def one(q: jax.Array, k: jax.Array, v: jax.Array, prefix: PromptKeys, segments: Segments) -> jax.Array:
-        """Return the attention [H, N, R, d] of one sequence, given q [H, N, R, d] and k and v [H, N, d]."""
+        """Compute attention [H, N, R, d] in one sequence from q [H, N, R, d] and k and v [H, N, d]."""
 
         def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
-            """Return [M, ...]: for each block, the slice of x for this block and the `reach` blocks before it."""
+            """Slice x for each block and the `reach` blocks before it, [M, ...]."""
             before = [(0, 0)] * x.ndim
             before[axis] = (segments.reach * size, 0)
             x = jnp.moveaxis(jnp.pad(x, before, constant_values=padding), axis, 0)
@@ -130,7 +130,7 @@ def packed_attention(
 
 
 def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return an einsum with at least float32 results: bfloat16 sums would have only 8 significant bits."""
+    """Compute an einsum in at least float32, since bfloat16 sums would have only 8 significant bits."""
     return jnp.einsum(axes, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -147,7 +147,7 @@ def _attend(
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Compute `group_attention` from a mask of own keys [B or 1, G or 1, T, S] and positions [B or 1, G or 1, T]."""
+    """Compute `group_attention` from a mask for own keys [B or 1, G or 1, T, S] and positions [B or 1, G or 1, T]."""
     b, h, g, t, r, d = q.shape
     s = v.shape[-2]
     rows = k.shape[:-2]
@@ -195,15 +195,15 @@ def make_tile_mask(
     windows: Iterable[int | None],
     group: int,
 ) -> TileMask:
-    """Return the `TileMask` of completions or packed sequences.
+    """Build the `TileMask` for completions or packed sequences.
 
-    `tokens` is their shape, (B, G, T) or (A, 1, N). `windows` contains the windows of the decoder's layers, and `group`
-    is R, the number of query heads that share a key head.
+    `tokens` is their shape, (B, G, T) or (A, 1, N). `windows` contains the attention windows of the decoder's layers,
+    and `group` is R, the number of query heads that share a key head.
     """
     b, g, t = tokens
     n = g * t
     index = jnp.arange(n)[None]
-    # [b, prompts per row]: a row of completions has one prompt; a packed sequence may have several.
+    # Lengths are [b, prompts per row]. A row of completions has one prompt, and a packed sequence may have several.
     lengths = jnp.zeros((b, 1), jnp.int32) if prefix is None else prefix.lengths.reshape(b, -1)
     if segments is None:
         number, prompt, position = index // t, jnp.full((1, 1), NO_SEGMENT - 1), lengths + index % t
@@ -233,7 +233,7 @@ def tiled_attention(
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute `group_attention` of whole completions, or `packed_attention`, tile by tile.
+    """Compute `group_attention` for whole completions, or `packed_attention`, tile by tile.
 
     q is [B, H_kv, G, T, R, d], and k and v are [B, H_kv, G, T, d]; for packed sequences [A, H_kv, 1, N, ...]. On a
     mesh, the first two axes are sharded as in `models.sharding`.
@@ -243,7 +243,7 @@ def tiled_attention(
     if prefix is not None:
 
         def of_rows(x: jax.Array) -> jax.Array:
-            """Return x [B, H, P, d] with the prompts of a packed sequence merged, [A, H, B / A · P, d]."""
+            """Merge the prompts of each packed sequence: [B, H, P, d] → [A, H, B / A · P, d]."""
             return x.reshape((b, -1, *x.shape[1:])).swapaxes(1, 2).reshape(b, h, -1, d)
 
         k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
@@ -266,6 +266,6 @@ def tiled_attention(
 
 
 def dividing_axes(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:
-    """Return the named axes that exist in the mesh, or None if their number of devices does not divide `size`."""
+    """Return the named axes that exist in the mesh, or None if their device count does not divide `size`."""
     names = tuple(name for name in names if name in mesh.shape)
     return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None

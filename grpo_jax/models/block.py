@@ -25,14 +25,14 @@ Result = TypeVar("Result")
 
 
 class Attention(nn.Module):
-    """Attention of one layer, with its projections and rotary embedding."""
+    """The attention part of a layer, with projections and rotary embedding."""
 
     config: TransformerConfig
     kind: LayerKind
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
-        """Return the output [B, G, T, D], and the layer's keys and values, or its updated cache."""
+        """Return the output [B, G, T, D], and either the layer's keys and values or its updated cache."""
         c = self.config
         b, g, t, _ = x.shape
         n = t if context.last is None else 1
@@ -60,7 +60,7 @@ class Attention(nn.Module):
     def _project(
         self, x: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Return rotated queries and keys [B, G, T, heads, d], values, and the gate. Missing arrays are None."""
+        """Compute rotated queries and keys [B, G, T, heads, d], values, and the gate. Unused arrays are None."""
         c = self.config
         (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
         rope, table = c.rope, context.tables[0]
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         return q if context.growth is None else q * context.pick(context.growth).astype(q.dtype), k, v, gate
 
     def _attend(self, q: jax.Array, keys: jax.Array, k: jax.Array, v: jax.Array, context: Context) -> jax.Array:
-        """Return the attention of queries [B, H_kv, G, T, R, d] over k and v; `keys` is k, transposed."""
+        """Compute the attention of queries [B, H_kv, G, T, R, d] over k and v. `keys` is k, transposed."""
         c = self.config
         h, d = c.heads_of(self.kind)
         scale = d**-0.5 if c.query_scale is None else c.query_scale
@@ -138,8 +138,8 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A decoder layer: x + attention, then x + MLP, with norms placed according to `config.norms`.
 
-    Params have Hugging Face's names. With `context.last` [B], hidden states are computed only for that token, but keys
-    and values for all tokens.
+    Params have Hugging Face's names. With `context.last` [B], hidden states are computed only for that token, while
+    keys and values are computed for all tokens.
     """
 
     config: TransformerConfig
@@ -147,7 +147,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
-        """Return the hidden states [B, G, T, D], and the layer's keys and values, state, or updated cache."""
+        """Return the hidden states [B, G, T, D], and the layer's keys and values, its state, or its updated cache."""
         c = self.config
 
         def add(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -182,14 +182,14 @@ class Layer(nn.Module):
         return MLP(c, c.shared_kv_mlp if self.kind.shared_kv and c.shared_kv_mlp else c.intermediate_size, name="mlp")
 
     def _parallel_experts(self, x: jax.Array) -> jax.Array:
-        """Return the normalized output of the experts that run in parallel with the MLP (Gemma 4)."""
+        """Apply the experts that run in parallel with the MLP, and normalize their output (Gemma 4)."""
         weights, chosen = ScaledRouter(self.config, name="router")(x)
         y = tokens_of(norm(self.config, "pre_feedforward_layernorm_2")(x))
         y = Experts(self.config, name="experts")(y, tokens_of(weights), tokens_of(chosen), x.shape[0])
         return norm(self.config, "post_feedforward_layernorm_2")(y.reshape(x.shape))
 
     def _per_layer_input(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
-        """Return norm(W_out (act(W_in x) · layer_input)), with the per-layer embedding `layer_input` (Gemma 4)."""
+        """Compute norm(W_out (act(W_in x) · layer_input)) for the per-layer embedding `layer_input` (Gemma 4)."""
         c = self.config
         gate = ACTIVATIONS[c.activation](linear(c, "per_layer_input_gate", c.layer_input_size)(x))
         y = linear(c, "per_layer_projection", c.hidden_size)(gate * layer_input)
@@ -200,9 +200,9 @@ class Layer(nn.Module):
 def apply_layer(
     layer: Layer, written: tuple[str, ...], variables: Params, x: jax.Array, context: Context
 ) -> tuple[tuple[jax.Array, LayerCache], Params]:
-    """Apply a layer. Jitted with the layer as a static argument, so that JAX traces each kind of layer once.
+    """Apply a layer. The layer is a static argument to `jit`, so that JAX traces each kind of layer only once.
 
-    Returns the layer's result and its updated collections `written`.
+    Returns the layer's result and its updated variable collections, which `written` names.
     """
     apply = functools.partial(layer.apply, mutable=written)
     recompute = layer.config.remat and layer.config.remat_on_cpu
@@ -212,8 +212,8 @@ def apply_layer(
 def recomputed(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable[[Params, jax.Array, Context], Result]:
     """Wrap a layer's `apply` to store only its arguments for the backward pass, like `jax.checkpoint`, but on CPUs.
 
-    XLA's CPU compiler drops the optimization barriers of `jax.checkpoint` before it eliminates common subexpressions.
-    Here the recomputation adds 0 · (cotangents) to its arguments. Forward-mode and second derivatives do not work.
+    XLA's CPU compiler drops `jax.checkpoint`'s optimization barriers before it eliminates common subexpressions. Here,
+    the recomputation adds 0 · (cotangents) to its arguments instead. Forward mode and second derivatives do not work.
     """
 
     @jax.custom_vjp

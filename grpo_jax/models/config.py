@@ -1,4 +1,4 @@
-"""Configuration of a decoder, its number of weights, and a cost model of its decode step."""
+"""Decoder configuration, weight counts, and a cost model for decode steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from grpo_jax.models.rope import Rope
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """Settings that differ between the layers of a decoder. Layers of the same kind are traced once."""
+    """Settings that may differ between a decoder's layers. JAX traces each kind of layer once."""
 
     window: int | None = None  # sliding window in tokens; None for full attention
     rotary: bool = True  # whether queries and keys are rotated
     sparse: bool = False  # whether the layer has a mixture of experts instead of an MLP
     mixer: str = "attention"  # or "delta" for a gated delta net, "conv" for a gated short convolution
-    shared_kv: bool = False  # whether attention reuses the keys and values of a previous layer
+    shared_kv: bool = False  # whether attention reuses a previous layer's keys and values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class DeltaShape:
     """Dimensions of a decoder's gated delta nets."""
 
     key_heads: int  # number of query and key heads
-    value_heads: int  # H, number of heads of values, memory and gates; a multiple of `key_heads`
-    key_dim: int  # d_k, size of a key
-    value_dim: int  # d_v, size of a value
+    value_heads: int  # H, number of value, memory and gate heads; a multiple of `key_heads`
+    key_dim: int  # d_k, channels per key
+    value_dim: int  # d_v, channels per value
     kernel: int = 4  # K, width of the convolution in tokens
-    by_key_heads: bool = False  # whether there are two projections, with columns grouped by key head, instead of four
+    by_key_heads: bool = False  # whether two projections, with columns grouped by key head, replace four
 
     @property
     def key_width(self) -> int:
@@ -48,12 +48,12 @@ class DeltaShape:
 
     @property
     def state(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Shapes of one completion's state: memory (H, d_k, d_v) and tail (1, K − 1, C)."""
+        """Shapes of a completion's state: memory (H, d_k, d_v) and tail (1, K − 1, C)."""
         return (self.value_heads, self.key_dim, self.value_dim), (1, self.kernel - 1, self.mixed_width)
 
     @property
     def projected_width(self) -> int:
-        """Sum of the widths of a layer's projections from or to D."""
+        """Total width of a layer's projections from and to D."""
         return self.mixed_width + 2 * self.value_width + 2 * self.value_heads
 
 
@@ -67,21 +67,21 @@ class ConvShape:
 
     @property
     def state(self) -> tuple[None, tuple[int, int, int]]:
-        """Shapes of one completion's state: no memory, and tail (1, K − 1, C)."""
+        """Shapes of a completion's state: no memory, and tail (1, K − 1, C)."""
         return None, (1, self.kernel - 1, self.width)
 
     @property
     def projected_width(self) -> int:
-        """Sum of the widths of a layer's projections from or to D."""
+        """Total width of a layer's projections from and to D."""
         return 4 * self.width
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Configuration of a decoder. Frozen and hashable, so it can be a static argument of `jit`.
+    """Decoder configuration. It is frozen and hashable, so it can be a static argument to `jit`.
 
-    `rotary_layers`, `windows`, `mixers` and `expert_layers` have one entry per layer. If one is unset, all layers use
-    the default of the corresponding `LayerKind` field.
+    `rotary_layers`, `windows`, `mixers` and `expert_layers` have one entry per layer. If a field is unset, all layers
+    use the default of the corresponding `LayerKind` field.
     """
 
     vocab_size: int  # V
@@ -94,64 +94,64 @@ class TransformerConfig:
     rms_norm_eps: float = 1e-6  # added to the mean square
     tie_word_embeddings: bool = True  # whether the output head shares the embedding's weights
     max_position_embeddings: int = 32768  # context length of the checkpoint
-    rope: Rope = dataclasses.field(default_factory=Rope)  # rotary embedding of layers with full attention
-    local_rope: Rope | None = None  # rotary embedding of layers with a sliding window; None uses `rope`
-    rotary_layers: tuple[bool, ...] | None = None  # `LayerKind.rotary` of each layer
-    windows: tuple[int | None, ...] | None = None  # `LayerKind.window` of each layer
-    mixers: tuple[str, ...] | None = None  # `LayerKind.mixer` of each layer
+    rope: Rope = dataclasses.field(default_factory=Rope)  # rotary embedding for layers with full attention
+    local_rope: Rope | None = None  # rotary embedding for layers with a sliding window; None uses `rope`
+    rotary_layers: tuple[bool, ...] | None = None  # `LayerKind.rotary` per layer
+    windows: tuple[int | None, ...] | None = None  # `LayerKind.window` per layer
+    mixers: tuple[str, ...] | None = None  # `LayerKind.mixer` per layer
     delta: DeltaShape | None = None
     conv: ConvShape | None = None
     full_heads: tuple[int, int] | None = None  # (num_kv_heads, head_dim) for full attention, if different
-    # Number of last layers that reuse the keys and values of the last layer before them with the same window.
+    # Number of layers at the end that reuse keys and values from the last layer before them with the same window.
     shared_kv_layers: int = 0
-    shared_kv_mlp: int = 0  # width of the gated MLP of these layers; 0 uses `intermediate_size`
+    shared_kv_mlp: int = 0  # width of these layers' gated MLP; 0 uses `intermediate_size`
     layer_input_size: int = 0  # width of the per-layer embedding (Gemma 4); 0 disables it
-    attention_gate: bool = False  # multiply attention outputs by a gate per channel, a second output of `q_proj`
+    attention_gate: bool = False  # whether `q_proj` also outputs a gate for each attention output channel
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str = "none"  # or an RMS norm over each head ("head") or over the whole projection ("flat")
-    v_norm: bool = False  # apply an RMS norm without weights to each head's values
-    values_are_keys: bool = False  # layers without a window have no `v_proj` and use the output of `k_proj` as values
+    v_norm: bool = False  # whether to apply an RMS norm without weights to each head's values
+    values_are_keys: bool = False  # whether layers without a window use the `k_proj` output as values
     norms: str = "pre"  # norms before attention and MLP ("pre"), after them ("post"), or both ("sandwich")
-    norm_offset: float = 0.0  # added to the weight of every norm (1.0 if weights are stored around zero)
+    norm_offset: float = 0.0  # added to every norm's weight (1.0 if weights are stored around zero)
     activation: str = "silu"  # or "gelu", "gelu_tanh"
     query_scale: float | None = None  # factor on the attention scores; None uses head_dim^(−1/2)
     attention_sinks: bool = False  # whether each head has a learned score for a key without a value
     attention_soft_cap: float | None = None  # c in c·tanh(score/c); None disables the cap
     logit_soft_cap: float | None = None  # c in c·tanh(logit/c); None disables the cap
     embedding_scale: float = 1.0  # factor on the embeddings
-    residual_scale: float = 1.0  # factor on the outputs of attention and MLP before they are added to the residual
+    residual_scale: float = 1.0  # factor on attention and MLP outputs before they are added to the residual
     logit_scale: float = 1.0  # factor on the logits
-    layer_scalar: bool = False  # multiply each layer's output by a frozen scalar from the checkpoint
-    num_experts: int = 0  # number of experts of a mixture-of-experts layer
+    layer_scalar: bool = False  # whether a frozen scalar from the checkpoint scales each layer's output
+    num_experts: int = 0  # number of experts per mixture-of-experts layer
     num_experts_per_token: int = 0
-    expert_size: int = 0  # width of one expert's gated MLP
+    expert_size: int = 0  # width of an expert's gated MLP
     shared_expert_size: int = 0  # width of the gated shared expert, which processes all tokens; 0 disables it
-    expert_layers: tuple[bool, ...] = ()  # `LayerKind.sparse` of each layer
-    parallel_experts: bool = False  # add the experts, routed by a `ScaledRouter`, to the MLP instead of replacing it
+    expert_layers: tuple[bool, ...] = ()  # `LayerKind.sparse` per layer
+    parallel_experts: bool = False  # whether experts are added to the MLP, with a `ScaledRouter`
     expert_bias: bool = False  # whether experts and their router have biases
-    # (α, c) of experts with (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) instead of act(g) · u.
+    # (α, c) for experts that compute (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) instead of act(g) · u.
     expert_swiglu: tuple[float, float] | None = None
-    normalize_expert_weights: bool = False  # normalize the weights of a token's experts to sum to one
+    normalize_expert_weights: bool = False  # whether the weights of a token's experts sum to one
     router_loss_coef: float = 0.0  # factor on `router_loss` if the run's `router_aux_loss_coef` is None
     initializer_range: float = 0.02  # standard deviation of initial weights
-    dtype: str = "float32"  # compute dtype of the matrix products: "float32" or "bfloat16"
-    remat: bool = False  # recompute each layer in the backward pass instead of storing its activations
-    remat_on_cpu: bool = False  # recompute with `block.recomputed`, which supports only reverse-mode gradients
+    dtype: str = "float32"  # compute dtype for matrix products: "float32" or "bfloat16"
+    remat: bool = False  # whether the backward pass recomputes layers instead of storing activations
+    remat_on_cpu: bool = False  # whether to recompute with `block.recomputed`, which supports only reverse mode
     # Attention implementation for whole sequences. "einsum" stores all scores. "tiles" and "triton" (`fused`) support
     # only reverse-mode gradients. "triton" also uses kernels for experts (`ragged`) and large decode steps
     # (`fused_step`). "auto" selects the fastest implementation for the devices.
     attention: str = "auto"
-    mesh: Mesh | None = None  # mesh over which fused attention and experts are sharded; None for one device
-    float32_sums: bool | None = None  # sum bfloat16 products in float32 (`matmul`); None selects the faster option
-    # Without a cache, run layers of the same kind, or of a repeated pattern, in a loop that is compiled once. Needs an
-    # additional copy of the layers' weights at run time.
+    mesh: Mesh | None = None  # mesh that fused attention and experts are sharded over; None for one device
+    float32_sums: bool | None = None  # whether to sum bfloat16 products in float32 (`matmul`); None: if faster
+    # Whether calls without a cache run layers of the same kind, or in a repeated pattern, as a loop that is compiled
+    # once. The loop needs an additional copy of the layers' weights at run time.
     loop_layers: bool = False
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Kind of each layer, in order."""
+        """The `LayerKind` for each layer, in order."""
         n = self.num_layers
         windows, rotary = self.windows or (None,) * n, self.rotary_layers or (True,) * n
         sparse, mixers = self.expert_layers or (False,) * n, self.mixers or ("attention",) * n
@@ -160,16 +160,16 @@ class TransformerConfig:
 
     @property
     def uses_float32_sums(self) -> bool:
-        """Whether products of bfloat16 matrices are computed in float32 (see `models.matmul`).
+        """Whether products of bfloat16 matrices are summed in float32 (see `models.matmul`).
 
-        False on a mesh, where XLA would gather the tokens of all devices to compute the gradients of weights.
+        This is False on a mesh, where XLA would gather all devices' tokens to compute weight gradients.
         """
         if self.dtype != "bfloat16" or self.mesh is not None:
             return False
         return has_fast_float32_sums() if self.float32_sums is None else self.float32_sums
 
     def heads_of(self, kind: LayerKind) -> tuple[int, int]:
-        """Return the number of key and value heads of an attention layer, and the size of a head."""
+        """Return an attention layer's number of key and value heads, and the head size."""
         return self.full_heads if self.full_heads and kind.window is None else (self.num_kv_heads, self.head_dim)
 
     def kv_source(self, i: int) -> int:
@@ -182,7 +182,7 @@ class TransformerConfig:
 
     @property
     def recurrent(self) -> tuple[DeltaShape | ConvShape, ...]:
-        """`DeltaShape` or `ConvShape` of each recurrent layer."""
+        """The `DeltaShape` or `ConvShape` for each recurrent layer."""
         kinds = {"delta": self.delta, "conv": self.conv}
         return tuple(shape for kind in self.layer_kinds if (shape := kinds.get(kind.mixer)) is not None)
 
@@ -190,7 +190,7 @@ class TransformerConfig:
 def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int | None = None) -> int:
     """Return the number of weights in a decoder's matrix products, with or without the output head.
 
-    `experts` is the number of experts to count per layer. If None, only the experts of one token are counted.
+    `experts` is the number of experts to count per layer. It defaults to the number of experts that a token uses.
     """
     c = shape
     sparse = sum(c.expert_layers)
@@ -206,7 +206,7 @@ def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int |
 
 
 def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
-    """Return the sum of the widths of an attention layer's projections, or 0 for a recurrent layer."""
+    """Return the total width of an attention layer's projections, or 0 for a recurrent layer."""
     if kind.mixer != "attention":
         return 0
     heads, width = shape.heads_of(kind)
@@ -215,24 +215,24 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
 
 
 def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
-    """Return the size in bytes of the recurrent states of one completion or prompt."""
+    """Return the size in bytes of the recurrent states for one completion or prompt."""
     memories = sum(math.prod(layer.state[0]) for layer in shape.recurrent if layer.state[0] is not None)
     return 4 * memories + itemsize * sum(math.prod(layer.state[1]) for layer in shape.recurrent)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStep:
-    """Cost model of a decode step, in bytes read, for completions with the layout [groups, width].
+    """Cost model for a decode step, in bytes read, for completions with the layout [groups, width].
 
     cost = weights + groups · (prompt + width · (own + state + products))
 
-    All weights are read once per step, so a small batch costs nearly as much as a batch of twice the size.
+    All weights are read once per step, so a small batch costs nearly as much as a batch twice its size.
     """
 
     weights: float
     prompt: float  # keys and values of one prompt, read once per group
     own: float  # keys and values of one completion, without its prompt
-    products: float = 0.0  # compute time of one completion's matrix products, converted to bytes; 0 ignores it
+    products: float = 0.0  # compute time for one completion's matrix products, in equivalent bytes; 0 ignores it
     state: float = 0.0  # recurrent states of one completion, read and written
 
     @classmethod
@@ -246,7 +246,7 @@ class DecodeStep:
         weight_itemsize: float | None = None,
         bytes_per_operation: float = 0.0,
     ) -> DecodeStep:
-        """Return the cost model of a decoder's step. `weight_itemsize` defaults to `itemsize`."""
+        """Build the cost model for a decoder. `weight_itemsize` defaults to `itemsize`."""
         attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
         token = itemsize * sum(2 * heads * width for heads, width in attention)  # bytes of keys and values per token
         return cls(
@@ -258,9 +258,9 @@ class DecodeStep:
         )
 
     def with_slots(self, slots: int, *, of: int) -> DecodeStep:
-        """Return a copy scaled to `slots` slots per completion. `of` is the number that `self` assumes."""
+        """Return a copy for `slots` slots per completion, where `self` assumes `of` slots."""
         return dataclasses.replace(self, own=self.own * slots / of)
 
     def cost(self, groups: int, width: int) -> float:
-        """Return the cost for a layout [groups, width]."""
+        """Compute the cost of a step with the layout [groups, width]."""
         return self.weights + groups * (self.prompt + width * (self.own + self.state + self.products))

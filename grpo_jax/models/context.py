@@ -1,8 +1,8 @@
-"""Caches of keys, values and recurrent states, packed segments, and the inputs of a layer.
+"""Caches for keys, values and recurrent states, packed segments, and layer inputs.
 
-The cache of an attention layer has keys and values with one slot per token. A layer that reuses the keys and values of
-a previous layer has an empty cache, (). The cache of a recurrent layer is a `RecurrentState`, whose size does not
-depend on the number of tokens. The leading axes are B (prompts), heads and G (completions); prompts have no axis G.
+An attention layer's cache has keys and values with one slot per token. A layer that reuses the keys and values of a
+previous layer has an empty cache, (). A recurrent layer's cache is a `RecurrentState`, and its size does not depend on
+the number of tokens. The leading axes are B (prompts), heads and G (completions); arrays for prompts have no axis G.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from grpo_jax.models.tiles import TileMask
 
 
 class RecurrentState(NamedTuple):
-    """State of a recurrent layer. For prompts, the arrays do not have the axis G."""
+    """State of a recurrent layer. In the state after prompts, arrays do not have the axis G."""
 
     memory: jax.Array | None  # [B, H, G, d_k, d_v] float32; None for a short convolution
-    tail: jax.Array  # [B, 1, G, K − 1, C], inputs of the convolution for the last K − 1 tokens
+    tail: jax.Array  # [B, 1, G, K − 1, C], convolution inputs for the last K − 1 tokens
 
 
 KeysValues = tuple[jax.Array, jax.Array]
 LayerCache = KeysValues | RecurrentState | tuple[()]
 
 Cache = tuple[LayerCache, ...]
-"""One entry per layer: keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] of the completions, whose first three axes
-may be merged; or a `RecurrentState`; or () if the layer reuses the keys and values of a previous layer.
+"""One entry per layer: completion keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d], where the first three axes may
+be merged; or a `RecurrentState`; or () if the layer reuses the keys and values of a previous layer.
 
-Keys are stored transposed, since the product of queries and transposed keys takes half the time on CPUs.
+Keys are stored transposed, since multiplying queries by transposed keys takes half the time on CPUs.
 """
 
 
 @flax.struct.dataclass
 class Prefix:
-    """Cache of a batch of prompts. All completions of a prompt share its entries."""
+    """Cache for a batch of prompts. All completions of a prompt share its entries."""
 
     layers: Cache  # keys [B, H_kv, d, P] and values [B, H_kv, P, d], or states without the axis G
     lengths: jax.Array  # [B] int32 number of prompt tokens; later slots are masked out
@@ -48,7 +48,7 @@ class Prefix:
 class Segments:
     """Segments of packed sequences: N tokens in M blocks of N / M tokens, on each of A devices.
 
-    A segment is one completion. All segments of a block have the same prompt, so a block attends to one prefix.
+    A segment is one completion. All segments in a block have the same prompt, so a block attends to one prefix.
 
     ```
     block     │     0     │     1     │     2     │
@@ -61,44 +61,44 @@ class Segments:
     number: jax.Array  # [A, N] int32 segment index of each token; -1 for padding
     position: jax.Array  # [A, N] int32, counted from the segment's first token
     prompt: jax.Array  # [A, M] int32 index into the device's shard of a `Prefix`, which has B / A prompts
-    longest: int = flax.struct.field(pytree_node=False)  # upper bound on the number of tokens of a segment
+    longest: int = flax.struct.field(pytree_node=False)  # upper bound on the number of tokens in a segment
     reach: int = flax.struct.field(pytree_node=False)  # upper bound on how many blocks back a token's segment starts
 
 
 class Context(flax.struct.PyTreeNode):
-    """Inputs of a layer besides params and hidden states. See `Transformer.hidden` for fields without a comment."""
+    """Layer inputs other than params and hidden states. `Transformer.hidden` documents fields without a comment."""
 
-    tables: tuple[tuple[jax.Array, jax.Array], ...]  # `rope_table` of each rotary embedding of the decoder
+    tables: tuple[tuple[jax.Array, jax.Array], ...]  # `rope_table` for each of the decoder's rotary embeddings
     growth: jax.Array | None = None  # [B, G or 1, T, 1, 1] factor on the queries
-    prefix: LayerCache | None = None  # this layer's cache of the prompts
-    lengths: jax.Array | None = None  # [B] lengths of the prompts
-    cache: LayerCache | None = None  # this layer's cache of the completions
+    prefix: LayerCache | None = None  # this layer's cache for the prompts
+    lengths: jax.Array | None = None  # [B] prompt lengths
+    cache: LayerCache | None = None  # this layer's cache for the completions
     index: jax.Array | int = 0
     start: jax.Array | None = None
     write: jax.Array | None = None
     segments: Segments | None = None
     last: jax.Array | None = None
-    present: jax.Array | None = None  # [B, G, T] bool, False on padding; only used by recurrent layers
-    tile_mask: TileMask | None = None  # mask of fused attention; None for "einsum"
-    shared: KeysValues | None = None  # keys and values of a previous layer, if this layer reuses them
-    layer_input: jax.Array | None = None  # [B, G, T, ·] per-layer embedding of the tokens (Gemma 4)
+    present: jax.Array | None = None  # [B, G, T] bool, False for padding; only used by recurrent layers
+    tile_mask: TileMask | None = None  # mask for fused attention; None for "einsum"
+    shared: KeysValues | None = None  # a previous layer's keys and values, if this layer reuses them
+    layer_input: jax.Array | None = None  # [B, G, T, ·] per-layer token embeddings (Gemma 4)
 
     def pick(self, x: jax.Array) -> jax.Array:
-        """Return token `last` [B] of x [B, G, T, ...], as [B, G, 1, ...], or x if `last` is None."""
+        """Select token `last` [B] from x [B, G, T, ...] as [B, G, 1, ...]. If `last` is None, return x."""
         if self.last is None:
             return x
         return jnp.take_along_axis(x, jnp.expand_dims(self.last, tuple(range(1, x.ndim))), axis=2)
 
     @property
     def prompt_keys(self) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-        """Keys, values and lengths of the prompts for an attention layer, or None without prompts."""
+        """Prompt keys, values and lengths for an attention layer, or None without prompts."""
         if self.prefix is None or self.lengths is None:
             return None
         keys, values = cast(KeysValues, self.prefix)
         return keys, values, self.lengths
 
     def of_last(self) -> Context:
-        """Return the context of the remaining layers, which run only on token `last`."""
+        """Return the context for the remaining layers, which run only on token `last`."""
         assert self.last is not None
         tables = tuple((self.pick(own), self.pick(other)) for own, other in self.tables)
         growth = None if self.growth is None else self.pick(self.growth)
@@ -106,12 +106,12 @@ class Context(flax.struct.PyTreeNode):
 
 
 def num_slots(layers: Cache) -> int:
-    """Return the number of slots: S for a `Cache`, P for the layers of a `Prefix`, or 0 if no layer has slots."""
+    """Return the number of slots: S for a `Cache`, P for `Prefix.layers`, or 0 if no layer has slots."""
     return next((layer[1].shape[-2] for layer in layers if layer and not isinstance(layer, RecurrentState)), 0)
 
 
 def empty_cache(layers: Cache, group: int, slots: int) -> Cache:
-    """Return a cache of zeros for `group` completions per prompt, given the layers of a `Prefix`."""
+    """Create a zero-filled cache for `group` completions per prompt from `Prefix.layers`."""
 
     def one(layer: LayerCache) -> LayerCache:
         if not layer:
@@ -144,7 +144,7 @@ def pad_slots(cache: Cache, slots: int) -> Cache:
 
 
 def rotate_ring(cache: Cache, first: jax.Array, slots: int) -> Cache:
-    """Return `slots` slots of a cache's ring, from slot `first` [B, G] on. Slots repeat if the ring is smaller."""
+    """Read `slots` slots from a cache's ring, starting at `first` [B, G]. Slots repeat if the ring is smaller."""
     size = num_slots(cache)
 
     def slice_slots(x: jax.Array, axis: int) -> jax.Array:

@@ -1,6 +1,6 @@
-"""Memory and preferred dtypes of devices, and ahead-of-time compilation for TPUs and NVIDIA GPUs without the hardware.
+"""Device memory and preferred dtypes, and ahead-of-time compilation for TPUs and NVIDIA GPUs without the hardware.
 
-`compile_program` returns the memory use, collectives and kernels of a program for absent devices. Compiler packages:
+`compile_program` returns a program's memory use, collectives and kernels on absent devices. It needs a compiler:
 
     pip install libtpu             # for TPUs: the extra `plan-tpu`
     pip install jax-cuda12-plugin  # for NVIDIA GPUs: the extra `plan-gpu`; must have the same version as jax
@@ -27,15 +27,15 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
-    """Return the platform of the given devices, or of JAX's default device, and a GPU's compute capability (else 0)."""
-    settings: Any = jax.config  # typed as Any since its fields are added at run time
+    """Return the platform of `devices`, or of JAX's default device, and its compute capability (0 unless a GPU)."""
+    settings: Any = jax.config  # typed as Any, since its fields are added at run time
     chosen = devices[0] if len(devices) else settings.jax_default_device
     first = jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
     return first.platform, float(getattr(first, "compute_capability", 0))
 
 
 def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["float32", "bfloat16"]:
-    """Return the dtype of matrix products for a `GRPOConfig.compute_dtype`; "auto" is resolved for the devices."""
+    """Return the dtype for matrix products, given a `GRPOConfig.compute_dtype`. "auto" depends on the devices."""
     if name != "auto":
         return cast(Literal["float32", "bfloat16"], name)
     platform, capability = platform_of(devices)
@@ -45,13 +45,13 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
 def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
     """Return whether products of bfloat16 matrices are fastest with float32 sums (`models.matmul`).
 
-    This is the case on CPUs with jax 0.10 or newer, which uses the CPU's matrix units; in older versions they are slow.
+    They are on CPUs with jax 0.10 or newer, which uses the CPU's matrix units. Older versions compute them slowly.
     """
     return platform_of(devices)[0] == "cpu" and jax.__version_info__ >= (0, 10)
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return a device's available memory in bytes (for a CPU, the machine's or container's), or None if unknown."""
+    """Return a device's memory in bytes, or None if unknown. A CPU has the memory of its machine or container."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
         return limit
@@ -71,7 +71,7 @@ CHIPS = {
     "v5p": (95e9, {4: "2x2x1", 8: "2x2x2"}),
     "v6e": (32e9, {4: "2x2", 8: "2x4", 16: "4x4"}),
 }
-"""TPUs: bytes of a chip, and slice topologies keyed by the number of chips. Fewer than four use the smallest slice."""
+"""TPUs: bytes per chip, and slice topologies by number of chips. Fewer than four chips use the smallest slice."""
 
 
 class GPU(NamedTuple):
@@ -105,9 +105,9 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # only the compiler is used, even if real TPUs are in use by another process
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # only the compiler is used, so another process may use real TPUs
 }
-"""Environment variables of a process that compiles for absent devices."""
+"""Environment variables for a process that compiles for absent devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +138,12 @@ class Target:
 
     @property
     def missing(self) -> str | None:
-        """Name of the package with the compiler if it is not installed, else None."""
+        """Name of the compiler package if it is not installed, else None."""
         module, package = ("libtpu", "libtpu") if self.kind in CHIPS else ("jax_cuda12_plugin", "jax-cuda12-plugin")
         return None if importlib.util.find_spec(module) else package
 
     def devices(self) -> Sequence[jax.Device]:
-        """Return the devices. The process must have been started with the variables in `ENVIRONMENT`."""
+        """Create the absent devices. The process must have been started with the variables in `ENVIRONMENT`."""
         if self.kind in GPUS:
             return _gpus(self.kind, self.count)
         from jax.experimental import topologies
@@ -154,7 +154,7 @@ class Target:
 
 
 def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
-    # On machines without a GPU, jax has no public API for the topologies of its CUDA plugin.
+    # jax has no public API for its CUDA plugin's topologies on machines without a GPU.
     from jax._src import xla_bridge
     from jax._src.lib import xla_client
 
@@ -182,15 +182,15 @@ class ProgramCost(NamedTuple):
     arguments: int  # size of the arguments
     temporaries: int  # size of temporary buffers; for a rejected program, all memory except the arguments
     results: int  # size of the results that do not reuse an argument's memory
-    flops: float  # floating-point operations of one call, without custom kernels; NaN if unknown
+    flops: float  # floating-point operations per call, without custom kernels; NaN if unknown
     seconds: float  # time to compile
     collectives: dict[str, int]  # bytes received from other devices, by kind; loops count as one iteration
     kernels: dict[str, int]  # number of custom calls, by name
     refused: bool = False  # whether a TPU compiler rejected the program because it needs too much memory
-    peak: int = 0  # peak device memory while the program runs, including other arrays of the run
+    peak: int = 0  # peak device memory while the program runs, including the run's other arrays
 
 
-# Memory sizes in the error message of a TPU compiler that rejects a program. Some versions include the arguments.
+# Memory sizes in the error message from a TPU compiler that rejects a program. Some versions include the arguments.
 _BEYOND = re.compile(r"Used ([\d.]+)([KMGT]) of")
 _IN_ALL = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
 
@@ -246,7 +246,7 @@ _COLLECTIVE = re.compile(
 
 
 def collectives(text: str) -> dict[str, int]:
-    """Return the total size in bytes of the results of each kind of collective; loops count as one iteration."""
+    """Return the total size in bytes of the results for each kind of collective. Loops count as one iteration."""
     total: Counter[str] = Counter()
     for shapes, kind in _COLLECTIVE.findall(text):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):

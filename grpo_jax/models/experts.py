@@ -18,15 +18,15 @@ from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Params
 
 ExpertWeights = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
-"""Weights of E experts: kernels of gate and up [E, D, F] and down [E, F, D], biases of gate and up [E, F] or None."""
+"""Weights of E experts: gate, up [E, D, F] and down [E, F, D] kernels, then gate and up biases [E, F] or None."""
 
 
 class Experts(nn.Module):
     """Gated MLPs, combined with a router's weights: Σ_e weight_e · expert_e(x) over each token's chosen experts.
 
     Tokens are sorted by expert, so that each expert is one block of a ragged matrix product. Experts have no capacity
-    limit: no token is dropped, and outputs do not depend on other tokens. If "fsdp" shards the kernels, devices either
-    gather the kernels or exchange tokens, whichever transfers fewer bytes.
+    limit: tokens are never dropped, and outputs do not depend on other tokens. If "fsdp" shards the kernels, devices
+    either gather the kernels or exchange tokens, whichever transfers fewer bytes.
     """
 
     config: TransformerConfig
@@ -56,14 +56,14 @@ class Experts(nn.Module):
         down_bias = bias("down_bias", c.hidden_size)
         if down_bias is None:
             return y
-        # Σ weight_e · bias_e does not need sorted tokens.
+        # Computing Σ weight_e · bias_e does not require sorted tokens.
         each = jax.nn.one_hot(chosen, c.num_experts, dtype=dtype) * weights.astype(dtype)[..., None]
         return y + each.sum(axis=1) @ down_bias
 
     def _sums(
         self, groups: int, x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: ExpertWeights
     ) -> jax.Array:
-        """Compute `_expert_sums`; on a mesh, each device processes its own tokens or its own channels."""
+        """Compute `_expert_sums`. On a mesh, each device processes its own tokens or its own channels."""
         c = self.config
         kernels, mesh = implementation(c.attention), c.mesh
         sums = functools.partial(_expert_sums, c)
@@ -74,18 +74,18 @@ class Experts(nn.Module):
             return math.prod(mesh.shape[name] for name in axes)
 
         def divisible_axes(size: int, *axes: str) -> tuple[str, ...]:
-            """Return the axes with more than one device, if they divide the size."""
+            """Return the axes with more than one device, or () if their device count does not divide `size`."""
             axes = tuple(name for name in axes if mesh.shape.get(name, 1) > 1)
             return axes if size % devices(axes) == 0 else ()
 
-        # Each device sorts its own tokens: XLA's partitioner cannot shard a sort and would gather all of them.
+        # Each device sorts its own tokens, since XLA's partitioner cannot shard a sort and would gather all tokens.
         inner, width = divisible_axes(c.expert_size, "tensor"), divisible_axes(c.hidden_size, "fsdp")
         rows, of_data = divisible_axes(groups, "data", "fsdp"), divisible_axes(groups, "data")
-        # With too few channels per device for a GPU kernel, tokens would be multiplied by all experts' matrices.
+        # With too few channels per device for a GPU kernel, every token would be multiplied by all experts' matrices.
         channels, outer = c.expert_size // devices(inner), c.hidden_size
         lost = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)
         if width and not lost and self._rows_are_less(x, devices(of_data)):
-            # Kernels stay sharded: each device receives all tokens, but only its own channels.
+            # Kernels stay sharded, and each device receives all tokens, but only its own channels.
             rows, sums = of_data, functools.partial(sums, across=width)
         else:
             width = ()
@@ -102,15 +102,15 @@ class Experts(nn.Module):
         return each(x, weights, chosen, experts)
 
     def _rows_are_less(self, x: jax.Array, parts: int) -> bool:
-        """Return whether exchanging one of `parts` parts of the tokens takes fewer bytes than gathering the kernels."""
+        """Return whether exchanging a 1 / `parts` share of the tokens takes fewer bytes than gathering the kernels."""
         c = self.config
-        product = 4 * c.num_experts_per_token * c.expert_size  # bytes of a token's float32 gate or up product
+        product = 4 * c.num_experts_per_token * c.expert_size  # bytes per token for float32 gate or up products
         rows = len(x) // parts * (2 * x.dtype.itemsize * c.hidden_size + 2 * 2 * product)
         return rows < 3 * x.dtype.itemsize * c.num_experts * c.hidden_size * c.expert_size
 
 
 def expert_activation(config: TransformerConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return an expert's activation, given the outputs of its gate and up projections."""
+    """Compute an expert's activation from the outputs of its gate and up projections."""
     if config.expert_swiglu is None:
         return ACTIVATIONS[config.activation](gate) * up
     alpha, limit = config.expert_swiglu
@@ -126,7 +126,7 @@ def _expert_sums(
     experts: ExpertWeights,
     across: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Return Σ weight · expert(x) over the chosen experts of tokens x [N, D], without the bias of the down projection.
+    """Compute Σ weight · expert(x) over the chosen experts for tokens x [N, D], without the down projection's bias.
 
     `across` names the mesh axes that shard the D channels of tokens and kernels.
     """
@@ -153,7 +153,7 @@ def _expert_sums(
 class MixtureOfExperts(nn.Module):
     """A mixture-of-experts layer: a router, its `Experts`, and an optional gated shared expert.
 
-    Router logits are sown in the collection "router" as "logits", for `router_loss`.
+    Router logits are sown as "logits" in the "router" collection, for `router_loss`.
     """
 
     config: TransformerConfig
@@ -175,13 +175,13 @@ class MixtureOfExperts(nn.Module):
 
 
 class ScaledRouter(nn.Module):
-    """Router with a normalized input, a scale per input channel, and a factor per expert on its weights (Gemma 4)."""
+    """Router with normalized inputs, a scale for each input channel, and a factor on each expert's weight (Gemma 4)."""
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the weights and indices [..., k] of the chosen experts of tokens [..., D]."""
+        """Return the weights and indices [..., k] of the chosen experts for tokens [..., D]."""
         c, ones = self.config, nn.initializers.ones
         factor = self.param("input_scale", ones, (c.hidden_size,)).astype(jnp.float32) * c.hidden_size**-0.5
         of_expert = self.param("per_expert_scale", ones, (c.num_experts,)).astype(jnp.float32)
@@ -193,10 +193,10 @@ class ScaledRouter(nn.Module):
 
 
 def router_loss(router: Params, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
-    """Return the scalar load-balancing loss E Σ_e f_e p_e (Fedus et al. 2021, Switch Transformers, eq. 4 to 6).
+    """Compute the scalar load-balancing loss E Σ_e f_e p_e (Fedus et al. 2021, Switch Transformers, eq. 4 to 6).
 
-    f_e is the fraction of tokens routed to expert e, and p_e is the router's mean probability of e, both over the
-    unmasked tokens of all sparse layers. Only p has a gradient. A uniform router has the smallest loss, k. `router` is
+    f_e is the fraction of tokens routed to expert e, and p_e is the router's mean probability for e, both over the
+    unmasked tokens in all sparse layers. Only p has a gradient. A uniform router has the smallest loss, k. `router` is
     the "router" collection returned by `model.apply(variables, ..., mutable=["router"])`.
     """
     layers = jax.tree.leaves(router)

@@ -1,10 +1,10 @@
-"""Fused attention, whose memory use is linear in the length: scores are computed for one tile at a time.
+"""Fused attention, with memory use linear in the length: scores are computed for one tile at a time.
 
-The module `attention` stores all scores [queries, keys], which is fastest while they are small. Here, each tile of
+The `attention` module stores all scores [queries, keys], which is fastest while they are small. Here, each tile of
 queries iterates over its visible tiles of keys with a running maximum and sum of the scores (Milakov & Gimelshein 2018;
 Dao et al. 2022). The backward pass recomputes the weights from the log-sum-exp.
 
-The implementation "tiles" is written in JAX for any platform; "triton" is a kernel for NVIDIA GPUs (Ampere and later).
+The "tiles" implementation uses JAX on any platform; "triton" is a kernel for NVIDIA GPUs (Ampere and later).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from grpo_jax.models.tiles import (
 )
 
 MOST_PARTS, LEAST_PART = 8, 64
-"""Largest number of programs that share a tile of prompt keys, and smallest number of query tiles per program."""
+"""Maximum number of programs that share a tile of prompt keys, and minimum number of query tiles per program."""
 
 
 class Inputs(NamedTuple):
@@ -54,10 +54,10 @@ class Inputs(NamedTuple):
 def fused_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, kernel: Kernel, sinks: jax.Array | None = None
 ) -> jax.Array:
-    """Return attention over visible keys, [A, H_kv, N, R, d], which is 0 for queries without visible keys.
+    """Compute attention over visible keys, [A, H_kv, N, R, d], which is 0 for queries without visible keys.
 
-    q is [A, H_kv, N, R, d], where R query heads share a key head; k and v are [A, H_kv, S, d]. `sinks`, [H_kv, R]
-    float32, is the score of an additional key without value in each head. Supports only reverse-mode gradients.
+    q is [A, H_kv, N, R, d], where R query heads share a key head; k and v are [A, H_kv, S, d]. `sinks` [H_kv, R]
+    float32 are scores for an additional key without a value in each head. Supports only reverse-mode gradients.
     """
     a, h, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, tile_mask.keys.number.shape[1], d))
@@ -72,17 +72,17 @@ def fused_attention(
 
     q = fill(q.reshape(a, h, n * r, d), kernel.rows)
     k, v = fill(k, kernel.columns), fill(v, kernel.columns)
-    # Same layout as the queries: [H_kv, N R].
+    # Lay out the sinks like the queries: [H_kv, N R].
     sinks = None if sinks is None else jnp.pad(jnp.tile(sinks, (1, n)), ((0, 0), (0, -n * r % kernel.rows)))
     out = _attend(kernel, Inputs(q, k, v, rows, keys, tile_mask.tiles[str(kernel.window)]), sinks)
     return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
 
 
-# Implementation in JAX, mapped over A and H.
+# The JAX implementation, mapped over A and H.
 
 
 def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> Callable[..., Any]:
-    """Map a function of one tile and head over axes A and H. If `last_is_shared`, the last argument has no axis H."""
+    """Map a function for one tile and head over axes A and H. If `last_is_shared`, the last argument has no axis H."""
 
     def mapped(*arrays: Any) -> Any:
         axes = (0,) * (len(arrays) - 1) + (None if last_is_shared else 0,)
@@ -92,13 +92,13 @@ def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> C
 
 
 def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
-    """Return tile `at` [A] of arrays [A, N] or [A, H, N, ...]."""
+    """Slice tile `at` [A] out of an array [A, N] or [A, H, N, ...]."""
     axis = 0 if x.ndim == 2 else 1
     return jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis))(x, at)
 
 
 def _seen_by_tile(kernel: Kernel, x: Inputs, row: jax.Array, column: jax.Array, valid: jax.Array) -> jax.Array:
-    """Compute the mask [A, rows, columns] of query tiles `row` [A] and key tiles `column` [A]."""
+    """Compute the mask [A, rows, columns] for query tiles `row` [A] and key tiles `column` [A]."""
     rows = [_take(ids, row, kernel.rows) for ids in (x.rows.number, x.rows.prompt, x.rows.position)]
     keys = [_take(ids, column, kernel.columns) for ids in (x.keys.number, x.keys.position)]
     return jax.vmap(lambda rows, keys: visible(rows, keys, kernel))(rows, keys) & valid[:, None, None]
@@ -169,7 +169,7 @@ def _plain_backward(
 
 
 # Kernels for NVIDIA GPUs. Each program has one tile of queries (or keys) and iterates over tiles of keys (or queries).
-# The first arguments are `_kernel_inputs`.
+# The first arguments come from `_kernel_inputs`.
 
 
 def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
@@ -222,7 +222,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, parts: int = 1) -> None:
 
 
 KernelInput = tuple[jax.Array, str, bool]
-"""Array, axis that is split into tiles ("rows", "columns" or "line"), and whether all heads share the array."""
+"""An array, the axis to split into tiles ("rows", "columns" or "line"), and whether all heads share the array."""
 
 
 def _call(
@@ -238,8 +238,8 @@ def _call(
 ) -> list[jax.Array]:
     """Run a kernel on `count` tiles of queries or keys, starting at tile `first`.
 
-    If `count` is None, all tiles are used. If `parts` > 1, each tile is shared by `parts` programs, and outputs have a
-    leading axis [parts, ...].
+    If `count` is None, all tiles are used. If `parts` > 1, `parts` programs share each tile, and outputs have a leading
+    axis [parts, ...].
     """
     a, h, m, _ = inputs[0][0].shape
     whole = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns
@@ -247,8 +247,8 @@ def _call(
     size = {"rows": kernel.rows, "columns": kernel.columns}
 
     def spec(shape: tuple[int, ...], axis: str, shared: bool) -> pl.BlockSpec:
-        # Each program reads one tile of the arrays that are split along its axis, and its row of the tile indices. All
-        # other arrays are read in full.
+        # Each program reads one tile of the arrays that are split along its axis, its row of the tile indices, and all
+        # other arrays in full.
         mine = axis in ("rows" if by_rows else "columns", "line")
         lead = 1 if shared else 2
         length, rest = shape[lead], shape[lead + 1 :]
@@ -312,7 +312,7 @@ def _kernel_backward(
 def _key_gradients(kernel: Kernel, inputs: Sequence[KernelInput]) -> list[jax.Array]:
     """Compute the gradients of keys and values.
 
-    Keys of a prompt are visible to all queries of its group; keys of a completion only to later queries of the same
+    A prompt's keys are visible to all queries in its group, and a completion's keys only to later queries in the same
     completion. Several programs share a tile of prompt keys, since these tiles would otherwise finish last.
     """
     (k, *_), (v, *_) = inputs[1:3]
@@ -331,8 +331,8 @@ def _key_gradients(kernel: Kernel, inputs: Sequence[KernelInput]) -> list[jax.Ar
     return [jnp.concatenate(both, axis=2) for both in zip(sums, own, strict=True)] if own else sums
 
 
-# A sink adds a term to the softmax denominator but does not need a tile. If the sink is included in the log-sum-exp,
-# the tile gradients equal the gradients of a softmax with one additional key.
+# A sink adds a term to the softmax denominator but does not need a tile. If the log-sum-exp includes the sink, the tile
+# gradients equal the gradients of a softmax with one additional key.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -26,14 +26,14 @@ from grpo_jax.models.attention import dividing_axes
 from grpo_jax.models.tiles import LEAST_SIDE, Kernel, Ref, Sums, add_tile, compiler_params, start_of_sums
 
 TILE_BYTES = 8192
-"""Bytes per tile of keys. Four programs with their prefetched tiles fit on a multiprocessor."""
+"""Bytes per tile of keys. Four programs with prefetched tiles fit on a multiprocessor."""
 
 FEWEST_PROGRAMS = 96
-"""Smallest number of programs (completions times key heads) per device. Fewer programs would leave a GPU idle."""
+"""Minimum number of programs (completions times key heads) per device. Fewer programs would leave a GPU idle."""
 
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
-    """Return whether a decode step has a kernel. `keys` contains the slot counts of the cache and of the prompts."""
+    """Return whether a kernel supports the decode step. `keys` contains the slot counts of cache and prompts."""
     if implementation not in ("triton", "interpreted") or min(keys) < LEAST_SIDE:
         return False
     whole = LEAST_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
@@ -55,8 +55,8 @@ def step_attention(
     """Compute `attention.group_attention` for one token per completion. Differentiation is not supported.
 
     q is [B, H_kv, G, 1, R, d], k [B, H_kv, G, d, S], v [B, H_kv, G, S, d], and `prefix` is keys [B, H_kv, d, P], values
-    [B, H_kv, P, d] and lengths [B]. The implementation, scale, window and soft cap of `kernel` are used, but not its
-    tile sizes. With a mesh, the first two axes are sharded over its devices, as in `attention.tiled_attention`.
+    [B, H_kv, P, d] and lengths [B]. `kernel` provides the implementation, scale, window and soft cap, but not the tile
+    sizes. With a mesh, the first two axes are sharded over its devices, as in `attention.tiled_attention`.
     """
     b, h, g, _, r, d = q.shape
     pk, pv, lengths = prefix
@@ -95,7 +95,7 @@ def _of_device(
 
     position = slot - first
     window = 2**30 if kernel.window is None else kernel.window
-    # Ranges of tiles with completion keys [oldest, newest) and prompt keys [prompt, ends).
+    # Tiles [oldest, newest) contain the visible completion keys, and tiles [prompt, ends) the visible prompt keys.
     whole = slot >= slots  # the ring buffer is full, and all slots are read
     oldest = jnp.where(whole, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
     newest = jnp.where(whole, -(-slots // sizes[0]), slot // sizes[0] + 1)
@@ -116,7 +116,7 @@ def _of_device(
         at.append(pl.BlockSpec((None, rows), lambda j, i: (i % h, 0)))
     out = pl.pallas_call(
         functools.partial(_step_kernel, kernel=kernel, slots=slots, prompt_slots=p, sizes=sizes),
-        # In this order, programs of a group run at about the same time, so that the keys of their prompt are cached.
+        # In this order, programs in a group run at about the same time, so that their prompt's keys are cached.
         grid=(g, b * h),
         in_specs=at,
         out_specs=at[0],
@@ -165,7 +165,7 @@ def _step_kernel(*refs: Ref, kernel: Kernel, slots: int, prompt_slots: int, size
 
 
 def _begin(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first slot of tile j and the slots of its keys. The last tile ends at the last slot."""
+    """Return the first slot and all slots of tile j. The last tile ends at the last slot."""
     at = j * size if slots % size == 0 else jnp.minimum(j * size, slots - size)
     return at, at + jnp.arange(size)
 

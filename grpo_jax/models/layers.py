@@ -1,10 +1,10 @@
 """Linear layers with unquantized or quantized matrices, the RMS norm and the gated MLP.
 
 A frozen matrix W [in, out], quantized to four or eight bits, is stored as Wᵀ [out, in], as in checkpoint files. Each
-row is split into blocks, and a weight is the value of its code times the scale of its block:
+row is split into blocks, and a weight is its code's value times its block's scale:
 
 ```
-        codes                      value of a code               block       scale of a block
+        codes                      value per code                block       scale per block
 nf4     uint8, two codes per byte  NF4[code], in [−1, 1]         64          float32, or 8 bits (nested)
 int8    int8                       the code, in −127..127        one row     float32
 ```
@@ -38,7 +38,7 @@ NF4 = np.array(
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
     np.float32,
 )  # fmt: skip
-"""Values of the 16 codes of NF4 (arXiv:2305.14314, appendix E)."""
+"""Values of the 16 NF4 codes (arXiv:2305.14314, appendix E)."""
 
 NESTED_BLOCK = 256
 """Number of nested scales that share an outer scale."""
@@ -46,7 +46,7 @@ NESTED_BLOCK = 256
 
 @flax.struct.dataclass(eq=False)
 class Quantized:
-    """A frozen quantized matrix, used instead of a kernel; a pytree of JAX or NumPy arrays."""
+    """A frozen quantized matrix that replaces a kernel. It is a pytree of JAX or NumPy arrays."""
 
     codes: Any  # uint8 [..., out, in/2], the first code of a byte in its upper half; or int8 [..., out, in]
     scales: Any  # [..., out, in/block] float32, or uint8 with `nested`
@@ -56,7 +56,7 @@ class Quantized:
     dtype: str = flax.struct.field(pytree_node=False, kw_only=True)  # default dtype of the dequantized matrix
 
     def rows(self, dtype: DTypeLike) -> jax.Array:
-        """Return Wᵀ [..., out, in], computed in float32 and rounded to `dtype`."""
+        """Dequantize to Wᵀ [..., out, in], computed in float32 and rounded to `dtype`."""
         values, scales = _values(self.codes), self.scales
         if self.nested is not None:
             levels, outer, offset = self.nested
@@ -69,16 +69,16 @@ class Quantized:
         return blocks.astype(dtype).reshape(values.shape)
 
     def matrix(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """Return W [..., in, out], in `self.dtype` by default."""
+        """Dequantize to W [..., in, out], in `self.dtype` by default."""
         return self.rows(self.dtype if dtype is None else dtype).swapaxes(-1, -2)
 
 
 def _values(codes: jax.Array) -> jax.Array:
-    """Return the float32 values of codes [..., in], or of packed codes [..., in/2]."""
+    """Convert codes [..., in], or packed codes [..., in/2], to their float32 values."""
     if codes.dtype != jnp.uint8:
         return codes.astype(jnp.float32)
     codes = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape((*codes.shape[:-1], -1))
-    # Sixteen selects instead of a table lookup, because they fuse with their consumer on every backend.
+    # Use sixteen selects instead of a table lookup, because they fuse with their consumer on every backend.
     return functools.reduce(jnp.add, (jnp.where(codes == i, value, jnp.float32(0)) for i, value in enumerate(NF4)))
 
 
@@ -89,7 +89,7 @@ def is_quantized(tree: Params) -> bool:
 
 
 def kernel_of(module: nn.Module, name: str, shape: tuple[int, ...], stddev: float) -> Quantized | jax.Array:
-    """Return the kernel [..., in, out] called `name` of a module; it may be quantized."""
+    """Return the module's kernel [..., in, out] with the given name, which may be quantized."""
     held = module.get_variable("params", name) if module.has_variable("params", name) else None
     return held if isinstance(held, Quantized) else module.param(name, nn.initializers.normal(stddev), shape)
 
@@ -98,7 +98,7 @@ def kernel_of(module: nn.Module, name: str, shape: tuple[int, ...], stddev: floa
 def matmul_quantized(
     x: jax.Array, w: Quantized, dtype: DTypeLike | None = None, float32_sums: bool = False
 ) -> jax.Array:
-    """Return x W for x [N, in]. Only x has a gradient. See `matmul.matmul` for `dtype` and `float32_sums`.
+    """Compute x W for x [N, in]. Only x has a gradient. See `matmul.matmul` for `dtype` and `float32_sums`.
 
     W is dequantized to the dtype of x for the product, and again for the gradient. Keeping the dequantized matrices
     from the forward to the backward pass would take as much memory as a 16-bit model.
@@ -107,16 +107,16 @@ def matmul_quantized(
 
 
 def _product(x: jax.Array, w: Quantized, dtype: DTypeLike | None, float32_sums: bool) -> jax.Array:
-    """Compute `matmul_quantized` with a dot product that the policies of `jax.checkpoint` recognize."""
+    """Compute `matmul_quantized` with a dot product that `jax.checkpoint` policies recognize."""
     if float32_sums:
         return dot_float32(x, rows_for(x, w), (1, 1)).astype(dtype or x.dtype)
     return jnp.matmul(x, rows_for(x, w).T, preferred_element_type=dtype)
 
 
 def rows_for(x: jax.Array, w: Quantized) -> jax.Array:
-    """Return Wᵀ in the dtype of x, dequantized only once x has been computed.
+    """Dequantize Wᵀ to the dtype of x, but not before x has been computed.
 
-    Otherwise the compiler may dequantize all matrices at the start, or hoist this operation out of a loop over tokens.
+    Otherwise, the compiler may dequantize all matrices at the start, or hoist this operation out of a loop over tokens.
     """
     x = jax.lax.stop_gradient(x)
 
@@ -132,7 +132,7 @@ def _after(codes: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _after_on_cpu(codes: jax.Array, x: jax.Array) -> jax.Array:
-    """Return codes XORed with a zero computed from x, since XLA's CPU backend ignores barriers when it schedules."""
+    """XOR codes with a zero computed from x, since XLA's CPU backend ignores barriers when it schedules."""
     bits = jax.lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     return codes ^ jnp.minimum(bits, 0).astype(codes.dtype)
 
@@ -161,7 +161,7 @@ def _matmul_quantized_jvp(
 
 
 UNTRAINED = ("layer_scalar",)
-"""Names of params that are never updated: they have no gradient and no weight decay."""
+"""Names of params that are never updated, neither by gradients nor by weight decay."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
@@ -171,10 +171,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Linear(nn.Module):
-    """Linear layer x W (+ b), where W is an array [in, out] or `Quantized`; adds (x A) B for a "lora" adapter.
+    """Linear layer x W (+ b), where W is an array [in, out] or `Quantized`. A "lora" adapter adds (x A) B.
 
-    If the collection "columns" contains Wᵀ (`kernels_by_columns`, for decoding on a CPU), it is read instead of W.
-    Operands have dtype `dtype`, and results `result_dtype` (`dtype` if None). See `matmul` for `float32_sums`.
+    If the "columns" collection contains Wᵀ (`kernels_by_columns`, for decoding on a CPU), it is read instead of W.
+    Operands have dtype `dtype`, and results have `result_dtype`, by default `dtype`. See `matmul` for `float32_sums`.
     """
 
     features: int
@@ -188,7 +188,7 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         out = self.dtype if self.result_dtype is None else self.result_dtype
         kernel = kernel_of(self, "kernel", (x.shape[-1], self.features), self.stddev)
-        # Merged to 2-D, since the gradient of a [B, G, T, in] product takes XLA's CPU backend three times as long.
+        # Merge the leading axes, since XLA's CPU backend takes three times as long for the gradient of a 4-D product.
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         if isinstance(kernel, Quantized):
             y = matmul_quantized(x.astype(self.dtype), kernel, out, self.float32_sums)
@@ -212,7 +212,7 @@ class Linear(nn.Module):
 
 
 def linear(config: TransformerConfig, name: str, features: int, use_bias: bool = False) -> Linear:
-    """Create a `Linear` submodule of the calling module, with the config's dtype."""
+    """Create a `Linear` submodule in the calling module, with the config's dtype."""
     dtype, sums = jnp.dtype(config.dtype), config.uses_float32_sums
     return Linear(features, use_bias, dtype, config.initializer_range, float32_sums=sums, name=name)
 
@@ -241,7 +241,7 @@ class MLP(nn.Module):
 
 
 def norm(config: TransformerConfig, name: str) -> RMSNorm:
-    """Create an `RMSNorm` submodule of the calling module, with the config's epsilon and offset."""
+    """Create an `RMSNorm` submodule in the calling module, with the config's epsilon and offset."""
     return RMSNorm(config.rms_norm_eps, config.norm_offset, name=name)
 
 
@@ -260,6 +260,6 @@ class RMSNorm(nn.Module):
 
 
 def unit_rms(x: jax.Array, eps: float) -> jax.Array:
-    """Return x / sqrt(mean(x²) + eps) in float32."""
+    """Compute x / sqrt(mean(x²) + eps) in float32."""
     y = x.astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)

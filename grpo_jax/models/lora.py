@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA).
 
 An adapted projection computes y = x W + s (x A) B, with W frozen and s = alpha / rank, without a merged copy of W.
-`LoraModel` is a model whose params are the adapters. B is initialized to 0, so the policy initially equals the base.
-The reference is a copy of the adapters, or of several syncs' adapters (`reference_of`), so the base is stored once.
+`LoraModel` is a model with the adapters as params. B is initialized to 0, so the policy initially equals the base. The
+reference consists of adapters from one or several syncs (`reference_of`), so the base is stored only once.
 
 ```
-params of a Transformer                        adapters ("params" of a LoraModel)
+params of a Transformer                        adapters (the params of a LoraModel)
 layers_0/self_attn/q_proj/kernel [in, out]     layers_0/self_attn/q_proj/a [in, rank], …/b [rank, out]
 layers_0/mlp/up_proj/kernel      [in, out]     layers_0/mlp/up_proj/a      [in, rank], …/b [rank, out]
 ```
@@ -34,22 +34,22 @@ TARGETS = (
     r"(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|conv/(in|out)_proj|mlp/(gate|up|down)_proj"
     r"|per_layer_(input_gate|projection))"
 )
-"""Default targets: all projections of attention, recurrent layers, dense MLPs and per-layer embeddings. The output
+"""Default targets: all projections in attention, recurrent layers, dense MLPs and per-layer embeddings. The output
 head, embeddings, routers and experts are not adapted."""
 
 
 @flax.struct.dataclass(eq=False)
 class LoraModel:
-    """A frozen base model with low-rank adapters, as a model whose params are the adapters.
+    """A frozen base model with low-rank adapters as the model's params.
 
-    It is a pytree whose leaves are the base's arrays. Pass it to jitted functions as a regular argument: as a static
+    It is a pytree with the base's arrays as leaves. Pass it to jitted functions as a regular argument. As a static
     argument or in a closure, the base would be embedded as a constant in every compiled function.
     """
 
     base: Params  # frozen params of `model`
     model: Transformer = flax.struct.field(pytree_node=False)
     scale: float = flax.struct.field(pytree_node=False, default=1.0)  # s = alpha / rank
-    dropout: float = flax.struct.field(pytree_node=False, default=0.0)  # dropout rate of A's input
+    dropout: float = flax.struct.field(pytree_node=False, default=0.0)  # dropout rate for the input to A
 
     @property
     def config(self) -> TransformerConfig:
@@ -61,7 +61,7 @@ class LoraModel:
         return self.model.prefill
 
     def apply(self, variables: Params, *args: Any, **kwargs: Any) -> Any:
-        """Call `Transformer.apply` with adapters as params; empty params select the base model."""
+        """Call `Transformer.apply` with adapters as params. Empty params select the base model."""
 
         def scaled(adapter: Params) -> Params:
             b = adapter["b"].astype(jnp.float32) * jnp.float32(self.scale)
@@ -79,7 +79,7 @@ def _is_adapter(node: Params) -> bool:
 def init_adapters(
     key: jax.Array, base: Params, *, rank: int, targets: str = TARGETS, init: Literal["uniform", "gaussian"] = "uniform"
 ) -> Params:
-    """Return float32 adapters, nested like `base`, for the projections whose full path matches `targets`.
+    """Create float32 adapters, nested like `base`, for the projections with a full path that matches `targets`.
 
     As in PEFT, A is "uniform" in ±in^(−1/2) or "gaussian" with standard deviation 1 / rank, and B is zero.
     """
@@ -110,17 +110,17 @@ def init_adapters(
 
 
 FADED = 1e-6
-"""Weight below which the adapters of old syncs are dropped from a reference: a tenth of the log-probs' resolution."""
+"""Weight below which adapters from old syncs are dropped from a reference: a tenth of the log-probs' resolution."""
 
 
 def reference_of(adapters: Params, alpha: float) -> Params:
-    """Return float32 adapters of a reference for `sync_adapters`, initially equivalent to the policy's adapters.
+    """Create float32 reference adapters for `sync_adapters`, initially equivalent to the policy's adapters.
 
     The reference's weights are a weighted sum of products A B from several syncs, which differs from the product of the
-    averaged A and the averaged B. Therefore the factors of the last n syncs are concatenated, [in, n·rank] and
-    [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`, for example 16 for alpha = 0.6. If these are
-    not smaller than the matrix, the matrix itself and an identity are used as factors. With alpha = 1, a sync copies
-    the adapters, so they are returned unchanged.
+    averaged A and the averaged B. Therefore, the factors from the last n syncs are concatenated, [in, n·rank] and
+    [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`, for example 16 for alpha = 0.6. If they are not
+    smaller than the matrix, the matrix itself and an identity are used as factors. With alpha = 1, a sync copies the
+    adapters, so they are returned unchanged.
     """
     if alpha == 1:
         return adapters
@@ -150,7 +150,7 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
         if rank < min(height, width) == a_ref.shape[1]:
             product = jnp.matmul(a, b, precision="highest")
             return _as_a_matrix(alpha * product + fade * (b_ref if height <= width else a_ref))
-        start = (step // every) * rank % a_ref.shape[1]  # offset of the oldest adapters, which are overwritten
+        start = (step // every) * rank % a_ref.shape[1]  # offset of the oldest adapters, to overwrite
         put = jax.lax.dynamic_update_slice_in_dim
         return {"a": put(a_ref, a, start, axis=1), "b": put(fade * b_ref, alpha * b, start, axis=0)}
 
@@ -161,13 +161,13 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
 
 
 def _as_a_matrix(x: jax.Array) -> Params:
-    """Express a matrix [in, out] as adapters: the matrix times an identity."""
+    """Express a matrix [in, out] as an adapter: the matrix times an identity."""
     height, width = x.shape
     return {"a": jnp.eye(height), "b": x} if height <= width else {"a": x, "b": jnp.eye(width)}
 
 
 def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
-    """Return params of a `Transformer` with the same outputs: W + s A B, computed in float32 and cast to W's dtype.
+    """Compute `Transformer` params with the same outputs: W + s A B, computed in float32 and cast to W's dtype.
 
     A quantized base is dequantized into host memory, since it may not fit into device memory.
     """
@@ -182,5 +182,5 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
     return unflatten_dict(merged)
 
 
-# Jitted, since otherwise each of its forty operations would be compiled separately for every shape.
+# Use `jit`, since otherwise each of its forty operations would be compiled separately for every shape.
 _matrix = jax.jit(Quantized.matrix, static_argnames="dtype")

@@ -1,4 +1,4 @@
-"""Matrix products whose gradients are also fast on CPUs.
+"""Matrix products with gradients that are also fast on CPUs.
 
 Each product defines its value and its tangent. JAX derives the gradient by transposition, so the products support
 forward mode, reverse mode, combinations of both, and `jax.vmap`.
@@ -23,10 +23,10 @@ Tangents = tuple[jax.Array | SymbolicZero, jax.Array | SymbolicZero]
 def matmul(
     x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None, float32_sums: bool = False, transposed: bool = False
 ) -> jax.Array:
-    """Return x w for x [N, I] and w [I, O], or x wᵀ for w [O, I] if `transposed`.
+    """Compute x w for x [N, I] and w [I, O], or x wᵀ for w [O, I] if `transposed`.
 
-    The result is accumulated and returned in `dtype`. If `dtype` is None, it is the dtype of x and w, as in gradients.
-    With `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded.
+    The result is accumulated and returned in `dtype`, by default the dtype of x and w, which gradients always use. With
+    `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded.
     """
     if float32_sums:
         return dot_float32(x, w, (1, int(transposed))).astype(dtype or x.dtype)
@@ -34,7 +34,7 @@ def matmul(
 
 
 def tile_product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Contract one axis of each of two tiles in float32 at full precision. Can be used inside kernels."""
+    """Contract one axis of x with one axis of y in float32 at full precision. Works inside kernels."""
     return dot_float32(x, y, contract, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
@@ -43,7 +43,7 @@ def matmul_by_columns(
 ) -> jax.Array:
     """Compute x w as (wᵀ xᵀ)ᵀ for x [N, I] and columns = wᵀ [O, I], which is faster for few rows on CPU.
 
-    The barriers prevent XLA from merging the product with the transposes, which would be about as slow as x w.
+    The barriers keep XLA from merging the product with the transposes, which would be about as slow as x w.
     """
     barrier = jax.lax.optimization_barrier
     if float32_sums:
@@ -53,15 +53,15 @@ def matmul_by_columns(
 
 @jax.custom_jvp
 def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x · scale for x [N, I] and scale [I]."""
+    """Multiply each column of x [N, I] by its entry in scale [I]."""
     return x * scale[None]
 
 
 def _store_transpose(w: jax.Array) -> Callable[[jax.Array], jax.Array]:
     """Return an identity on [N, M] that stores the transpose in memory on CPU if w [I, O] has I ≥ O.
 
-    XLA's CPU backend computes xᵀ g, with a transposed left operand, at half the speed of (gᵀ x)ᵀ with both transposes
-    stored. Tangents apply this identity before and after the operation that is linear in the weights.
+    XLA's CPU backend computes xᵀ g, with a transposed left operand, at half the speed of (gᵀ x)ᵀ with stored
+    transposes. Tangents apply this identity before and after the operation that is linear in the weights.
     """
     return _stored_p.bind if w.shape[0] >= w.shape[1] else lambda x: x
 
@@ -70,8 +70,8 @@ def _stored(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
-# A primitive instead of `jax.lax.platform_dependent`, which would add a conditional that is traced, linearized and
-# transposed twice for each product of a model.
+# Use a primitive instead of `jax.lax.platform_dependent`, which would add a conditional that is traced, linearized and
+# transposed twice for each product in a model.
 _stored_p = Primitive("written_out")
 _stored_p.def_impl(lambda x: x)
 _stored_p.def_abstract_eval(lambda x: x)
@@ -82,7 +82,7 @@ mlir.register_lowering(_stored_p, mlir.lower_fun(_stored, multiple_results=False
 
 
 def _tangent(y: jax.Array, *terms: tuple[Callable[[jax.Array], jax.Array], jax.Array | SymbolicZero]) -> jax.Array:
-    """Compute the tangent of y as the sum of the terms (linear function, tangent)."""
+    """Compute the tangent of y as the sum of the terms, each a pair (linear function, tangent)."""
     parts = [linear(tangent) for linear, tangent in terms if not isinstance(tangent, SymbolicZero)]
     return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
 
@@ -116,7 +116,7 @@ def _scale_columns_jvp(primals: tuple[jax.Array, jax.Array], tangents: Tangents)
     y = x * scale[None]
 
     def spread(ds: jax.Array) -> jax.Array:
-        # Multiply by ones, so that the gradient is also a product. A sum over rows is ten times slower on CPU.
+        # Multiply by ones, so that the gradient is also a product. A sum over rows would be ten times slower on CPU.
         return jax.lax.dot_general(jnp.ones(x.shape[0], ds.dtype), ds, (((), ()), ((), ())))
 
     return y, _tangent(y, (lambda dx: dx * scale[None], dx), (lambda ds: x * spread(ds), ds))
@@ -126,7 +126,7 @@ Axes = tuple[int, int]
 
 
 def dot_float32(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.Precision | None = None) -> jax.Array:
-    """Contract one axis of each of two matrices in float32.
+    """Contract one axis of matrix x with one axis of matrix y in float32.
 
     XLA's CPU backend uses matrix units (Intel AMX) for bfloat16 matrices if the result is float32, no operand is a
     transpose, and the left operand is contracted over its last axis. Otherwise, both operands are converted to float32.
@@ -136,7 +136,7 @@ def dot_float32(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.P
 
 
 def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
-    """Contract one axis of each of two matrices in float32, and round the result to their dtype.
+    """Contract one axis of matrix x with one axis of matrix y in float32, and round the result to their dtype.
 
     `contract` = (1, 0) computes x y, (1, 1) computes x yᵀ, and (0, 0) computes xᵀ y. Products with cotangents also use
     operands of this dtype, whereas the derivative of `dot_float32` followed by a conversion would use float32.
@@ -147,7 +147,7 @@ def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
 def _dot(x: jax.Array, y: jax.Array, *, contract: Axes) -> jax.Array:
     dtype = x.dtype
     if contract == (0, 0):
-        # The reshape and the barrier prevent XLA from undoing the transpose.
+        # The reshape and the barrier keep XLA from undoing the transpose.
         x, contract = jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(x.shape[::-1]), (1, 0)
     return dot_float32(x, y, contract).astype(dtype)
 

@@ -1,7 +1,7 @@
 """Sequence packing: completions of different lengths are concatenated to avoid computation on padding.
 
 A batch [B, G, T] of short completions is mostly padding. Here, completions are truncated to their lengths and
-concatenated into packed sequences of N tokens. All sequences of a batch have the same shape, and few shapes are used,
+concatenated into packed sequences of N tokens. All sequences for a batch have the same shape, and few shapes are used,
 so that few programs are compiled.
 """
 
@@ -21,20 +21,20 @@ import numpy as np
 from grpo_jax.models.context import Segments
 
 BLOCK = 64
-"""Tokens per block, the number of queries in one matrix product of attention. Groups are padded to whole blocks."""
+"""Tokens per block, the number of queries in one matrix product in attention. Groups are padded to whole blocks."""
 
 
 class PackedSequence(flax.struct.PyTreeNode):
-    """Concatenated completions of a batch [B, G, T]: S segments in N tokens, on each of A devices.
+    """Concatenated completions from a batch [B, G, T]: S segments in N tokens, on each of A devices.
 
-    Each device holds completions of B / A prompts.
+    Each device holds completions for B / A prompts.
 
     Attributes:
       tokens: [A, N] int32, token ids; 0 in padding.
       segments: segment, position and prompt of each token.
       completions: [A, S] int32, index b·G + g of each segment's completion in the device's shard of the batch.
       starts: [A, S] int32, index of the first token of each segment.
-      lengths: [A, S] int32, number of tokens of each segment; 0 for unused segments.
+      lengths: [A, S] int32, number of tokens in each segment; 0 for unused segments.
     """
 
     tokens: jax.Array
@@ -55,13 +55,13 @@ class PackedSequence(flax.struct.PyTreeNode):
         return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)
 
     def take(self, x: jax.Array) -> jax.Array:
-        """Gather the values of the segments from an array [B, G] or [B, G, T, ...]: [A, S] or [A, S, longest, ...]."""
+        """Gather values for each segment from an array [B, G] or [B, G, T, ...]: [A, S] or [A, S, longest, ...]."""
         devices = self.tokens.shape[0]
         taken = jax.vmap(lambda x, at: x[at])(x.reshape((devices, -1, *x.shape[2:])), self.completions)
         return taken if x.ndim == 2 else taken[:, :, : self.segments.longest]
 
     def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the values [A, S, T] of the segments to `whole` [B, G, T]. Added to zeros, this inverts `take`."""
+        """Add segment values [A, S, T] to `whole` [B, G, T]. Inverts `take` if `whole` is zero."""
         devices, t = self.tokens.shape[0], self.segments.longest
         parts = whole.reshape(devices, -1, whole.shape[-1])
         added = jax.vmap(lambda part, at, x: part.at[at, :t].add(x))(parts, self.completions, x)
@@ -69,47 +69,47 @@ class PackedSequence(flax.struct.PyTreeNode):
 
     @property
     def mask(self) -> jax.Array:
-        """Mask [A, S, T] bool, True at the tokens of each segment."""
+        """Mask [A, S, T] bool, True for the tokens of each segment."""
         return jnp.arange(self.segments.longest)[None, None] < self.lengths[..., None]
 
 
 HALF = 256
-"""Smallest number of tokens of a half-size sequence. For shorter sequences, the fixed cost outweighs the gain."""
+"""Minimum number of tokens in a half-size sequence. For shorter sequences, the fixed cost outweighs the gain."""
 
 FEW = 8
-"""Largest number of sequences per batch for which half-size sequences are used. They save half a sequence at most."""
+"""Maximum number of sequences per batch for which half-size sequences are used. They save at most half a sequence."""
 
 OPEN = (1, 2, 4)
-"""Numbers of open sequences that are tried for a completion before a new one is started. The smallest number is used
-that needs as few sequences as the largest. The prompts of a sequence are then close together, and an update keeps the
-activations of fewer prompts."""
+"""Numbers of open sequences to try for a completion before starting a new sequence. Packing uses the smallest number
+that needs no more sequences than the largest, so that the prompts in a sequence are close together, and an update
+keeps activations for fewer prompts."""
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
-    """Return N, the smallest multiple of `block` that is at least `tokens` and at least `longest`."""
+    """Return N, the smallest multiple of `block` that is at least max(tokens, longest)."""
     return -(-max(tokens, longest) // block) * block
 
 
 class SequenceShape(NamedTuple):
-    """Shape of packed sequences, which determines the compiled program."""
+    """Shape of packed sequences. Each shape needs a compiled program."""
 
     size: int  # N, a multiple of `block`, at least the length of the longest completion
     block: int  # tokens per block
-    longest: int  # upper bound on the tokens of a segment
-    whole: bool  # whether blocks are larger, gcd(N, T), if all completions have T tokens
+    longest: int  # upper bound on the tokens per segment
+    whole: bool  # whether blocks have gcd(N, T) tokens, for completions of T tokens each
 
 
 def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
-    """Return the shapes that packed sequences of completions [B, G, T] may have.
+    """Return the shapes that packed sequences for completions [B, G, T] may have.
 
-    There are few shapes, since each one needs a compiled program. Fused attention uses two sizes. The cost of attention
-    with stored scores depends on the block size and on the number of previous blocks that a block reads. It uses one
-    shape for completions of any length, a second if all completions have T tokens, a third for short completions, and,
-    for batches of few sequences, a fourth with half the size and half the block size.
+    There are few shapes, since each shape needs a compiled program. Fused attention uses two sizes. The cost of
+    attention with stored scores depends on the block size and on the number of previous blocks that a block reads. It
+    uses one shape for completions of any length, a second if all completions have T tokens, a third for short
+    completions, and, for batches with few sequences, a fourth with half the size and half the block size.
 
     Args:
-      tokens: largest number of tokens of a packed sequence, unless the longest completion needs more.
-      t: T, largest number of tokens of a completion.
+      tokens: maximum number of tokens in a packed sequence, unless the longest completion needs more.
+      t: T, maximum number of tokens in a completion.
       fused: whether attention is fused.
       batch_tokens: number of tokens in a device's shard of the batch if all completions have T tokens.
     """
@@ -131,7 +131,7 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
 def best_shape(
     shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1, neighbours: int | None = None
 ) -> SequenceShape:
-    """Return the shape with the fewest tokens for lengths [B, G]. Ties select the shape for the shortest completions.
+    """Return the shape with the fewest tokens for lengths [B, G]. Ties go to the shape for the shortest completions.
 
     On each device, every `neighbours` consecutive prompts are packed separately. If None, all are packed together.
     """
@@ -139,7 +139,7 @@ def best_shape(
     begins = range(0, groups.shape[1], neighbours or groups.shape[1])
 
     def tokens(shape: SequenceShape) -> int:
-        """Return the number of tokens of all sequences, where each group occupies whole blocks."""
+        """Count the tokens in all sequences, where each group occupies whole blocks."""
         blocks = np.add.reduceat(-(-groups // shape.block), begins, axis=1).max(axis=0)
         return int((-(-blocks * shape.block // shape.size)).sum()) * shape.size
 
@@ -152,8 +152,8 @@ def best_shape(
 def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
     """Pack completions [B, G, T] into one or more sequences of the same shape.
 
-    Groups are packed in order, with the longest completions of a group first. Each completion is added to the first of
-    the last few sequences (`OPEN`) with enough free tokens. A completion ends at its last True in the mask; empty
+    Groups are packed in order, with a group's longest completions first. Each completion is added to the first of the
+    last few sequences (`OPEN`) with enough free tokens. A completion ends at its last True in the mask, and empty
     completions are omitted. B must be divisible by the number of devices.
     """
     size, block, longest, whole = shape
@@ -165,12 +165,12 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
             f"size must be a multiple of {block} and at least the length of the longest completion ({n}); got {size}."
         )
     if whole and longest == t and t % block == 0 and (lengths == t).all():
-        # If T divides N, each completion is one block. It reads no previous block, so no keys are copied.
+        # If T divides N, each completion is one block that does not read previous blocks, so keys are not copied.
         block = math.gcd(size, t)
         reach = t // block - 1
     else:
         reach = min(-(-(longest - 1) // block), size // block - 1)
-    # Keep arrays [S, T] small compared with logits [N, V], but let completions of four tokens fill a sequence.
+    # Keep arrays [S, T] small compared with logits [N, V], but let four-token completions fill a sequence.
     most = max(8, min(size // 4, 32 * size // longest))
     flat, by_device = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
     lay_out = functools.partial(_lay_out, size=size, block=block, most=most)
@@ -187,12 +187,12 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
 
 
 def lengths_of(mask: np.ndarray) -> np.ndarray:
-    """Return the lengths [B, G] of completions, through the last True in mask [B, G, T]."""
+    """Return completion lengths [B, G], counted through the last True in mask [B, G, T]."""
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 
 
 def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
-    """Return an order of prompts that balances the number of tokens, `tokens` [B], across devices."""
+    """Order prompts so that their token counts, `tokens` [B], are balanced across devices."""
     parts: list[list[int]] = [[] for _ in range(devices)]
     sums, share = np.zeros(devices), len(tokens) // devices
     for i in np.argsort(-tokens, kind="stable"):
@@ -203,9 +203,9 @@ def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
 
 
 def order_prompts(work: np.ndarray, learns: np.ndarray, *, cells: int, each: int) -> np.ndarray:
-    """Return prompt indices, assigned to cells of `each` prompts in order; −1 marks an empty slot.
+    """Return prompt indices, assigned to cells of `each` prompts in order. −1 marks an empty slot.
 
-    Prompts with a gradient (`learns` [B]) are first. The `cells` cells that run in parallel have similar total `work`
+    Prompts with a gradient (`learns` [B]) come first. The `cells` cells that run in parallel have similar total `work`
     [B].
     """
     order = np.argsort(~learns, kind="stable")
@@ -214,7 +214,7 @@ def order_prompts(work: np.ndarray, learns: np.ndarray, *, cells: int, each: int
 
 
 def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dict[int, list[int]]]:
-    """Assign completions to sequences of `blocks` blocks and at most `most` segments, as dicts keyed by prompt."""
+    """Assign completions to sequences with `blocks` blocks and at most `most` segments, as dicts keyed by prompt."""
     *few, many = OPEN
     full = _fill(lengths, blocks, block, most, tried=many)
     for tried in few:
@@ -225,9 +225,9 @@ def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dic
 
 
 def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, tried: int) -> list[dict[int, list[int]]]:
-    """Return `_choose` with first-fit packing into the last `tried` sequences."""
+    """Assign completions like `_choose`, by first-fit packing into the last `tried` sequences."""
     members: list[dict[int, list[int]]] = []
-    filled: list[dict[int, int]] = []  # tokens of each prompt in each sequence
+    filled: list[dict[int, int]] = []  # tokens per prompt in each sequence
     used: list[int] = []  # blocks used in each sequence
     for prompt, group in enumerate(lengths):
         for i in np.argsort(-group, kind="stable"):
@@ -252,7 +252,7 @@ def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, tried: int
 def _lay_out(
     groups: dict[int, list[int]], tokens: np.ndarray, lengths: np.ndarray, *, size: int, block: int, most: int
 ) -> tuple[np.ndarray, ...]:
-    """Build the arrays of a `PackedSequence` for one device, given the completion indices of each prompt."""
+    """Build the `PackedSequence` arrays for one device, given each prompt's completion indices."""
     flat = np.zeros(size, np.int32)
     position, segment = np.zeros_like(flat), np.full_like(flat, -1)
     prompt = np.zeros(size // block, np.int32)

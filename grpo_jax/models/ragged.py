@@ -1,7 +1,7 @@
 """Grouped matrix multiplication for mixtures of experts: each row is multiplied by the matrix of its group.
 
-`jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs, XLA multiplies every row by the matrix of every group: with
-128 experts, it does 128 times the work and stores all rows for each expert. This module has kernels for GPUs.
+`jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs, XLA multiplies every row by every group's matrix: with 128
+experts, it does 128 times the work and stores all rows for each expert. This module provides kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_jax.models.tiles import LEAST_SIDE, Ref, compiler_params
 def ragged_dot(
     x: jax.Array, w: jax.Array, sizes: jax.Array, implementation: str = "xla", dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """Multiply each row of x [N, I] by the matrix of its group in w [E, I, O], with float32 accumulation.
+    """Multiply each row of x [N, I] by its group's matrix in w [E, I, O], with float32 accumulation.
 
     Returns x_n w_e(n), [N, O]. Rows are sorted by group, and `sizes` [E] int32 is the number of rows in each group.
     "triton" uses kernels for NVIDIA GPUs (Ampere and later), and "interpreted" runs them on any platform. Neither
@@ -38,7 +38,7 @@ def ragged_dot(
 
 
 def has_kernel(implementation: str, *sides: int) -> bool:
-    """Return whether `ragged_dot` has a kernel for matrices with these sides."""
+    """Return whether a `ragged_dot` kernel supports matrices with these sides."""
     return implementation in ("triton", "interpreted") and not any(side % LEAST_SIDE for side in sides)
 
 
@@ -68,9 +68,9 @@ _ragged_dot.defvjp(_forward, _backward)
 def _by_rows(
     implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, transposed: bool
 ) -> jax.Array:
-    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by the transposes if `transposed`. One program per tile.
+    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by the transposes if `transposed`. Runs a program per tile.
 
-    A tile may contain rows of several consecutive groups, each of which is multiplied by the matrix of its group.
+    A tile may contain rows from several consecutive groups, and each row is multiplied by its group's matrix.
     """
     n, inner = x.shape
     outer = w.shape[1 if transposed else 2]
@@ -84,7 +84,7 @@ def _by_rows(
         return jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
 
     first, last = group_of(begins), group_of(jnp.minimum(begins + rows, n) - 1)
-    # Matrices of empty groups are not read.
+    # Skip the matrices of empty groups.
     parts = jnp.where(sizes > 0, inner // part, 0).astype(jnp.int32)
 
     def kernel(first: Ref, last: Ref, starts: Ref, parts: Ref, x: Ref, w: Ref, out: Ref) -> None:
@@ -125,7 +125,7 @@ def _by_rows(
 
 
 def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Sum x_n g_nᵀ over the rows of each group, [E, I, O]. One program per tile of a matrix."""
+    """Sum x_n g_nᵀ over the rows in each group, [E, I, O]. Runs a program per tile of a matrix."""
     (n, inner), outer = x.shape, g.shape[1]
     most = _longest_side(x)
     rows, height, width = _row_tile(n, len(sizes), most), _tile(inner, most), _tile(outer, most)
@@ -168,7 +168,7 @@ def _starts(sizes: jax.Array) -> jax.Array:
 
 
 def _longest_side(x: jax.Array) -> int:
-    """Return the largest side of a tile that fits in shared memory: 128 for bfloat16, 64 for float32."""
+    """Return the largest tile side that fits in shared memory: 128 for bfloat16, 64 for float32."""
     return 256 // x.dtype.itemsize
 
 
@@ -178,5 +178,5 @@ def _tile(size: int, most: int) -> int:
 
 
 def _row_tile(n: int, groups: int, most: int) -> int:
-    """Return the rows per tile, about as many as a group has, so that a decode step runs many programs."""
+    """Return the rows per tile, about the mean group size, so that a decode step runs many programs."""
     return min(most, 1 << max(LEAST_SIDE, n // groups).bit_length() - 1)

@@ -1,14 +1,14 @@
-"""Layers with a state of fixed size: gated short convolutions and gated delta nets.
+"""Layers with a fixed-size state: gated short convolutions and gated delta nets.
 
 ```
               several tokens                     one token (decoding)
 tail      k−2 k−1 │ c0 c1 c2 c3 ·             c2 c3 │ c4
                   └── convolution ──┘               └─ new tail c3 c4
-memory    of the prompt ──► of c3                of c3 ──► of c4
+memory    after prompt ──► after c3              after c3 ──► after c4
 ```
 
-The first token of a completion reads its prompt's state from the `Prefix`. Padding, where `Context.present` is False,
-does not change the state.
+A completion's first token reads the prompt's state from the `Prefix`. Padding, where `Context.present` is False, does
+not change the state.
 
 Instead of keys and values, each head of a gated delta net has a memory S [d_k, d_v]. Each token decays the memory and
 moves the value stored at its key towards its own value, at rate β (Yang et al. 2024, Gated Delta Networks, eq. 10):
@@ -35,20 +35,20 @@ from grpo_jax.models.context import Context, LayerCache, RecurrentState, Segment
 from grpo_jax.models.layers import RMSNorm, linear
 
 CHUNK = 64
-"""Maximum chunk size in tokens, a power of two. Fills an accelerator's matrix units; work per token grows with it."""
+"""Maximum chunk size in tokens, a power of two. It fills an accelerator's matrix units; more would add work."""
 
 
 class Positions(NamedTuple):
     """Positions of a layer's tokens [B, G, T] in their completions, or in the segments of a packed sequence."""
 
-    position: jax.Array  # [B, G or 1, T] int32, relative to the first token of the segment, or of the call
+    position: jax.Array  # [B, G or 1, T] int32, relative to the first token of the segment or call
     length: jax.Array | None = None  # [B, G or 1] int32, number of tokens; None without padding
     fresh: jax.Array | None = None  # [B, G or 1] bool, whether the call includes a first token; None without a cache
     segments: Segments | None = None  # segments of a packed sequence; None for completions
 
     @classmethod
     def of(cls, context: Context, shape: tuple[int, int, int]) -> Positions:
-        """Return the `Positions` of tokens [B, G, T]."""
+        """Compute the `Positions` for tokens of shape [B, G, T]."""
         b, _, t = shape
         if context.segments is not None:
             return cls(context.segments.position[:, None], segments=context.segments)
@@ -63,13 +63,13 @@ class Positions(NamedTuple):
         return cls(position, length, fresh if length is None else fresh & (length > 0))
 
     def begin(self, prompt: jax.Array, cached: jax.Array) -> jax.Array:
-        """Return the initial state [B, X, G, …]: the prompt's [B, X, …] where `fresh`, else the cached state."""
+        """Return the initial state [B, X, G, …]: `prompt` [B, X, …] where `fresh`, else `cached`."""
         assert self.fresh is not None
         fresh = jnp.expand_dims(self.fresh, (1, *range(3, cached.ndim)))
         return jnp.where(fresh, prompt[:, :, None], cached)
 
     def of_blocks(self, prompts: jax.Array) -> jax.Array:
-        """Gather the state of each block's prompt, [A, M, …], from the states of all prompts [B, …]."""
+        """Gather the state for each block's prompt, [A, M, …], from the states for all prompts [B, …]."""
         assert self.segments is not None
         prompt = self.segments.prompt
         own = prompts.reshape((prompt.shape[0], -1, *prompts.shape[1:]))
@@ -77,7 +77,7 @@ class Positions(NamedTuple):
 
 
 def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positions) -> jax.Array:
-    """Return the causal convolution y_t = Σ_j w_j x_{t−j} of each channel of x [B, G, T, C], separately per completion.
+    """Compute the causal convolution y_t = Σ_j w_j x_{t−j} for each channel of x [B, G, T, C] and each completion.
 
     The last row of the kernel [K, C] is w_0, the weight of the current token. `tail` contains the K − 1 inputs before
     the first token: [B, G or 1, K − 1, C], or [A, M, K − 1, C] for the blocks of a packed sequence.
@@ -91,7 +91,7 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
     for j in range(1, min(width, t)):
         before = jnp.pad(x, ((0, 0), (0, 0), (j, 0), (0, 0)))[:, :, :t]
         y += weigh(jnp.where((positions.position >= j)[..., None], before, 0.0), j)
-    # Add the tail's contribution to the first K − 1 tokens. Blocks of a packed sequence use the completion axis.
+    # Add the tail's contribution to the first K − 1 tokens. The blocks of a packed sequence use the completion axis.
     tail = tail.astype(jnp.float32)
     size = t if positions.segments is None else t // tail.shape[1]
     y = y.reshape(b, -1, size, c)
@@ -104,7 +104,7 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
 
 
 def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Array:
-    """Return the last K − 1 unpadded inputs [B, G, K − 1, C] of the tail [B, G or 1, …] followed by x [B, G, T, C]."""
+    """Return the last K − 1 unpadded inputs [B, G, K − 1, C] from the tail [B, G or 1, …] and x [B, G, T, C]."""
     (b, g, t, c), width = x.shape, tail.shape[2]
     tail = jnp.broadcast_to(tail, (b, g, width, c)).astype(x.dtype)
     if positions.length is None:
@@ -113,7 +113,7 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
     def take(x: jax.Array, at: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, jnp.clip(at, 0, x.shape[2] - 1)[..., None], axis=2)
 
-    # Indices into the concatenation of the tail and the unpadded tokens.
+    # `at` contains indices into the concatenation of the tail and the unpadded tokens.
     at = jnp.broadcast_to(positions.length[..., None] + jnp.arange(width)[None, None], (b, g, width))
     of_tokens = take(x, at - width - jnp.broadcast_to(positions.position[..., :1], at.shape))
     return jnp.where((at < width)[..., None], take(tail, at), of_tokens)
@@ -122,9 +122,9 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
 def _state_before(
     context: Context, shape: DeltaShape | ConvShape, mixed: jax.Array
 ) -> tuple[Positions, jax.Array | None, jax.Array]:
-    """Return the positions of inputs [B, G, T, C], and the memory [B, H, G or 1, …] and tail before them.
+    """Return positions for inputs [B, G, T, C], and the memory [B, H, G or 1, …] and tail before these inputs.
 
-    For packed sequences, memory and tail [A, M, …] are taken from each block's prompt.
+    For packed sequences, memory and tail [A, M, …] come from each block's prompt.
     """
     b, g, t, _ = mixed.shape
     positions = Positions.of(context, (b, g, t))
@@ -162,7 +162,7 @@ def _kernel(module: nn.Module, shape: DeltaShape | ConvShape, channels: int) -> 
 
 
 class ShortConvolution(nn.Module):
-    """Gated short convolution W (c ⊙ conv(b ⊙ x)) of projections b, c and x (LFM2), with Hugging Face's names."""
+    """Gated short convolution W (c ⊙ conv(b ⊙ x)) from LFM2, with projections b, c and x and Hugging Face's names."""
 
     config: TransformerConfig
 
@@ -226,7 +226,7 @@ class GatedDeltaNet(nn.Module):
         return y, _state_after(context, positions, memory, mixed, tail)
 
     def _project(self, x: jax.Array, shape: DeltaShape) -> tuple[jax.Array, ...]:
-        """Return queries, keys and values [B, G, T, C], gates [B, G, T, H d_v], and raw β and decay [B, G, T, H]."""
+        """Compute queries, keys and values [B, G, T, C], gates [B, G, T, H d_v], and raw β and decay [B, G, T, H]."""
         c = self.config
         wide, narrow = (shape.mixed_width, shape.value_width), (shape.value_heads,) * 2
         if not shape.by_key_heads:
@@ -234,7 +234,7 @@ class GatedDeltaNet(nn.Module):
             return tuple(linear(c, name, n)(x) for name, n in zip(names, wide + narrow, strict=True))
 
         def project(name: str, features: int, ends: list[int]) -> list[jax.Array]:
-            """Apply a projection whose columns are grouped by key head, and split each group at the indices `ends`."""
+            """Apply a projection with columns grouped by key head, and split each group at the indices `ends`."""
             y = linear(c, name, features)(x)
             parts = jnp.split(y.reshape((*y.shape[:-1], shape.key_heads, -1)), ends, axis=-1)
             return [part.reshape((*y.shape[:-1], -1)) for part in parts]
@@ -268,9 +268,9 @@ class GatedDeltaNet(nn.Module):
 def delta_step(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, memory: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply `delta_rule` to one token; arrays do not have the axis N."""
+    """Apply `delta_rule` to one token, with arrays without the axis N."""
     fade = jnp.exp(decay)[..., None]
-    # Reading the memory dominates the cost of a step, so both reads share one pass.
+    # Reading the memory is most of the cost of a step, so both reads share one pass.
     both = jnp.einsum("...xk,...kv->...xv", jnp.stack([k, q], axis=-2), memory)
     known, read = both[..., 0, :] * fade, both[..., 1, :] * fade
     new = (v - known) * beta[..., None]
@@ -291,20 +291,19 @@ def delta_rule(
     chunk: int = CHUNK,
     precision: str | None = "highest",
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the outputs [..., N, d_v] of the gated delta rule, and the memory after the last token.
+    """Compute the outputs [..., N, d_v] of the gated delta rule, and the memory after the last token.
 
     The computation is chunked (Yang et al. 2024, Gated Delta Networks, section 3.3). Log-decays are only added, never
     subtracted, so a token with a log-decay of −∞ does not reduce the precision of later tokens.
 
     Args:
       q, k, v: [..., N, d] float32 queries, keys and values.
-      decay, beta: [..., N] float32 log α ≤ 0 and β in [0, 1]. Tokens with zeros do not change the memory.
+      decay, beta: [..., N] float32 log α ≤ 0 and β in [0, 1]. Tokens with both zero do not change the memory.
       memory: [..., d_k, d_v] float32 memory before the first token.
       position: [..., N] int32 position of each token in its segment, broadcastable. Requires N to be a multiple of
         `chunk`. If None, there is one segment, which continues from `memory`.
-      begins: [..., N / chunk, d_k, d_v] float32 initial memory of the segments that start in each chunk.
+      begins: [..., N / chunk, d_k, d_v] float32 initial memory for segments that start in each chunk.
       chunk: number of tokens per chunk, a power of two.
-
     """
     *rows, n, _ = k.shape
     chunk = min(chunk, 1 << max(0, n - 1).bit_length())
@@ -358,7 +357,7 @@ def delta_rule(
 
 
 def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> jax.Array:
-    """Return (I + L)⁻¹ for a strictly lower triangular matrix L [..., n, n], where n is a power of two.
+    """Compute (I + L)⁻¹ for a strictly lower triangular matrix L [..., n, n], where n is a power of two.
 
     Inverts blocks of doubling size with [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. This is as accurate as
     substitution, and takes log n batched products, which can be sharded along the batch axes.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Numbers = dict[str, Any]
-"""Settings of a scaling, keyed by their names in Hugging Face's `rope_parameters`."""
+"""Settings for a scaling, with their names in Hugging Face's `rope_parameters`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,33 +21,33 @@ class Rope:
 
     theta: float = 10000.0
     kind: str = "default"  # a key of `ROPE_KINDS`; Hugging Face's `rope_type`
-    scaling: tuple[tuple[str, Any], ...] = ()  # settings of the scaling, as hashable (name, value) pairs
-    fraction: float = 1.0  # fraction of the head's channels that are rotated; the remaining last channels are not
+    scaling: tuple[tuple[str, Any], ...] = ()  # settings for the scaling, as hashable (name, value) pairs
+    fraction: float = 1.0  # fraction of a head's channels that are rotated, from the first channel on
     pairs: bool = False  # rotate channels 2i and 2i + 1 together, instead of i and i + r/2, with r rotated channels
     growth: tuple[float, int] = (0.0, 1)  # (β, n): factor 1 + β log(1 + ⌊p / n⌋) on queries at position p (Llama 4)
 
 
 def _linear(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Position interpolation: divide positions by `factor`."""
+    """Divide positions by `factor` (position interpolation)."""
     return inverse / n["factor"], 1.0
 
 
 def _dynamic(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Dynamic NTK-aware scaling: increase the base once the sequence exceeds the model's original context length."""
+    """Increase the base once the sequence exceeds the model's original context length (dynamic NTK-aware scaling)."""
     longest, d = n["max_position_embeddings"], 2 * len(inverse)
     growth = n["factor"] * max(length, longest) / longest - (n["factor"] - 1)
     return inverse * (growth ** (d / (d - 2))) ** -(np.arange(0, d, 2) / d), 1.0
 
 
 def _llama3(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Llama 3: interpolate long wavelengths and keep short wavelengths, with a linear transition."""
+    """Interpolate long wavelengths and keep short wavelengths, with a linear transition (Llama 3)."""
     turns = n["original_max_position_embeddings"] * inverse / (2 * math.pi)
     kept = np.clip((turns - n["low_freq_factor"]) / (n["high_freq_factor"] - n["low_freq_factor"]), 0, 1)
     return inverse * (kept + (1 - kept) / n["factor"]), 1.0
 
 
 def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """YaRN: `_llama3` with a transition linear in the dimension, and a temperature (Peng et al. 2023, eq. 22–25)."""
+    """Scale like `_llama3`, but linearly in the dimension, with a temperature (YaRN; Peng et al. 2023, eq. 22–25)."""
     d, original = 2 * len(inverse), n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
 
@@ -71,7 +71,7 @@ def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.
 
 
 def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """LongRoPE: divide frequencies by factors from one of two lists, chosen by the length (Ding et al. 2024)."""
+    """Divide frequencies by factors from one of two lists, chosen by the length (LongRoPE; Ding et al. 2024)."""
     original = n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
     attention = n["attention_factor"]
@@ -81,7 +81,7 @@ def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple
 
 
 def _proportional(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Divide a head's frequencies by `factor`, and set all but the first `partial_rotary_factor` of them to 0."""
+    """Divide frequencies by `factor`, and keep only the first fraction `partial_rotary_factor`; the others are 0."""
     turning = int(n["partial_rotary_factor"] * 2 * len(inverse) // 2)
     return np.where(np.arange(len(inverse)) < turning, inverse, 0.0) / n["factor"], 1.0
 
@@ -99,11 +99,11 @@ ROPE_KINDS: dict[str, Callable[[np.ndarray, Numbers, Rope, int], tuple[np.ndarra
 
 
 ROPE_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""Scalings that depend on the sequence length, and the setting with the length beyond which frequencies change."""
+"""Scalings that depend on the sequence length, and the name of the setting beyond which frequencies change."""
 
 
 def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.ndarray, float]:
-    """Return the float32 angular frequencies [r/2] of r rotated channels, and the factor on cosines and sines.
+    """Compute float32 angular frequencies [r/2] for r rotated channels, and the factor on cosines and sines.
 
     Only the kinds "dynamic" and "longrope" depend on the sequence length `length`.
     """
@@ -116,9 +116,9 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 
 
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Return the float32 factors [B, G or 1, T, 2, r/2] that multiply each half of the channels and the swapped halves.
+    """Compute float32 factors [B, G or 1, T, 2, r/2] for the halves of the channels and for the swapped halves.
 
-    Positions are [B, T] if they are the same for all completions of a prompt, or else [B, G, T].
+    Positions are [B, T] if they are the same for all completions of a prompt, and otherwise [B, G, T].
     """
     frequencies, factor = rope_frequencies(rope, head_dim, length)
     positions = positions[:, None] if positions.ndim == 2 else positions
@@ -128,14 +128,14 @@ def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0)
 
 
 def query_growth(positions: jax.Array, rope: Rope) -> jax.Array | None:
-    """Return the query factors of `Rope.growth` as [B, G or 1, T, 1, 1], or None if β is 0."""
+    """Compute query factors from `Rope.growth` as [B, G or 1, T, 1, 1], or None if β is 0."""
     beta, size = rope.growth
     positions = positions[:, None] if positions.ndim == 2 else positions
     return (1 + beta * jnp.log1p(positions // size))[..., None, None] if beta else None
 
 
 def check_rope_length(rope: Rope, length: int) -> None:
-    """Raise ValueError if the frequencies change within a sequence of this length, so that keys cannot be cached."""
+    """Raise ValueError if frequencies change within a sequence of this length, so that keys cannot be cached."""
     limit = dict(rope.scaling).get(ROPE_LIMITS.get(rope.kind, ""))
     if limit is not None and length > limit:
         raise ValueError(
@@ -146,7 +146,7 @@ def check_rope_length(rope: Rope, length: int) -> None:
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = False) -> jax.Array:
-    """Rotate x [B, G, T, heads, d] with a `rope_table`, in halves (most Hugging Face models) or pairs of channels."""
+    """Rotate x [B, G, T, heads, d] with a `rope_table`, in halves (most Hugging Face models) or channel pairs."""
     own, other = (t[:, :, :, None] for t in table)
     half = own.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
@@ -155,7 +155,7 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = Fa
         return x.swapaxes(-1, -2) if pairs else x
 
     halves = turn(halves.reshape((*x.shape[:-1], *((half, 2) if pairs else (2, half)))))
-    # Swap the halves with `rev`, since a concatenation takes XLA's CPU backend three times as long.
+    # Swap the halves with `rev`, since a concatenation takes three times as long on XLA's CPU backend.
     turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
     turned = turn(turned).reshape((*x.shape[:-1], 2 * half)).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

@@ -4,7 +4,7 @@ Logits are computed for one chunk of tokens at a time and recomputed in the back
 for its whole group, and the output layer is applied at completion positions only:
 
 ```
-input token      p3 (last)   c0    c1    c2      hidden states: the last one of the prompt, then the completion's
+input token      p3 (last)   c0    c1    c2      hidden states: the prompt's last state, then the completion's
 predicted token     c0       c1    c2    c3
 ```
 """
@@ -27,26 +27,26 @@ from grpo_jax.models.packing import PackedSequence
 from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, is_cached, join_rows
 
 CHUNK = 1024
-"""Tokens per chunk: enough for an efficient matrix product, while logits are small compared with the activations."""
+"""Tokens per chunk: enough for an efficient matrix product, with logits that are small compared to activations."""
 
 
 class Scores(NamedTuple):
-    """Log-probs and entropies [..., T] float32 of completion tokens, 0 where the mask is 0."""
+    """Log-probs and entropies [..., T] float32 for completion tokens, 0 where the mask is 0."""
 
     log_probs: jax.Array
-    entropies: jax.Array  # nats, entropies of the sampling distributions
-    router_loss: jax.Array | None = None  # [], result of `experts.router_loss`
-    statistic: jax.Array | None = None  # result of a `LogitStatistic`
+    entropies: jax.Array  # entropies of the sampling distributions, in nats
+    router_loss: jax.Array | None = None  # [], from `experts.router_loss`
+    statistic: jax.Array | None = None  # [..., T], from a `LogitStatistic`
 
 
 Arrays = tuple[jax.Array, ...]
 
 
 class LogitStatistic(NamedTuple):
-    """Function of the logits of each token, evaluated chunk by chunk while the logits are in memory."""
+    """A function of each token's logits, evaluated chunk by chunk while the logits are in memory."""
 
-    function: Callable[..., jax.Array]  # logits [..., V] and the chunk of each array → [...] float32
-    arrays: Arrays  # additional arguments of the function, [..., T, X]
+    function: Callable[..., jax.Array]  # maps logits [..., V] and a chunk of each array to [...] float32
+    arrays: Arrays  # additional arguments to the function, [..., T, X]
 
 
 def chunked(
@@ -60,10 +60,10 @@ def chunked(
     chunk: int | None = None,
     statistic: LogitStatistic | None = None,
 ) -> Scores:
-    """Compute `Scores` [B, N] of tokens [B, N] from states [B, N, D], `chunk` tokens at a time.
+    """Compute `Scores` [B, N] for tokens [B, N] from states [B, N, D], `chunk` tokens at a time.
 
-    If `chunk` is None, `CHUNK` is used. A chunk has the same number of tokens from each prompt, so that each device
-    computes the logits of its prompts. The arrays of `statistic` are [B, N, X].
+    `chunk` defaults to `CHUNK`. A chunk has the same number of tokens from each prompt, so that each device computes
+    the logits for its own prompts. The arrays in `statistic` are [B, N, X].
     """
     chex.assert_equal_shape_prefix((hidden, tokens), 2)
     chunk = CHUNK if chunk is None else chunk
@@ -79,7 +79,7 @@ def chunked(
         # With a single chunk, the backward pass follows immediately, so recomputing its logits would not save memory.
         return score(params, inputs)
     chunks = -(-n // max(1, chunk // b))
-    size = -(-n // chunks)  # equal chunks, so that the last one is not mostly padding
+    size = -(-n // chunks)  # equal sizes, so that the last chunk is not mostly padding
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, chunks * size - n)] + [(0, 0)] * (x.ndim - 2))
@@ -114,13 +114,13 @@ def score_completions(
     rngs: dict[str, jax.Array] | None = None,
     statistic: LogitStatistic | None = None,
 ) -> Scores:
-    """Compute `Scores` [B, G, T] of completion tokens under the sampling distribution.
+    """Compute `Scores` [B, G, T] for completion tokens under the sampling distribution.
 
-    With the settings and params of the sampler, the result equals its log-probs. Sampled tokens are never removed by
-    top_k, top_p or min_p, so their log-probs remain finite when the params change.
+    With the sampler's settings and params, the result equals its log-probs. top_k, top_p and min_p never remove sampled
+    tokens, so their log-probs remain finite when the params change.
 
     If `with_entropy` is False, entropies are 0, which saves a pass over the vocabulary. `with_router` computes the
-    router loss of tokens with mask 1. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays of
+    router loss over tokens with mask 1. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays in
     `statistic` are [B, G, T, X].
     """
     b, g, t = tokens.shape
@@ -158,17 +158,17 @@ def predicting_states(
     *,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the states [B, G, T, D] that predict tokens [B, G, T], and the router loss of the tokens in `router_mask`.
+    """Compute the states [B, G, T, D] that predict tokens [B, G, T], and the router loss over `router_mask`.
 
-    `router_mask` is [B, G, T] bool. If None, the router loss is None. For a model without a cache, the states are its
-    logits [B, G, T, V].
+    `router_mask` [B, G, T] bool selects tokens. If it is None, the router loss is None. If a model has no cache, its
+    logits [B, G, T, V] are returned as states.
     """
     b, g, t = tokens.shape
     if is_cached(model):
         last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
         hidden, balance = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
         if t > 1 or router_mask is not None:
-            # The state of the last token is not needed, but T is usually a more efficient size than T − 1.
+            # The last token's state is not needed, but T is usually a more efficient size than T − 1.
             rest, balance = _hidden(model, params, tokens, prefix, router_mask, rngs=rngs)
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
         return hidden, balance
@@ -188,7 +188,7 @@ def _hidden(
     rngs: dict[str, jax.Array] | None,
     segments: Segments | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the hidden states of tokens that follow their prompts, and the router loss of `router_mask`."""
+    """Compute hidden states for tokens that follow their prompts, and the router loss over `router_mask`."""
     apply = functools.partial(
         model.apply, {"params": params}, tokens, prefix, segments=segments, rngs=rngs, method="hidden"
     )
@@ -200,14 +200,14 @@ def _hidden(
 
 
 def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
-    """Return a function that maps params and `predicting_states` to logits."""
+    """Return a function that maps params and states from `predicting_states` to logits."""
     if not is_cached(model):
         return lambda params, states: states
     return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
 
 
 class PromptStates(NamedTuple):
-    """Last hidden state of each prompt, [B, D], and the `layers` of their `Prefix`."""
+    """The last hidden state of each prompt, [B, D], and the `layers` field of the prompts' `Prefix`."""
 
     last: jax.Array
     layers: tuple[Any, ...]
@@ -216,7 +216,7 @@ class PromptStates(NamedTuple):
 def prefill_prompts(
     model: CachedModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> PromptStates:
-    """Run the model on prompts once, for use in `score_packed` with all of their completions."""
+    """Run the model on prompts once, for use in all `score_packed` calls with their completions."""
     last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
     return PromptStates(last, prefix.layers)
 
@@ -234,11 +234,11 @@ def score_packed(
     rngs: dict[str, jax.Array] | None = None,
     statistic: LogitStatistic | None = None,
 ) -> Scores:
-    """Compute `Scores` [A, S, T] of the segments of a packed sequence, 0 past the end of each segment.
+    """Compute `Scores` [A, S, T] for the segments of a packed sequence, 0 past the end of each segment.
 
-    `prompt_states` and `lengths` [B] cover all prompts of the batch. `router_mask`, [A, S, T] bool, selects the tokens
-    included in the router loss. If None, it is not computed. The arrays of `statistic` are [A, N, X]. Other arguments
-    are as in `score_completions`.
+    `prompt_states` and `lengths` [B] cover all prompts in the batch. `router_mask` [A, S, T] bool selects the tokens
+    for the router loss, which is not computed if the mask is None. The arrays in `statistic` are [A, N, X]. Other
+    arguments are as in `score_completions`.
     """
     states, balance = packed_states(model, params, prompt_states, lengths, sequence, router_mask=router_mask, rngs=rngs)
     scores = chunked(
@@ -264,7 +264,7 @@ def packed_states(
     router_mask: jax.Array | None = None,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute `predicting_states` [A, N, D] of a packed sequence. Arguments are as in `score_packed`."""
+    """Compute `predicting_states` [A, N, D] for a packed sequence. Arguments are as in `score_packed`."""
     chex.assert_equal_shape_prefix((prompt_states.last, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
     router_mask = None if router_mask is None else sequence.by_token(router_mask)
@@ -272,7 +272,7 @@ def packed_states(
     hidden, balance = _hidden(model, params, tokens, prefix, router_mask, segments=segments, rngs=rngs)
     hidden = hidden[:, 0]
     a, n, _ = hidden.shape
-    # Each token is predicted from the previous state, and the first token of a completion from the last prompt state.
+    # The state before a token predicts it. For a completion's first token, this is the prompt's last state.
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
     prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
     last = prompt_states.last.reshape(a, -1, hidden.shape[-1])
@@ -291,13 +291,13 @@ def completion_log_probs(
     top_p: float = 1.0,
     min_p: float | None = None,
 ) -> jax.Array:
-    """Compute the log-prob of each completion token given its prompt and the previous tokens.
+    """Compute the log-prob of each completion token, given its prompt and the previous tokens.
 
     l[b, g, t] = log π(tokens[b, g, t] | prompt b, tokens[b, g, :t]), where π is the sampling distribution.
 
     Args:
-      model: model of this package, or any `types.Model`.
-      params: parameters of the model; differentiable.
+      model: one of this package's models, or any `types.Model`.
+      params: the model's parameters, which may be differentiated.
       prompts: prompts with tokens [B, P] int32.
       completions: completions with tokens and mask [B, G, T].
       temperature: unitless divisor of the logits, > 0.
@@ -320,7 +320,7 @@ def completion_log_probs(
       -1.3863
     """
     if not temperature > 0:
-        raise ValueError(f"temperature must be > 0; got {temperature!r} (pass 1.0 for greedy completions).")
+        raise ValueError(f"temperature must be > 0; got {temperature!r} (use 1.0 for greedy completions).")
     tokens, mask = completions.tokens, completions.mask
     if tokens.ndim != 3 or tokens.shape != mask.shape or tokens.shape[0] != prompts.tokens.shape[0]:
         raise ValueError(

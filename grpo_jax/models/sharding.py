@@ -1,8 +1,8 @@
-"""Sharding of parameters, with a table that maps paths to mesh axes, and of batches, along the prompt axis.
+"""Sharding of parameters, with a table that maps paths to mesh axes, and of batches along the prompt axis.
 
 A mesh has the axes "data" (shards prompts), "fsdp" (shards prompts, and parameters along one dimension) and "tensor"
 (shards parameters along the other dimension: heads and MLP channels). Modules do not depend on the sharding: XLA's
-partitioner (GSPMD) propagates the shardings of the arguments. Only prompts are sharded, so groups are never split.
+partitioner (GSPMD) propagates the arguments' shardings. Only prompts are sharded, so groups stay whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AXES = ("data", "fsdp", "tensor")
 TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(.*/)?embed_tokens(_per_layer)?/embedding", ("tensor", "fsdp")),
     (r"(.*/)?lm_head/kernel", ("fsdp", "tensor")),
-    # Heads and channels are sharded in input and output projections, so attention and MLP need one sum over "tensor".
+    # Input and output projections are both sharded by heads or channels, so attention and MLP need one "tensor" sum.
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
@@ -47,21 +47,21 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/experts/(gate|up)_bias", (None, "tensor")),
     (r".*/sinks", ("tensor",)),
 )
-"""Regular expressions for full paths of parameters, and the mesh axis of each dimension. Others are replicated.
+"""Regular expressions for full parameter paths, and the mesh axis for each dimension. Others are replicated.
 
-The path of an optimizer moment ends with the path of its parameter, so both have the same sharding.
+An optimizer moment's path ends with its parameter's path, so both have the same sharding.
 """
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Create a mesh from the first devices, as many as the product of the axis sizes.
+    """Create a mesh from the first devices in a list, using as many as the axis sizes require.
 
     Args:
       axes: sizes of "data", "fsdp" and "tensor". Missing axes have size 1.
-      devices: devices to choose from. If None, `jax.devices()` is used.
+      devices: devices to choose from. Defaults to `jax.devices()`.
 
     Returns:
-      A mesh with all three axes, of type Auto.
+      A mesh with all three axes, each of type Auto.
 
     Raises:
       ValueError: if an axis is unknown, there are too few devices, or several processes do not use all devices.
@@ -88,8 +88,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int) -> None:
     """Raise ValueError if the large matrices of a decoder cannot be sharded over a mesh.
 
-    The size of "fsdp" must divide the width D, and the size of "tensor" the number of query heads and of channels of
-    the MLP (or of one expert). Other dimensions that are not divisible, such as the vocabulary, are replicated.
+    The size of "fsdp" must divide the width D, and the size of "tensor" must divide the number of query heads and of
+    MLP (or expert) channels. Other dimensions that are not divisible, such as the vocabulary, are replicated.
     """
     whole = math.gcd(heads, channels), f"the model's {heads} heads and {channels} MLP channels"
     for axis, (total, what) in {"fsdp": (width, f"the model's width of {width}"), "tensor": whole}.items():
@@ -99,9 +99,9 @@ def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int
 
 
 def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Return the sharding of a parameter according to `TABLE`, given its path and shape.
+    """Return a parameter's sharding according to `TABLE`, given its path and shape.
 
-    A dimension is replicated if the mesh does not have its axis, or if the size of the axis does not divide it.
+    A dimension is replicated if the mesh does not have its axis, or if the axis size does not divide it.
     """
     quantized = path[-1] in ("codes", "scales")
     name = "/".join(path[:-1] if quantized else path)
@@ -121,7 +121,7 @@ def parse_mesh(text: str) -> dict[str, int] | None:
 
 
 def tree_sharding(tree: Params, mesh: Mesh) -> Params:
-    """Return the sharding of each leaf of params, or of a state that contains params."""
+    """Return the sharding for each leaf in params, or in a state that contains params."""
 
     def at(path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
         return parameter_sharding(_name(path).split("/"), leaf.shape, mesh)
@@ -130,7 +130,7 @@ def tree_sharding(tree: Params, mesh: Mesh) -> Params:
 
 
 def device_bytes(tree: Params, mesh: Mesh | None) -> int:
-    """Return the size of concrete or abstract params in bytes per device of a mesh, or in total without a mesh."""
+    """Return the size of concrete or abstract params in bytes, per device on a mesh, or in total without a mesh."""
     leaves = jax.tree.leaves(tree)
     at = [None] * len(leaves) if mesh is None else jax.tree.leaves(tree_sharding(tree, mesh))
     shapes = [x.shape if here is None else here.shard_shape(x.shape) for x, here in zip(leaves, at, strict=True)]
@@ -148,12 +148,12 @@ def place(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def committed(tree: Tree) -> Tree:
-    """Commit arrays to their devices. Restored arrays are also committed, so both use the same compiled programs."""
+    """Commit arrays to their devices, like restored arrays, so that both use the same compiled programs."""
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Put an array on devices. With several processes, each has the whole array and provides its own shards."""
+    """Put an array on devices. With several processes, each holds the whole array and provides its own shards."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     if not getattr(x, "is_fully_addressable", True):
@@ -167,7 +167,7 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def fetch(tree: Params) -> Params:
-    """Return the full arrays as NumPy arrays. This is a collective operation if they span several processes."""
+    """Copy full arrays to NumPy arrays. If they span several processes, all processes must call it."""
 
     def one(x: jax.Array | np.ndarray) -> np.ndarray:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
@@ -180,7 +180,7 @@ def fetch(tree: Params) -> Params:
 
 
 def gather_objects(own: Any) -> list[Any]:
-    """Gather a JSON object from each process, in the order of the processes.
+    """Gather a JSON object from each process, in process order.
 
     Data is padded to a power of two, so at most 21 gathers are compiled for sizes up to 1 GiB.
     """
@@ -195,21 +195,21 @@ def gather_objects(own: Any) -> list[Any]:
 
 
 def own_part(count: int) -> range:
-    """Return the indices of the dataset rows, out of `count`, whose episodes and rewards this process computes."""
+    """Return which of `count` dataset rows this process computes episodes and rewards for."""
     n, process = jax.process_count(), jax.process_index()
     return range(count * process // n, count * (process + 1) // n)
 
 
 def constrain_params(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Constrain params to the shardings of `place`, inside a compiled function."""
+    """Constrain params to the same shardings as `place`, inside a compiled function."""
     return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_sharding(tree, mesh))
 
 
 def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
     """Replicate the embedding over "fsdp", inside a compiled function.
 
-    Otherwise each device would process the prompts of all devices, since tokens are also sharded over "fsdp". Only for
-    rollouts: in an update, each device would store the activations of all devices.
+    Otherwise, each device would process all devices' prompts, since tokens are also sharded over "fsdp". Use this only
+    in rollouts. In an update, each device would store all devices' activations.
     """
 
     def spec(name: str, sharding: NamedSharding) -> PartitionSpec | None:
@@ -221,7 +221,7 @@ def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
 def for_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
     """Shard the output head over `axes` along the vocabulary, inside a compiled function.
 
-    It is stored sharded along D, so each logit would otherwise be a sum over devices.
+    The head is stored sharded along D, so each logit would otherwise be a sum over devices.
     """
 
     def spec(name: str, sharding: NamedSharding) -> PartitionSpec | None:
@@ -235,7 +235,7 @@ def for_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
 def _constrain_by_name(
     tree: Tree, mesh: Mesh | None, spec: Callable[[str, NamedSharding], PartitionSpec | None]
 ) -> Tree:
-    """Constrain the params for which `spec(path, sharding according to TABLE)` is not None."""
+    """Constrain params to `spec(path, sharding from TABLE)`, unless the result is None."""
 
     def at(path: tuple[object, ...], leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         found = spec(_name(path), sharding)
@@ -249,7 +249,7 @@ def _prompts(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_count(mesh: Mesh | None) -> int:
-    """Return the number of devices over which prompts are sharded."""
+    """Return the number of devices that prompts are sharded over."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompts(mesh))
 
 
@@ -259,7 +259,7 @@ def split(tree: Params, mesh: Mesh | None) -> Params:
 
 
 def split_sharding(tree: Params, mesh: Mesh) -> Params:
-    """Return the sharding that `split` gives each array of a tree."""
+    """Return the sharding that `split` applies to each array in a tree."""
 
     def at(x: jax.Array) -> NamedSharding:
         divisible = x.ndim > 0 and x.shape[0] % shard_count(mesh) == 0
@@ -303,12 +303,12 @@ def abstract(tree: Params) -> Params:
 
 
 def placed_shapes(tree: Tree, shardings: Params) -> Tree:
-    """Return the `ShapeDtypeStruct`s of a tree, with the given shardings."""
+    """Convert arrays to `ShapeDtypeStruct`s with the given shardings."""
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
 
 
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
-    """Lower a jitted function for bound arguments, which may be abstract and on absent devices (`models.devices`)."""
+    """Lower a jitted function with bound arguments, which may be abstract and on absent devices (`models.devices`)."""
     function: Any = call.func
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     at = place_of((call.args, call.keywords))
@@ -328,7 +328,7 @@ def place_of(tree: Params) -> jax.sharding.Sharding | None:
 
 
 def mesh_of(tree: Params) -> Mesh | None:
-    """Return the mesh of concrete or abstract arrays in a tree, or None for a single device and for tracers."""
+    """Return the mesh that concrete or abstract arrays in a tree use, or None for one device and for tracers."""
     for leaf in jax.tree.leaves(tree):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(mesh, Mesh) and mesh.size > 1 and not isinstance(leaf, jax.core.Tracer):

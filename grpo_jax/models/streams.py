@@ -1,6 +1,6 @@
-"""Threads ("streams") for independent parts of a batch, to keep all cores of a CPU busy.
+"""Threads ("streams") for independent parts of a batch, to keep all CPU cores busy.
 
-XLA's CPU backend parallelizes only large operations, but the operations of a decode step are small. Two threads with
+XLA's CPU backend parallelizes only large operations, but the operations in a decode step are small. Two threads with
 half of the groups each draw the same samples in less time. On GPUs and TPUs, batches are not split. `in_background`
 runs device work in a thread, in parallel with reward functions.
 """
@@ -20,14 +20,14 @@ import jax
 from grpo_jax.types import Params
 
 CACHED = 64 * 2**20
-"""Size of params in bytes that fit into a CPU's cache. Each stream would read larger params from memory."""
+"""Maximum size in bytes of params that fit in a CPU's cache. Each stream would read larger params from memory."""
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
 def devices_of(params: Params) -> set[jax.Device]:
-    """Return the devices of concrete or abstract params. NumPy arrays and tracers have none."""
+    """Return the devices of concrete or abstract params. NumPy arrays and tracers are not on a device."""
     devices: set[jax.Device] = set()
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
@@ -38,7 +38,7 @@ def devices_of(params: Params) -> set[jax.Device]:
 
 
 def count_streams(params: Params, parts: int) -> int:
-    """Return the number of streams for a batch of `parts` parts: one per core, but at most one per part.
+    """Return the number of streams for a batch with `parts` parts: one per core, but at most one per part.
 
     Returns 1 unless the parameters are small and on a single CPU device. The matrix products of a large model already
     use all cores, and each additional stream would read the weights again.
@@ -59,7 +59,7 @@ def count_cores() -> int:
 def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """Return `[function(part) for part in parts]`, computed in one thread per part.
 
-    Exceptions are raised after all threads have ended. Jitted functions called by `function` must be `shared`.
+    Exceptions are raised after all threads have ended. Jitted functions that `function` calls must be `shared`.
     """
     if len(parts) == 1:
         return [function(parts[0])]
@@ -69,7 +69,7 @@ def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) ->
 
 
 class shared:
-    """Wrapper of a jitted function that several threads may call, so that each program is compiled only once.
+    """Wrapper for a jitted function that several threads may call, so that each program is compiled only once.
 
     Without a lock, two threads that need a new program at the same time would both compile it. The lock is released
     when the call is dispatched, so dispatched programs run in parallel.
@@ -83,11 +83,11 @@ class shared:
             return self._jitted(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)  # for example `lower`
+        return getattr(self._jitted, name)  # such as `lower`
 
 
 def wait_on_cpu(tree: Result) -> Result:
-    """Return arrays that the next program in a sequence needs; on CPUs, wait until they are computed.
+    """Return arrays that the next program in a sequence needs. On CPUs, wait until they are computed.
 
     XLA's CPU backend allocates a program's memory at dispatch, not when it starts to run. If the host dispatched
     several parts of a batch ahead of time, their memory would be allocated at once. Other backends reuse the memory.
@@ -117,5 +117,5 @@ def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
 
 @functools.cache
 def _pool(size: int) -> ThreadPoolExecutor:
-    """Return a thread pool, cached because decoding uses it for every 16 tokens."""
+    """Return a thread pool, cached because decoding uses it once per 16 tokens."""
     return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-stream")

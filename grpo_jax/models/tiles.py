@@ -1,15 +1,15 @@
-"""Components of fused attention: token ids, lists of tiles with visible keys, and the computation of one tile.
+"""Components of fused attention: token ids, lists of tiles with visible keys, and the computation for one tile.
 
 ```
-                     keys of the prompts │ keys of the completions
+                     prompt keys         │ completion keys
                         p0   p1   p2     │  c0   c1   c2   c3
     queries of p0, c0   ■    ·    ·      │  ■    ·    ·    ·       ■ tile with visible keys
                p0, c1   ■    ·    ·      │  ■    ■    ·    ·       · skipped tile
                p2, c3   ·    ·    ■      │  ·    ·    ·    ■
 ```
 
-A query attends to the keys of its segment up to its position, and to the keys of its prompt. `SegmentIds` replace a
-mask [queries, keys], so prompts are not copied for their completions and memory use is linear in the length.
+A query attends to its segment's keys up to its position, and to its prompt's keys. `SegmentIds` replace a mask
+[queries, keys], so prompts are not copied for their completions and memory use is linear in the length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_jax.models.devices import platform_of
 from grpo_jax.models.matmul import tile_product
 
 LEAST_SIDE = 16
-"""Smallest side of a kernel tile, since tensor cores multiply 16 × 16 matrices."""
+"""Minimum side of a kernel tile, since tensor cores multiply 16 × 16 matrices."""
 
 NO_SEGMENT = -1
 """Segment id of padding tokens, which do not attend to any token and are not attended to."""
@@ -40,7 +40,7 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
-    """Resolve the implementation of attention for full sequences. "auto" selects the fastest one for the devices.
+    """Resolve the attention implementation for full sequences. "auto" selects the fastest on the given devices.
 
     "auto" is "triton" on NVIDIA GPUs with compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs
     and TPUs, and "einsum" on CPUs. If `devices` is empty, the default device is used.
@@ -50,13 +50,13 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     platform, capability = platform_of(devices)
     if platform == "cpu":
         return "einsum"
-    # The Triton backend of Pallas is deprecated since jax 0.11 and may be missing.
+    # Pallas's Triton backend has been deprecated since jax 0.11 and may be missing.
     has_triton = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
     return "triton" if platform in ("gpu", "cuda") and capability >= 8 and has_triton else "tiles"
 
 
 def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.CompilerParams | None:
-    """Return the Triton compiler parameters of a kernel, or None for interpreted kernels."""
+    """Return Triton compiler parameters for a kernel, or None for interpreted kernels."""
     if implementation == "interpreted":
         return None
     from jax.experimental.pallas import triton
@@ -69,16 +69,16 @@ Ref = Any
 
 
 class SegmentIds(flax.struct.PyTreeNode):
-    """Segment, prompt and position of N completion or prompt tokens. Arrays are [A, N] int32."""
+    """Segment, prompt and position ids for N completion or prompt tokens. Arrays are [A, N] int32."""
 
-    number: jax.Array  # segment of completion tokens; −2 − i for tokens of prompt i; `NO_SEGMENT` for padding
-    prompt: jax.Array  # −2 − i for completion tokens of prompt i; not used for keys
+    number: jax.Array  # segment of completion tokens; −2 − i for tokens in prompt i; `NO_SEGMENT` for padding
+    prompt: jax.Array  # −2 − i for completion tokens after prompt i; not used for keys
     position: jax.Array  # position relative to the first token of the prompt
     index: jax.Array  # index among the completion tokens; −1 for prompt tokens
 
 
 class Tiles(flax.struct.PyTreeNode):
-    """Key tiles that each of X query tiles reads out of Y, and the query tiles that read each key tile (int32)."""
+    """Key tiles (of Y) that each of X query tiles reads, and query tiles that read each key tile. Arrays are int32."""
 
     keys: jax.Array  # [A, X, Y], indices of key tiles, visible tiles first
     key_count: jax.Array  # [A, X], number of visible key tiles
@@ -87,15 +87,15 @@ class Tiles(flax.struct.PyTreeNode):
 
 
 class TileMask(flax.struct.PyTreeNode):
-    """Token ids of a forward pass, and the tiles for each attention window."""
+    """Token ids for a forward pass, and the tiles for each attention window."""
 
     queries: SegmentIds  # [A, N]
-    keys: SegmentIds  # [A, S], keys of the prompts first
+    keys: SegmentIds  # [A, S], prompt keys first
     tiles: dict[str, Tiles]  # keyed by str(window)
 
 
 class Kernel(NamedTuple):
-    """Static arguments of fused attention. Scale, window and soft cap are as in `attention.group_attention`."""
+    """Static arguments to fused attention. Scale, window and soft cap are as in `attention.group_attention`."""
 
     implementation: str  # "tiles", "triton", or "interpreted" (the "triton" kernels on any platform)
     rows: int  # queries per tile; R query heads that share a key head are R queries
@@ -107,7 +107,7 @@ class Kernel(NamedTuple):
 
     @classmethod
     def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:
-        """Return a kernel with suitable tile sizes. On a GPU, tiles fit in the registers of a program."""
+        """Return a kernel with suitable tile sizes. On a GPU, tiles fit in a program's registers."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
         if jnp.dtype(dtype).itemsize > 2:  # tensor cores are not used, and larger tiles are slow to compile
@@ -118,12 +118,12 @@ class Kernel(NamedTuple):
 
 
 def find_tiles(queries: SegmentIds, keys: SegmentIds, kernel: Kernel, window: int | None) -> Tiles:
-    """Find the tiles that may contain visible keys. Extra tiles are harmless, since `visible` masks single scores."""
+    """Find the tiles that may contain visible keys. Extra tiles are harmless, since `visible` masks each score."""
     rows, columns = kernel.rows, kernel.columns
     far = jnp.iinfo(jnp.int32).max
 
     def ends(x: jax.Array, where: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """Return the minimum and maximum of x in each tile."""
+        """Compute the minimum and maximum of x in each tile."""
         tiles = (x.shape[0], -1, size)
         low = jnp.where(where, x, far).reshape(tiles).min(axis=-1)
         return low, jnp.where(where, x, -far).reshape(tiles).max(axis=-1)
@@ -151,7 +151,7 @@ def find_tiles(queries: SegmentIds, keys: SegmentIds, kernel: Kernel, window: in
 
 
 def repeated(ids: SegmentIds, group: int) -> SegmentIds:
-    """Repeat the ids of each token for the `group` query heads that share a key head."""
+    """Repeat each token's ids for the `group` query heads that share a key head."""
     return jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), ids)
 
 
@@ -181,14 +181,14 @@ def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, kernel: Kernel, keys_ax
 
 
 def start_of_sums(shape: tuple[int, ...]) -> Sums:
-    """Return the initial sums of queries [..., rows, d]."""
+    """Return initial sums for queries [..., rows, d]."""
     return jnp.zeros(shape), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1])
 
 
 def add_tile(
     sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, kernel: Kernel, keys_axis: int = 1
 ) -> Sums:
-    """Update the sums of queries with a tile of keys, [columns, d], or [d, columns] if `keys_axis` is 0."""
+    """Update the sums for queries with a tile of keys [columns, d], or [d, columns] if `keys_axis` is 0."""
     values, top, total = sums
     scores = _scores(q, k, seen, kernel, keys_axis)
     higher = jnp.maximum(top, scores.max(axis=1))
@@ -199,7 +199,7 @@ def add_tile(
 
 
 def finish(sums: Sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return outputs and log-sum-exps. Queries without visible keys get zeros and a log-sum-exp of `-MASKED`."""
+    """Convert sums to outputs and log-sum-exps. Queries without visible keys get zeros and `-MASKED`."""
     values, top, total = sums
     some = total > 0
     lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -MASKED)
@@ -217,7 +217,7 @@ def tile_gradients(
     *,
     kernel: Kernel,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the attention weights of a tile and the gradient with respect to q kᵀ, both in float32."""
+    """Compute a tile's attention weights and the gradient with respect to q kᵀ, both in float32."""
     scores = _scores(q, k, seen, kernel)
     weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
     slope = weights * (tile_product(g, v, (1, 1)) - delta[:, None])

@@ -1,8 +1,8 @@
 """One Flax decoder for all model families.
 
-The input is either whole sequences, or completions that share the keys and values of their prompt (`context.Prefix`).
-Each layer has a separate subtree of params: names map one to one to Hugging Face's, and no step needs to slice weights
-from a stack. Softmax, norms and logits are computed in float32 regardless of the compute dtype.
+Inputs are either whole sequences or completions that share their prompt's keys and values (`context.Prefix`). Each
+layer has a separate subtree of params, so names map one to one to Hugging Face's, and weights need not be sliced from a
+stack. Softmax, norms and logits are computed in float32 regardless of the compute dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_jax.types import Params
 
 
 class Embedding(nn.Module):
-    """Token embedding table; also the output head if the two are tied."""
+    """Token embedding table, which is also the output head if the two are tied."""
 
     config: TransformerConfig
 
@@ -42,13 +42,13 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         c = self.config
-        # "fill" masks ids outside the vocabulary; on a mesh, devices would have to exchange that mask.
+        # "fill" masks ids outside the vocabulary. On a mesh, devices would have to exchange that mask.
         mode = "fill" if c.mesh is None else "clip"
         x = jnp.take(self.embedding, tokens, axis=0, mode=mode).astype(c.dtype)
         return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Return the float32 logits [..., V] for hidden states x [..., D]."""
+        """Compute float32 logits [..., V] for hidden states x [..., D]."""
         table, sums = self.embedding.astype(x.dtype), self.config.uses_float32_sums
         return matmul(tokens_of(x), table, jnp.float32, sums, transposed=True).reshape((*x.shape[:-1], -1))
 
@@ -56,9 +56,9 @@ class Embedding(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    `apply({"params": params}, tokens)` maps right-padded int32 tokens [B, T] to float32 logits [B, T, V]; position t
-    attends to tokens 0..t. Callers that share a prompt among completions or need only a few logits call the methods
-    `hidden`, `prefill` and `unembed` instead, for example with `apply(..., method="prefill")`.
+    `apply({"params": params}, tokens)` maps right-padded int32 tokens [B, T] to float32 logits [B, T, V]. Position t
+    attends to tokens 0..t. To share a prompt among completions or compute only a few logits, call the methods `hidden`,
+    `prefill` and `unembed` instead, for example with `apply(..., method="prefill")`.
     """
 
     config: TransformerConfig
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
             self.lm_head = Linear(c.vocab_size, False, dtype, c.initializer_range, jnp.float32, sums)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return float32 logits [B, T, V] of tokens [B, T]."""
+        """Compute float32 logits [B, T, V] from tokens [B, T]."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [B, T]; got shape {tokens.shape}.")
         hidden, _ = self.hidden(tokens[:, None])
@@ -98,20 +98,20 @@ class Transformer(nn.Module):
         last: jax.Array | None = None,
         write: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Return the hidden states [B, G, T, D] of G completions per prompt after the final norm, and the new cache.
+        """Compute hidden states [B, G, T, D] after the final norm for G completions per prompt, and the new cache.
 
         If `cache` is None, the new cache has (keys, values) [B, H_kv, G, T, d] or a `RecurrentState` for each layer,
-        and () for recurrent layers of packed sequences.
+        and () for recurrent layers in packed sequences.
 
         Args:
           tokens: [B, G, T] int32 tokens.
-          prefix: cache of the prompts. If None, `tokens` are whole sequences.
-          cache: cache of the completions, with S slots. Slots 0..index-1 are filled.
+          prefix: cache for the prompts. If None, `tokens` are whole sequences.
+          cache: cache for the completions, with S slots. Slots 0..index-1 are filled.
           index: slot of the first token. Slots form a ring: slot S + 2 is slot 2.
-          start: int32 slot of the first token of each prompt's completions [B], or of each completion [B, G].
+          start: int32 slot of the first token, per prompt [B] or per completion [B, G].
           segments: segments of packed sequences [A, 1, N].
           last: [B] int32 index of the only token to return, as [B, G, 1, D]. Not supported for packed sequences.
-          write: [B, G, T] bool mask of tokens to cache, contiguous. Requires a cache with three separate leading axes.
+          write: [B, G, T] bool mask of contiguous tokens to cache. The cache must have three separate leading axes.
         """
         c = self.config
         b, g, t = tokens.shape
@@ -151,7 +151,7 @@ class Transformer(nn.Module):
     def _tables(
         self, positions: jax.Array, longest: int, prefix: Prefix | None, *, cached: bool
     ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """Return rotary tables for layers with full attention and, if they differ, for layers with a window."""
+        """Build rotary tables for layers with full attention and, if they differ, for layers with a window."""
         c = self.config
         ropes = [(c.rope, c.heads_of(LayerKind())[1]), (c.local_rope, c.head_dim)]
         used = [(rope, width) for rope, width in ropes if rope is not None]
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
     def _tile_mask(
         self, tokens: tuple[int, int, int], prefix: Prefix | None, segments: Segments | None
     ) -> TileMask | None:
-        """Return the `TileMask` for the windows of all layers, or None if attention is "einsum"."""
+        """Build the `TileMask` for all layers' windows, or return None if attention is "einsum"."""
         c, chosen = self.config, implementation(self.config.attention)
         if chosen == "einsum":
             return None
@@ -176,9 +176,9 @@ class Transformer(nn.Module):
         return masks[0].replace(tiles={window: tiles for mask in masks for window, tiles in mask.tiles.items()})
 
     def _layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
-        """Return the per-layer embeddings [B, G, T, layers, ·] of tokens (Gemma 4), or None if the model has none.
+        """Compute per-layer embeddings [B, G, T, layers, ·] for tokens (Gemma 4), or return None without such layers.
 
-        They are (RMSNorm(W x / √D) + e) / √2, where x are the token embeddings and e is from a second embedding table.
+        They are (RMSNorm(W x / √D) + e) / √2, with token embeddings x and e from a second embedding table.
         """
         c = self.config
         if not c.layer_input_size:
@@ -192,15 +192,15 @@ class Transformer(nn.Module):
     def _apply_layers(
         self, x: jax.Array, context: Context, inputs: jax.Array | None, prompts: Cache | None, cache: Cache | None
     ) -> tuple[jax.Array, Cache]:
-        """Apply all layers. Returns the hidden states after the last layer, and the new cache of each layer."""
+        """Apply all layers. Returns the hidden states after the last layer, and each layer's new cache."""
         c, last, i, kept = self.config, context.last, 0, list[LayerCache]()
         # The last layer that computes keys and values (`narrow`) computes them for all tokens, but its output only for
-        # token `last`. It therefore cannot be part of a loop with the layers before it.
+        # token `last`. Therefore, it cannot be part of a loop with the layers before it.
         narrow = c.num_layers - c.shared_kv_layers - 1
         looped = c.loop_layers and cache is None and self._only_reads()
 
         def context_of(i: int) -> Context:
-            """Return `context` with the prefix, cache, shared keys and values, and per-layer embedding of layer i."""
+            """Return `context` with the prefix, cache, shared keys and values, and per-layer embedding for layer i."""
             source = c.kv_source(i)
             return context.replace(
                 prefix=None if prompts is None else prompts[source],
@@ -227,21 +227,21 @@ class Transformer(nn.Module):
         return x, tuple(kept)
 
     def _only_reads(self) -> bool:
-        """Return whether router logits are all that layers write. False during initialization and with dropout."""
+        """Return whether layers write only router logits. False during initialization and with dropout."""
         writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "intermediates")))
         return not writes and not self.has_rng("dropout")
 
     def _written(self) -> tuple[str, ...]:
-        """Return the collections that layers write even if `_only_reads()` is True."""
+        """Return the names of the collections that layers write even if `_only_reads()` is True."""
         return ("router",) if self.is_mutable_collection("router") else ()
 
     def _sow(self, written: Params) -> None:
-        """Sow the router logits of layers applied with `apply_layer` or in a loop."""
+        """Sow the router logits from layers applied with `apply_layer` or in a loop."""
         for logits in jax.tree.leaves(written):
             self.sow("router", "logits", logits)
 
     def _layer(self, i: int, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
-        """Apply layer i, traced only once per kind of layer, since tracing dominates the start-up time."""
+        """Apply layer i. Each kind of layer is traced only once, since tracing dominates the start-up time."""
         layer = self.layers[i]
         if not self._only_reads():
             return layer(x, context)
@@ -254,12 +254,12 @@ class Transformer(nn.Module):
     def _loop(
         self, first: int, period: int, times: int, x: jax.Array, context_of: Callable[[int], Context]
     ) -> tuple[jax.Array, list[LayerCache]]:
-        """Apply `times` × `period` layers, starting at layer `first`, as one `lax.scan` whose body is compiled once.
+        """Apply `times` × `period` layers, starting at layer `first`, in a `lax.scan`, so that they compile once.
 
         The layers' weights are stacked in the compute dtype, so the running program holds a copy of them.
         """
         layers = [self.layers[first + j].clone(parent=None, name=None) for j in range(period)]
-        # Layers of one kind that share keys and values use the same source layer.
+        # Layers of the same kind that share keys and values have the same source layer.
         contexts = [context_of(first + j) for j in range(period)]
 
         def variables_of(i: int) -> tuple[Params, LayerCache | None, jax.Array | None]:
@@ -282,7 +282,7 @@ class Transformer(nn.Module):
         return x, [jax.tree.map(lambda x, r=r: x[r], kept) for r in range(times) for kept in own]
 
     def _cast(self, variables: Params) -> Params:
-        """Cast the kernels of a layer's variables to the compute dtype."""
+        """Cast the kernels in a layer's variables to the compute dtype."""
         dtype = jnp.dtype(self.config.dtype)
 
         def cast(path: tuple[object, ...], x: jax.Array) -> jax.Array:
@@ -291,7 +291,7 @@ class Transformer(nn.Module):
         return jax.tree_util.tree_map_with_path(cast, variables)
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefix]:
-        """Return the hidden state [B, D] of each prompt's last token, and the prompts' `Prefix`."""
+        """Compute the hidden state [B, D] for each prompt's last token, and the prompts' `Prefix`."""
         hidden, kept = self.hidden(tokens[:, None], last=lengths - 1)
 
         def transposed(layer: LayerCache) -> LayerCache:
@@ -303,11 +303,11 @@ class Transformer(nn.Module):
         return hidden[:, 0, 0], Prefix(tuple(map(transposed, kept)), lengths)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Return float32 logits [..., V] of hidden states [..., D]."""
+        """Compute float32 logits [..., V] for hidden states [..., D]."""
         return self._cap(self.embed_tokens.attend(hidden) if self.config.tie_word_embeddings else self.lm_head(hidden))
 
     def unembed_columns(self, hidden: jax.Array) -> jax.Array:
-        """Return float32 logits [V, N] of hidden states [N, D], transposed. Requires tied embeddings."""
+        """Compute float32 logits for hidden states [N, D], transposed to [V, N]. Requires tied embeddings."""
         table, sums = self.embed_tokens.embedding.astype(hidden.dtype), self.config.uses_float32_sums
         return self._cap(matmul(table, hidden, jnp.float32, sums, transposed=True))
 
@@ -330,12 +330,12 @@ def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:
 
 
 def projections(params: Params) -> Iterator[tuple[tuple[str, ...], Params]]:
-    """Return an iterator over (path, kernel) of all linear layers."""
+    """Iterate over the (path, kernel) pairs of all linear layers."""
     return ((path[:-1], leaf) for path, leaf in flatten_dict(params).items() if path[-1] == "kernel")
 
 
 def kernels_by_columns(params: Params, dtype: DTypeLike) -> Params:
-    """Return the collection "columns": each linear layer's kernel [in, out] transposed to [out, in], in `dtype`.
+    """Build the "columns" collection: each linear layer's kernel [in, out] transposed to [out, in], in `dtype`.
 
     Quantized kernels are omitted, since unquantized copies would use the memory that quantization saves.
     """
@@ -344,5 +344,5 @@ def kernels_by_columns(params: Params, dtype: DTypeLike) -> Params:
 
 
 def count_parameters(params: Params) -> int:
-    """Return the total number of elements in params."""
+    """Return the total number of elements in the arrays of `params`."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

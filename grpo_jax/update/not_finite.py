@@ -20,7 +20,7 @@ def name_not_finite(
     """Describe the first non-finite value found in a skipped update, with its prompt and completion.
 
     Searches the advantages, then the log-probs of the sampler, the old policy, the references and `params`, and finally
-    the metrics. `params` are the params before the update. With several processes, all of them must call it.
+    the metrics. `params` are the params before the update. With several processes, all of them must call this.
     """
     batch = fetch(batch)
     inputs = {
