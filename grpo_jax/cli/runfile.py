@@ -99,7 +99,7 @@ class RunFile:
 
 
 class _Problems(list[str]):
-    def of(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
+    def call(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
         """Call a function and return its result. If it raises, append "key = value: message" and return None.
 
         The value is the first argument. If `key` is empty, only the message is appended. The values of samplers and
@@ -137,38 +137,38 @@ def read_run(
         values[name] = value if name == "run_dir" else from_current_directory(value)
     stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems()
-    stages = problems.of("", _read_stages, stated) or ("grpo",)
+    stages = problems.call("", _read_stages, stated) or ("grpo",)
     load_examples = "data" in load
     load = load if "grpo" in stages else [part for part in load if part == "model"]
     problems += _key_problems(values, load)
     run_dir = values.get("run_dir", f"runs/{path.stem}")
-    problems.of("", reject_object_store, run_dir)
+    problems.call("", reject_object_store, run_dir)
     run = RunFile(
         values=values,
         folder=folder,
-        config=problems.of("", lambda: GRPOConfig.from_dict(_pick(values, FIELDS))) or GRPOConfig(),
+        config=problems.call("", lambda: GRPOConfig.from_dict(_pick(values, FIELDS))) or GRPOConfig(),
         run_dir=None if run_dir is None else Path(str(run_dir)).expanduser(),
         model=stated.get("model"),
         teacher=stated.get("teacher"),
-        lora=problems.of("lora", read_lora, stated.get("lora")),
+        lora=problems.call("lora", read_lora, stated.get("lora")),
         param_dtype=stated.get("param_dtype", "float32"),
         quantize=stated.get("quantize"),
         stages=stages,
-        sft=problems.of("", _read_sft, stated, folder, load_examples) if "sft" in stages else None,
+        sft=problems.call("", _read_sft, stated, folder, load_examples) if "sft" in stages else None,
     )
     if "model" in load:
         for name, check in (("model", _check_model), ("teacher", _check_teacher)):
             if name in stated:
-                problems.of(name, check, stated[name], folder)
+                problems.call(name, check, stated[name], folder)
     data = {key: stated[key] for key in ("data", "eval_data") if is_suite(stated.get(key))}
-    suites = {key: problems.of("", suite_of, source, key) for key, source in data.items() if {*load} - {"model"}}
+    suites = {key: problems.call("", suite_of, source, key) for key, source in data.items() if {*load} - {"model"}}
     if "rewards" in load:
         _load_functions(run, stated, suites.get("data") or Suite(rows=[]), problems)
     if "data" in load:
         _load_rows(run, stated, suites, problems)
     only_teacher = not run.rewards and run.teacher is not None
     if not problems and run.rows and not (run.tools or run.environment_factory or only_teacher):
-        problems.of("", lambda: check_reward_fns(run.rewards, run.rows[0], argument="data", rows=run.rows))
+        problems.call("", lambda: check_reward_fns(run.rewards, run.rows[0], argument="data", rows=run.rows))
     flags = " ".join(f"--{name}" for name in overrides or ())
     raise_all(f"{path} with {flags}" if flags and path.suffix else str(path), problems)
     return run
@@ -207,7 +207,7 @@ def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
     known = {*fields, *_SFT_KEYS}
     problems += [unknown_field(name, known, {}) for name in own if name not in known]
-    config = problems.of("", SFTConfig.from_dict, _pick(stated, _SHARED) | _pick(own, fields)) or SFTConfig()
+    config = problems.call("", SFTConfig.from_dict, _pick(stated, _SHARED) | _pick(own, fields)) or SFTConfig()
     problems[:] = [f"sft.{line}" for line in problems]
     if load and own.get("data") is None:
         problems.append("sft.data is missing; set it to a file, the name of a dataset, or module:name")
@@ -222,7 +222,7 @@ def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
         )
 
     keys = [key for key in ("data", "eval_data") if load and own.get(key) is not None]
-    rows = {key: problems.of("", read_examples, key) for key in keys}
+    rows = {key: problems.call("", read_examples, key) for key in keys}
     raise_all("sft", problems)
     return SFTStage(config, rows.get("data") or [], rows.get("eval_data"))
 
@@ -231,14 +231,14 @@ def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problem
     for i, entry in enumerate(_as_list(stated.get("rewards", SUITE if suite.rows else None))):
         if entry == SUITE and suite.rows:
             run.rewards += suite.reward_fns
-        elif (function := problems.of(f"rewards[{i}]", reward_function, entry, run.folder)) is not None:
+        elif (function := problems.call(f"rewards[{i}]", reward_function, entry, run.folder)) is not None:
             run.rewards.append(function)
-    tools = [problems.of("tools", find, tool, run.folder) for tool in _as_list(stated.get("tools"))]
+    tools = [problems.call("tools", find, tool, run.folder) for tool in _as_list(stated.get("tools"))]
     run.tools = [tool for tool in tools if tool is not None] if "tools" in stated else suite.tools
     run.environment_factory = suite.environment_factory
     readers = {"environment_factory": find, "sampler": _sampler, "advantage_fn": find, "surrogate": find}
     for name in readers.keys() & stated.keys():
-        setattr(run, name, problems.of(name, readers[name], stated[name], run.folder))
+        setattr(run, name, problems.call(name, readers[name], stated[name], run.folder))
     if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
         run.config = dataclasses.replace(run.config, reward_weights=suite.reward_weights)
 
@@ -246,7 +246,7 @@ def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problem
 def _load_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], problems: _Problems) -> None:
     columns, prompt = stated.get("columns"), stated.get("prompt")
     before = len(problems)
-    problems.of("", check_templates, columns, prompt)
+    problems.call("", check_templates, columns, prompt)
     if len(problems) > before:
         columns, prompt = None, "any"  # continue with a valid template, so that errors in the data are also reported
 
@@ -255,7 +255,7 @@ def _load_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], p
 
     sources = {key: stated[key] for key in ("data", "eval_data") if key in stated and key not in suites}
     sources |= {key: suite.rows for key, suite in suites.items() if suite is not None}
-    rows = {key: problems.of("", read_rows, source, key) for key, source in sources.items()}
+    rows = {key: problems.call("", read_rows, source, key) for key, source in sources.items()}
     run.rows, run.eval_rows = rows.get("data") or [], rows.get("eval_data")
 
 

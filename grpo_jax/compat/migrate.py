@@ -130,7 +130,7 @@ def _translate_value(moved: Migration, name: str, value: Any) -> bool:
             moved.translated[name] = f'compute_dtype="auto", {NO_FLOAT16}'
         case "optim":
             if value not in ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"):
-                moved.missing[name] = f"{value!r}: pass an optax transformation as optimizer to train"
+                moved.missing[name] = f"{value!r}: pass an optax transformation to train as optimizer"
         case "model_init_kwargs":
             _translate_model(moved, name, value)
         case "generation_kwargs":

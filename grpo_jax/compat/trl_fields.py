@@ -43,11 +43,11 @@ _absent = functools.partial(_fields, "not here")
 
 _SERVER = 'with use_vllm=True and vllm_mode="server": sampler=engines.vllm(base_url)'
 _ENGINE = "; it has an effect only if a sampler is passed to train"
-_OPTIMIZER = "pass an optax transformation as optimizer to train"
+_OPTIMIZER = "pass an optax transformation to train as optimizer"
 _TORCH = "it affects only PyTorch"
 _DECODED = "decoding stops for completions that have ended"
 _VLLM = "it is a `vllm serve` option"
-_TRACKIO = "call trackio.init(space_id=...) and pass its log function to train in callbacks"
+_TRACKIO = "call trackio.init(space_id=...) and pass its log function to train as a callback"
 _ONE_WRITER = "only process 0 logs"
 _EVALUATION = "evaluation generates completions and computes rewards; logits are not gathered"
 _LOADER = "there is no data loader; prompts are read by index"
@@ -93,7 +93,7 @@ SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
     "load_best_model_at_end": "without `metric_for_best_model`, `compat.GRPOTrainer` uses `eval/reward`; checkpoints "
     "also contain the last policy",
     "report_to": "tensorboard, wandb, trackio; the default is the same as in transformers 5 (in transformers 4, all)",
-    "push_to_hub": "pushes the subdirectory `hub` of the run directory, with a model card",
+    "push_to_hub": "pushes the run directory's subdirectory `hub`, with a model card",
     "hub_strategy": "checkpoints are not pushed",
 }
 """TRL fields with the same name, meaning and default here, each mapped to a note on differences or to ""."""
@@ -134,7 +134,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_other(_SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
     **_other(_SERVER + " with patience", vllm_server_timeout=240.0),
     **_needless("the server reads weights from files on a shared file system", vllm_group_port=51216),
-    **_other("use sampler_correction; None is False" + _ENGINE, vllm_importance_sampling_correction=True),
+    **_other("use sampler_correction; None means False" + _ENGINE, vllm_importance_sampling_correction=True),
     **_other("use sampler_correction" + _ENGINE, "sampler_correction", vllm_importance_sampling_mode="sequence_mask"),
     **_other("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_clip_max=3.0),
     **_other("use sampler_correction_min" + _ENGINE, "sampler_correction_min", vllm_importance_sampling_clip_min=None),

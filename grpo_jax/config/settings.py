@@ -135,8 +135,8 @@ class Settings:
     """Also write a checkpoint after an optimizer step if the last one is at least this many minutes old, according to
     the clock of process 0. None disables it. Ours."""
     save_total_limit: Count | None = setting(None, resume="free")
-    """Number of `save_steps` checkpoints to keep: the newest and the best. None keeps all. Checkpoints written due
-    to signals or `save_minutes` are deleted when the next one is written."""
+    """Number of newest `save_steps` checkpoints to keep, in addition to the best. None keeps all. Checkpoints written
+    because of signals or `save_minutes` are deleted no later than at the next `save_steps` checkpoint."""
     max_skipped_updates: Count | None = setting(10, resume="free")
     """Stop after this many consecutive updates with a non-finite loss or gradient. None disables the limit. Ours."""
     metric_for_best_model: str | None = setting(None, resume="free")
