@@ -100,7 +100,7 @@ class TeacherLogProbs(NamedTuple):
 
 
 class Batch(flax.struct.PyTreeNode):
-    """Completions from an iteration or a minibatch of it: all inputs to the gradient except the params.
+    """All completions in an iteration, or a minibatch of them: the inputs to the gradient except the params.
 
     Attributes:
       prompts: prompts with tokens [B, P].
@@ -314,7 +314,7 @@ class Environment(Protocol):
     """
 
     def reset(self, **row: Any) -> str | None:
-        """Start from a copy of the dataset row. Return text to append to the prompt, equal for the whole group."""
+        """Start from a copy of the dataset row. Return text to append to the prompt, the same for the whole group."""
         ...
 
     def respond(self, text: str) -> str | tuple[str | None, float] | None:
@@ -325,7 +325,7 @@ class Environment(Protocol):
         ...
 
     def get_reward(self) -> float | list[float] | None:
-        """Return the reward of the finished completion, a list with one reward per turn, or None for "not scored"."""
+        """Return the finished completion's reward, a list with one reward per turn, or None for "not scored"."""
         ...
 
 

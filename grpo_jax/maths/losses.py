@@ -219,7 +219,7 @@ def grpo_loss(
     | bnpo | same | Σ m p / max(Σ m, 1) |
     | dr_grpo | same | Σ m p / (rows · max_completion_length) |
     | dapo | same | Σ m p / max(normalizer, 1) |
-    | luspo | same; use it with importance_sampling_level="sequence" | mean over rows of Σ m p |
+    | luspo | same, for use with importance_sampling_level="sequence" | mean over rows of Σ m p |
     | cispo | −sg(min(w, ε_high))·A·l | as dapo |
     | sapo | −A·(4/τ)·σ(τ(w−1)), τ depends on the sign of A | as grpo |
     | vespo | −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ) | as dapo |
@@ -239,7 +239,7 @@ def grpo_loss(
 
     Args:
       log_probs: [..., T] float, nats; l, log-probs under the trained params. A row of T tokens is one completion.
-      old_log_probs: [..., T] float, nats; l_old. Defaults to sg(l): the ratio is 1 and has the gradient of l.
+      old_log_probs: [..., T] float, nats; l_old. None uses sg(l): the ratio is 1 and has the gradient of l.
       ref_log_probs: [..., T] float, nats; l_ref. May be None if beta is 0, but the metric `kl` is then 0.
       advantages: [...] or [..., T] float, unitless; A.
       mask: [..., T] bool or 0/1; m.

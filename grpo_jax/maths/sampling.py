@@ -22,7 +22,7 @@ class Sampling(NamedTuple):
     temperature: float = 1.0  # unitless; 0 selects greedy decoding, with log-probs at temperature 1
     top_k: int = 0  # number of tokens to keep; 0 keeps all
     top_p: float = 1.0  # probability mass to keep, in (0, 1]
-    min_p: float | None = None  # smallest probability relative to the largest, in [0, 1]
+    min_p: float | None = None  # minimum probability relative to the largest, in [0, 1]
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -42,9 +42,9 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
     """Compute the logits [..., V] float32 for the sampling distribution.
 
     As in transformers, these steps are applied in order, each to the result of the previous step: divide by the
-    temperature; keep the `top_k` largest logits; keep the smallest set of most likely tokens whose mass reaches
-    `top_p`; keep tokens at least `min_p` times as likely as the most likely one. All other tokens get −inf. Ties with
-    the last kept token are also kept. The token ids in `keep`, [...], are never removed, so that a sampled token's
+    temperature; keep the `top_k` largest logits; keep the most likely tokens until their total mass reaches `top_p`;
+    keep tokens at least `min_p` times as likely as the most likely token. All other tokens get −inf. Ties with the last
+    kept token are also kept. The token ids in `keep`, [...], are never removed, so that a sampled token's
     log-prob remains finite when the params change.
     """
     check_sampling(sampling)

@@ -59,7 +59,7 @@ class Stops:
         return jnp.asarray(self.table)[kinds, state]
 
     def end_of(self, tokens: np.ndarray) -> int | None:
-        """Return the number of tokens through the end of the first stop string, or None without a stop string."""
+        """Return the number of tokens through the end of the first stop string, or None if no stop string occurs."""
         state = np.zeros(1, np.int32)
         for at in range(len(tokens)):
             state = self.after(state, tokens[at : at + 1])

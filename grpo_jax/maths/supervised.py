@@ -66,7 +66,7 @@ def likelihood_loss_terms(
     """Compute the contribution of a part of a minibatch to `likelihood_loss`, with metrics that merge exactly.
 
     All arrays are [..., T]. `entropies` (nats) and `likeliest` are used for metrics only: `likeliest` is 1 where the
-    target token is the most likely one, and its mean is the metric `mean_token_accuracy`.
+    target token has the largest probability, and its mean is the metric `mean_token_accuracy`.
     """
     chex.assert_equal_shape([log_probs, entropies, likeliest, mask])
     loss = likelihood_loss(log_probs, mask, loss_type=loss_type, num_tokens=num_tokens)
@@ -172,7 +172,7 @@ def sampled_divergence(
 
     Args:
       log_probs: [..., T] float, nats; l, log-probs under the policy.
-      old_log_probs: [..., T] float, nats; l_old, log-probs under the policy that sampled the tokens. Defaults to
+      old_log_probs: [..., T] float, nats; l_old, log-probs under the policy that sampled the tokens. None uses
         sg(l), so that w = 1.
       teacher_log_probs: [..., T] float, nats; l_teacher.
       mask: [..., T] bool or 0/1.
@@ -182,11 +182,11 @@ def sampled_divergence(
 
     Gradient:
       Over tokens sampled from the old policy in a given state, the expected value is KL(p‖q) and the expected gradient
-      is ∇KL(p‖q), however far the policy is from the old policy. The variance is larger than with `divergence`.
+      is ∇KL(p‖q), even if the policy is far from the old policy. The variance is larger than with `divergence`.
 
     References:
-      Thinking Machines, "On-Policy Distillation" (2025), which uses the advantage −(l_old − l_teacher). It is equal in
-      the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
+      Thinking Machines, "On-Policy Distillation" (2025), which uses the advantage −(l_old − l_teacher). Both are
+      equal in the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
     """
     log_probs = floating("log_probs", log_probs)
     mask = read_mask(log_probs, mask)

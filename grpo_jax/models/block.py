@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class Attention(nn.Module):
-    """The attention part of a layer, with projections and rotary embedding."""
+    """A layer's attention, with its projections and rotary embedding."""
 
     config: TransformerConfig
     kind: LayerKind

@@ -133,7 +133,7 @@ class TransformerConfig:
     expert_bias: bool = False  # whether experts and their router have biases
     # (α, c) for experts that compute (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) instead of act(g) · u.
     expert_swiglu: tuple[float, float] | None = None
-    normalize_expert_weights: bool = False  # whether the weights of a token's experts sum to one
+    normalize_expert_weights: bool = False  # whether to normalize the weights of a token's experts to sum to one
     router_loss_coef: float = 0.0  # factor on `router_loss` if the run's `router_aux_loss_coef` is None
     initializer_range: float = 0.02  # standard deviation of initial weights
     dtype: str = "float32"  # compute dtype for matrix products: "float32" or "bfloat16"
@@ -144,7 +144,7 @@ class TransformerConfig:
     # (`fused_step`). "auto" selects the fastest implementation for the devices.
     attention: str = "auto"
     mesh: Mesh | None = None  # mesh that fused attention and experts are sharded over; None for one device
-    float32_sums: bool | None = None  # whether to sum bfloat16 products in float32 (`matmul`); None: if faster
+    float32_sums: bool | None = None  # whether bfloat16 products use float32 sums (`matmul`); None picks the faster
     # Whether calls without a cache run layers of the same kind, or in a repeated pattern, as a loop that is compiled
     # once. The loop needs an additional copy of the layers' weights at run time.
     loop_layers: bool = False

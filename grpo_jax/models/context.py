@@ -19,7 +19,7 @@ from grpo_jax.models.tiles import TileMask
 
 
 class RecurrentState(NamedTuple):
-    """State of a recurrent layer. In the state after prompts, arrays do not have the axis G."""
+    """State of a recurrent layer. States of prompts do not have the axis G."""
 
     memory: jax.Array | None  # [B, H, G, d_k, d_v] float32; None for a short convolution
     tail: jax.Array  # [B, 1, G, K − 1, C], convolution inputs for the last K − 1 tokens

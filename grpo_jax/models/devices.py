@@ -45,13 +45,13 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
 def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
     """Return whether products of bfloat16 matrices are fastest with float32 sums (`models.matmul`).
 
-    They are on CPUs with jax 0.10 or newer, which uses the CPU's matrix units. Older versions compute them slowly.
+    This is true on CPUs with jax 0.10 or newer, which uses the CPU's matrix units. Older versions compute them slowly.
     """
     return platform_of(devices)[0] == "cpu" and jax.__version_info__ >= (0, 10)
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return a device's memory in bytes, or None if unknown. A CPU has the memory of its machine or container."""
+    """Return a device's memory in bytes, or None if unknown. For a CPU, this is the machine's or container's memory."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
         return limit

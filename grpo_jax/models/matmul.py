@@ -101,7 +101,7 @@ def _matmul_jvp(
         y = dot_float32(x, w, axes).astype(dtype or x.dtype)
         return y, _tangent(y, (lambda dx: dot_rounded(dx, w, axes), dx), (lambda dw: dot_rounded(x, dw, axes), dw))
     matrix = w.T if transposed else w
-    y = jnp.matmul(x, matrix, preferred_element_type=dtype)  # `jax.checkpoint` policies recognize it
+    y = jnp.matmul(x, matrix, preferred_element_type=dtype)  # `jax.checkpoint` policies recognize this operation
     store = _store_transpose(w)
 
     def by_weights(dw: jax.Array) -> jax.Array:
@@ -128,8 +128,8 @@ Axes = tuple[int, int]
 def dot_float32(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.Precision | None = None) -> jax.Array:
     """Contract one axis of matrix x with one axis of matrix y in float32.
 
-    XLA's CPU backend uses matrix units (Intel AMX) for bfloat16 matrices if the result is float32, no operand is a
-    transpose, and the left operand is contracted over its last axis. Otherwise, both operands are converted to float32.
+    XLA's CPU backend uses matrix units (Intel AMX) for bfloat16 matrices if the result is float32, neither operand is
+    transposed, and the left operand is contracted over its last axis. Otherwise, it converts both operands to float32.
     """
     axes = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)

@@ -35,7 +35,7 @@ from grpo_jax.models.context import Context, LayerCache, RecurrentState, Segment
 from grpo_jax.models.layers import RMSNorm, linear
 
 CHUNK = 64
-"""Maximum chunk size in tokens, a power of two. It fills an accelerator's matrix units; more would add work."""
+"""Maximum chunk size in tokens, a power of two that fills an accelerator's matrix units. Larger chunks do more work."""
 
 
 class Positions(NamedTuple):
@@ -268,7 +268,7 @@ class GatedDeltaNet(nn.Module):
 def delta_step(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, memory: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply `delta_rule` to one token, with arrays without the axis N."""
+    """Apply `delta_rule` to one token. Arrays do not have the axis N."""
     fade = jnp.exp(decay)[..., None]
     # Reading the memory is most of the cost of a step, so both reads share one pass.
     both = jnp.einsum("...xk,...kv->...xv", jnp.stack([k, q], axis=-2), memory)

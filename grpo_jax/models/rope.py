@@ -22,8 +22,8 @@ class Rope:
     theta: float = 10000.0
     kind: str = "default"  # a key of `ROPE_KINDS`; Hugging Face's `rope_type`
     scaling: tuple[tuple[str, Any], ...] = ()  # settings for the scaling, as hashable (name, value) pairs
-    fraction: float = 1.0  # fraction of a head's channels that are rotated, from the first channel on
-    pairs: bool = False  # rotate channels 2i and 2i + 1 together, instead of i and i + r/2, with r rotated channels
+    fraction: float = 1.0  # fraction of a head's channels to rotate, starting at the first channel
+    pairs: bool = False  # whether channels 2i and 2i + 1 rotate together, not i and i + r/2 for r rotated channels
     growth: tuple[float, int] = (0.0, 1)  # (β, n): factor 1 + β log(1 + ⌊p / n⌋) on queries at position p (Llama 4)
 
 
@@ -81,7 +81,7 @@ def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple
 
 
 def _proportional(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Divide frequencies by `factor`, and keep only the first fraction `partial_rotary_factor`; the others are 0."""
+    """Divide frequencies by `factor`, and set all but the first fraction `partial_rotary_factor` to 0."""
     turning = int(n["partial_rotary_factor"] * 2 * len(inverse) // 2)
     return np.where(np.arange(len(inverse)) < turning, inverse, 0.0) / n["factor"], 1.0
 
@@ -99,7 +99,7 @@ ROPE_KINDS: dict[str, Callable[[np.ndarray, Numbers, Rope, int], tuple[np.ndarra
 
 
 ROPE_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""Scalings that depend on the sequence length, and the name of the setting beyond which frequencies change."""
+"""Length-dependent scalings, and the name of the setting that holds the length beyond which frequencies change."""
 
 
 def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.ndarray, float]:

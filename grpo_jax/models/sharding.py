@@ -2,7 +2,7 @@
 
 A mesh has the axes "data" (shards prompts), "fsdp" (shards prompts, and parameters along one dimension) and "tensor"
 (shards parameters along the other dimension: heads and MLP channels). Modules do not depend on the sharding: XLA's
-partitioner (GSPMD) propagates the arguments' shardings. Only prompts are sharded, so groups stay whole.
+partitioner (GSPMD) propagates the arguments' shardings. Batches are sharded by prompt, so groups stay whole.
 """
 
 from __future__ import annotations

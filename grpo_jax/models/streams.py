@@ -57,7 +57,7 @@ def count_cores() -> int:
 
 
 def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
-    """Return `[function(part) for part in parts]`, computed in one thread per part.
+    """Apply `function` to each part in a separate thread, and return the results in order.
 
     Exceptions are raised after all threads have ended. Jitted functions that `function` calls must be `shared`.
     """

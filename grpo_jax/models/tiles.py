@@ -30,17 +30,17 @@ LEAST_SIDE = 16
 """Minimum side of a kernel tile, since tensor cores multiply 16 × 16 matrices."""
 
 NO_SEGMENT = -1
-"""Segment id of padding tokens, which do not attend to any token and are not attended to."""
+"""Segment id for padding tokens, which neither attend to other tokens nor are attended to."""
 
 MASKED = -1e30
-"""Score of a masked-out key. It is finite so that queries without visible keys do not produce NaN."""
+"""Score for masked-out keys. It is finite so that queries without visible keys do not produce NaN."""
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
 """Running sums for queries [rows, d]: Σ weight · value [rows, d], largest score [rows], Σ weight [rows]."""
 
 
 def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
-    """Resolve the attention implementation for full sequences. "auto" selects the fastest on the given devices.
+    """Resolve the attention implementation for full sequences. "auto" selects the fastest for the devices.
 
     "auto" is "triton" on NVIDIA GPUs with compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs
     and TPUs, and "einsum" on CPUs. If `devices` is empty, the default device is used.

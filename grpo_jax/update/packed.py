@@ -108,7 +108,7 @@ class PackedUpdater(Updater):
         return state, metrics | {"rows": rows, "padding_share": jnp.float32(padding)}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-        """Return the gradient of a minibatch and its metric sums, like `update` without the optimizer step."""
+        """Compute a minibatch's gradient and metric sums, like `update` without the optimizer step."""
         return self._gradients(state, batch)[:2]
 
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, float]:
@@ -217,7 +217,7 @@ class PackedUpdater(Updater):
         return self.skip_zero_signal and vanishes_without_advantage(self.model, self.config, self.surrogate)
 
     def has_gradient(self, batch: Batch) -> np.ndarray:
-        """Return a mask [B] that selects the prompts with a gradient in any completion."""
+        """Return a mask [B] of prompts with at least one completion that has a gradient."""
         if not self.skips_zero_signal:
             return np.ones(len(batch.mask), bool)
         return np.count_nonzero(np.asarray(batch.advantages).reshape(len(batch.mask), -1), axis=1) > 0

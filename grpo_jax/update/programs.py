@@ -76,6 +76,6 @@ def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -
 
 
 def _at(x: jax.Array | jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    """Return an abstract array with the given sharding, unless it already has one."""
+    """Make an array abstract, with the given sharding unless it already has a sharding."""
     sharding = getattr(x, "sharding", None) or sharding
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))

@@ -112,7 +112,7 @@ def train_step(
         only log-probs.
 
     Returns:
-      The next state and the metrics: those from `grpo_loss`, `grad_norm` (before clipping), `update_skipped` (1 if
+      The next state and the metrics: all `grpo_loss` metrics, `grad_norm` (before clipping), `update_skipped` (1 if
       the loss or the gradient was not finite), `sampler_gap` (maximum of |l − l_sampling|, about 1e-5 in float32 in the
       first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token
       contributes to the loss, all metrics except counts are NaN, and only `step` (and a due reference) changes.
@@ -200,7 +200,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
 
 
 def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
-    """Return the statistic of the logits that the loss or metrics need for a micro-batch, or None."""
+    """Return the `LogitStatistic` for a micro-batch. Runs the teacher on it if there is a teacher model."""
     teacher, states = updater.teacher, None
     if teacher is not None:
         states, _ = predicting_states(teacher.model, teacher.params, part.prompts, part.tokens)
