@@ -185,8 +185,8 @@ def sampled_divergence(
       is ∇KL(p‖q), even if the policy is far from the old policy. The variance is larger than with `divergence`.
 
     References:
-      Thinking Machines, "On-Policy Distillation" (2025), which uses the advantage −(l_old − l_teacher). Both are
-      equal in the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
+      Thinking Machines, "On-Policy Distillation" (2025), with the advantage −(l_old − l_teacher). Both are equal in
+      the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
     """
     log_probs = floating("log_probs", log_probs)
     mask = read_mask(log_probs, mask)
