@@ -79,8 +79,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     if math.prod(sizes) > len(devices) or (several and math.prod(sizes) < len(devices)):
         fit = f"exactly {len(devices)}, since every process takes part" if several else f"at most {len(devices)}"
         raise ValueError(
-            f"mesh = {dict(axes)} needs {product} devices, but {len(devices)} are available. Set sizes whose product is"
-            f" {fit}"
+            f"mesh = {dict(axes)} needs {product} devices, but {len(devices)} are available. Set sizes with a product"
+            f" of {fit}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)])
 

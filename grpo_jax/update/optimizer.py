@@ -41,7 +41,7 @@ def is_decayed(path: str) -> bool:
 def _add_decay(weight: float) -> optax.GradientTransformation:
     """Add weight·θ to the updates for params with weight decay.
 
-    Unlike `optax.masked`, this has an empty state, like `optax.adamw` without a mask.
+    Unlike `optax.masked`, this has an empty state, like weight decay in `optax.adamw` without a mask.
     """
 
     def one(path: jax.tree_util.KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:

@@ -160,7 +160,7 @@ def finish_update(
 ) -> TrainState:
     """Apply one optimizer step, then sync the reference if it is due.
 
-    θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
+    θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0,  with α = sync_alpha
 
     If there are master params, θ denotes them, and params are set to their rounded values. For adapters, the reference
     averages the products A·B instead of the factors (`lora.sync_adapters`).
@@ -169,7 +169,7 @@ def finish_update(
     and `skipped` is incremented. `step` is always incremented, so that skipped updates do not affect schedule, data or
     keys. The config's schedule uses the extra argument `step`; an optax schedule passed to `train` counts applied
     updates only. If `trained` is False (no token contributes to the loss), params and optimizer state do not change
-    either, since the optimizer's moments could still move them. `sync_every` is None for a frozen reference.
+    either; otherwise, the optimizer's moments would still move them. A `sync_every` of None freezes the reference.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update
