@@ -320,7 +320,7 @@ class Environment(Protocol):
     def respond(self, text: str) -> str | tuple[str | None, float] | None:
         """Return the observation that follows a turn without tool calls, or None to end the completion.
 
-        Return `(text, reward)` to reward the turn too. This requires `get_reward`, which adds to the last turn's reward.
+        Return `(text, reward)` to also reward the turn. This requires `get_reward`, which rewards the last turn too.
         """
         ...
 
