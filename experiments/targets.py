@@ -163,29 +163,29 @@ def page(results: Mapping[str, Any]) -> str:
 
 HEAD = f"""# Accelerators
 
-**Compiled, not run**: the values on this page are read from programs that the compilers for these accelerators produced
-on a machine without accelerators (`python -m experiments.targets`). Memory is what such a program allocates. Timings on
+**Compiled, not run**: the values on this page come from programs that the compilers for these accelerators produced on
+a machine without accelerators (`python -m experiments.targets`). Memory is what such a program allocates. Timings on
 an H100 are in [Speed](speed.md#on-an-h100); nothing has been run on a TPU yet.
 
 ## Models and machines
 
-Full fine-tuning with the defaults of `GRPOConfig`, AdamW and no reference (`beta = 0`): params in float32, compute in
-bfloat16, recomputation in the backward pass, sharded over all devices (`mesh={{"fsdp": 8}}`). Prompts have {PROMPT}
-tokens, a group has {GROUP} completions that all have T tokens, a micro-batch is one group per device, and an iteration
-is {GROUPS} groups per device.
+The tables assume full fine-tuning with `GRPOConfig`'s defaults, AdamW and no reference (`beta = 0`): params in
+float32, compute in bfloat16, recomputation in the backward pass, sharded over all devices (`mesh={{"fsdp": 8}}`).
+Prompts have {PROMPT} tokens, a group has {GROUP} completions that all have T tokens, a micro-batch is one group per
+device, and an iteration is {GROUPS} groups per device.
 
 - **fits**: "one group at a time" if a device cannot hold the keys and values of its four groups together, but can
   decode them one by one (`rollout_batch_size`: {GROUP} completions per device).
-- **held**: GB on each device that are held for the whole run: the params and AdamW's two moments, as in
+- **held**: GB that each device holds for the whole run: the params and AdamW's two moments, as in
   `grpo-jax train` and with `train(policy, …, donate=True)`. Without `donate` the caller's params also stay in memory:
   a third more.
 - **rollout**, **update**: peak GB on each device in a phase, including what is held. If a model does not fit, longer
   completions were not tried. The table predates the rollout's copy of the weights in the compute dtype, which adds 2
   bytes per parameter, divided by the number of devices.
 - **longest T**: the length at which the first phase reaches the memory limit with all groups at once, interpolated
-  linearly between the lengths of the table.
-- **compile**: CPU seconds of a process that traces and compiles the largest program of the rollout and of the update,
-  summed over its threads. A run compiles each of its other programs at their first call.
+  linearly between the lengths in the table.
+- **compile**: CPU seconds for tracing and compiling the largest programs of the rollout and of the update, summed over
+  threads. A run compiles its other programs when they are first called.
 """
 
 COLUMNS = """\
@@ -208,13 +208,13 @@ grpo-jax plan --model Qwen/Qwen3-30B-A3B --device H100-8 --mesh fsdp=8 --lora 16
 
 - **Attention**: a fused kernel (Pallas, Triton) on GPUs from Ampere on, and a loop over tiles on TPUs and older GPUs.
   Both take memory linear in T, and read each prompt once for its whole group. On CPUs it is an einsum.
-- **Experts** of a mixture are ragged matrix products: XLA's ragged dot on TPUs, and kernels (Pallas, Triton) on GPUs
+- **Mixtures of experts** use ragged matrix products: XLA's ragged dot on TPUs, and kernels (Pallas, Triton) on GPUs
   from Ampere on. On other devices, including CPUs, XLA multiplies each token by the matrices of all experts.
 - **Layers** are one loop on TPUs, so a deep model compiles as fast as a shallow one, and are unrolled on GPUs and CPUs.
 - **Decoding** runs in bursts with a fixed length of 16 steps. The next burst is dispatched before the host has read
-  which completions ended in the last one. The number of slots of a key cache is a multiple of 64. Weights in float32
-  are rounded to the compute dtype once, before the first step.
-- **Attention of a decode step** is also a kernel (Pallas, Triton) on GPUs from Ampere on, if completions times key
+  which completions ended in the previous one. The number of slots in a key cache is a multiple of 64. Weights in
+  float32 are rounded to the compute dtype once, before the first step.
+- **Attention in a decode step** is also a kernel (Pallas, Triton) on GPUs from Ampere on, if completions times key
   heads are at least 96 per device and the head dimension is a power of two (16 to 256). The kernel reads only the
   filled slots, so the cache has one size. In all other cases the scores are materialized, and the cache grows in three
   steps.
@@ -227,14 +227,14 @@ norms, log-probs, the loss, and the products that compute logits are float32 on 
 the operands of a product to TF32 and a TPU to bfloat16, unless `jax.config.update("jax_default_matmul_precision",
 "highest")` is set; the fused kernels always compute in exact float32, without tensor cores. The sampler and the scorer
 use the same dtypes but different programs, so they differ at precisions below float32. `sampler_gap` reports the
-difference, and a hint is given if it is more than rounding explains. The largest gaps measured on a CPU with operands
+difference, and a hint is given if rounding does not explain it. The largest gaps measured on a CPU with operands
 rounded in this way are 4e-5 with exact products, 0.02 in TF32, 0.1 with a TPU's default for float32, and 0.54 in
 bfloat16; on an H100 in bfloat16 it was 0.06.
 
 ## Compiling in less time
 
 If a cache directory is configured for JAX (`JAX_COMPILATION_CACHE_DIR`; the scripts of this repository set one),
-compiled programs are kept from one run to the next. For a first try, a TPU's compiler can also be set to a lower
+compiled programs are kept from one run to the next. For a first try, you can also set a TPU's compiler to a lower
 effort: with `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-0.5` it compiles Qwen2.5-0.5B for a v5e-8 (T = 1,024) in 46 CPU s
 instead of 114. Do not use this for a whole run: according to the compiler, an update of four such layers on one v5e
 then takes 2.2 times the cycles.
