@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arms: dict[str, dict[str, Rates]] = {}
     rewards = {"grpo": accuracy} | ({"control": coin_flips(seed)} if arguments.control else {})
     for arm, reward in rewards.items():
-        print(f"GRPO, rewarded {'by coin flips' if arm == 'control' else 'for right answers'}:")
+        print(f"GRPO, rewarded {'at random' if arm == 'control' else 'for right answers'}:")
         own = run_dir / "control" if arm == "control" else run_dir
         with watch(arm):
             state = train_grpo(base, rows, reward, make_config(arguments, scratch), tools=TOOLS, run_dir=own)

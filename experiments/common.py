@@ -93,7 +93,7 @@ def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
       (4, True)
       >>> on_mesh(config, "data=3")
       Traceback (most recent call last):
-      SystemExit: --mesh data=3: 16 prompts per step do not divide by 3 devices; along data and fsdp 1, 2, 4 do
+      SystemExit: --mesh data=3: 16 prompts per step cannot be split over 3 devices along data and fsdp; use 1, 2, 4
     """
     axes = parse_mesh(mesh)
     spread = dataclasses.replace(config, mesh=axes)
@@ -105,8 +105,8 @@ def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
         return dataclasses.replace(spread, per_device_train_batch_size=size // shards)
     fitting = [n for n in range(1, 2 * shards) if steps % n == 0 or size % (n * group) == 0]
     raise SystemExit(
-        f"--mesh {mesh}: {size * steps // group} prompts per step do not divide by {shards} devices; along data and"
-        f" fsdp {', '.join(map(str, fitting))} do"
+        f"--mesh {mesh}: {size * steps // group} prompts per step cannot be split over {shards} devices along data and"
+        f" fsdp; use {', '.join(map(str, fitting))}"
     )
 
 

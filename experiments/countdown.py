@@ -368,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     show_completions("before, greedy", completions[:4])
 
     arm = "random_rewards" if arguments.random_rewards else "grpo"
-    print(f"\nGRPO, rewarded {'by coin flips' if arguments.random_rewards else 'for the target and the rules'}:")
+    print(f"\nGRPO, rewarded {'at random' if arguments.random_rewards else 'for the target and the rules'}:")
     reward_fns = [coin_flips(seed)] * arguments.random_rewards + [accuracy, follows_rules]
     with watch("grpo"):
         state = train(base, rows, reward_fns, config, run_dir=run_dir)

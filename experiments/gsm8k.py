@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (
     show_completions("before, sampled", completions[:2])
 
     arm = "random_rewards" if arguments.random_rewards else "grpo"
-    print(f"\nGRPO, rewarded {'by coin flips' if arguments.random_rewards else 'for the answer and the format'}:")
+    print(f"\nGRPO, rewarded {'at random' if arguments.random_rewards else 'for the answer and the format'}:")
     reward_fns = [coin_flips(arguments.seed)] * arguments.random_rewards + [accuracy, well_formed]
     with watch("grpo"):
         state = train(policy, rows, reward_fns, config, eval_dataset=test_rows, run_dir=run_dir, callbacks=callbacks)

@@ -72,7 +72,7 @@ def run_to_the_end(run_dir: Path, cache: Path) -> None:
     rows, _ = make_rows(0, train_rows=ROWS, held_out=2)
     policy = make_policy(0, width=16, layers=1)
     state = train(policy, rows, digits, GRPOConfig(**SETTINGS), eval_dataset=rows[:2], run_dir=run_dir)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # too late to test anything
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the run has ended, so signals no longer test anything
     state = state.replace(key=jax.random.key_data(state.key))
     leaves = {
         jax.tree_util.keystr(path): hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                     half += "half written" in words
                     print(f"{done:3d} run {runs} {kind:8s} {words}", flush=True)
             if not words:
-                seconds = min(seconds, time.monotonic() - began)  # the machine was busier when the first was measured
+                seconds = min(seconds, time.monotonic() - began)  # the first run may have been slowed down
                 break
         found = result_of(run_dir)
         differing = [name for name in whole if found[name] != whole[name]]

@@ -69,7 +69,7 @@ class Rollout(NamedTuple):
 
 @jax.jit
 def start(key: jax.Array) -> Params:
-    """Fresh weights."""
+    """Initialize random weights."""
     return MODEL.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
 
 
@@ -160,7 +160,7 @@ def make_table(curves: Mapping[tuple[int, str], Mapping[str, np.ndarray]]) -> li
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table."""
+    """Print the table."""
     head = f"{'μ':>2} {'ratio':<8} {'reward, mean':>12} {'at the end':>10} {'largest ratio':>13}"
     print(f"{head}   first fifth: {'mean ratio':>10} {'clipped':>8} {'KL(old‖new)':>11}")
     for row in rows:

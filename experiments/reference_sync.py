@@ -144,7 +144,7 @@ def make_table(runs: Runs) -> list[dict[str, Any]]:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table."""
+    """Print the table."""
     quarters = " ".join(f"{quarter:>8}" for quarter in ("1st", "2nd", "3rd", "4th", "largest"))
     print(f"\n{'β':<5} {'reference':<10} {'mean over a quarter':<24}   {quarters}")
     labels = {"kl": "KL to the reference", "kl_initial": "KL to the initial policy", "reward": "reward"}

@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             return held_out_rates(base, held_out, accuracy, well_formed, params=params, **settings)
 
     before, completions = test(base.params)
-    print(f"base, on {len(held_out)} prompts it has not seen: {show_rates(before)}")
+    print(f"base, on {len(held_out)} unseen prompts: {show_rates(before)}")
     show_completions("before, greedy", completions[:4])
     arms, samples = {}, {"before": sample_one(base, base.params, held_out, seed)}
 

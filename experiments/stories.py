@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             return held_out_rates(base, held_out, uses_word, params=params, samples=GROUP, **settings)
 
     before, stories = test(base.params)
-    print(f"before, on {len(held_out)} prompts it has not seen: {show_rates(before)}")
+    print(f"before, on {len(held_out)} unseen prompts: {show_rates(before)}")
     show_completions("before, greedy", stories[:: len(stories) // 4])
 
     print("\nGRPO, rewarded for the word:")

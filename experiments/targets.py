@@ -140,7 +140,7 @@ def line(name: str, length: int, cell: Mapping[str, Any], longest: str, *, yes: 
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """docs/accelerators.md."""
+    """Format docs/accelerators.md from the results."""
     parts, missing = [HEAD], list[str]()
     for machine, title in MACHINES.items():
         target = Target.read(machine)
