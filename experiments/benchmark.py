@@ -267,7 +267,7 @@ def measure(command: Sequence[str]) -> dict[str, Any]:
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run this library and its peers in turn on the same cases, and print a table of the ratios."""
+    """Run this library and its peers in turn on the same cases, and print a table with the ratios."""
     ours = [sys.executable, "-m", "experiments.benchmark"]
     commands = {"grpo_jax": ours, **{name: shlex.split(line) for name, line in arguments.peers}}
     results = []

@@ -268,7 +268,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m experiments.calculator", description=(__doc__ or "").split("\n")[0]
     )
     add = parser.add_argument
-    add("--model", help="directory or hub name of a checkpoint whose chat template has tools (default: a new model)")
+    add("--model", help="directory or hub name of a checkpoint with tools in its template (default: new)")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank (default: all weights)")
     add("--control", action="store_true", help="also run GRPO with random rewards")
     add(

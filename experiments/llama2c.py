@@ -118,7 +118,7 @@ def make_tokenizer(pieces: Sequence[tuple[str, float]], max_length: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
-    # SentencePiece merges the pair whose merged piece has the highest score, wherever that piece is split.
+    # SentencePiece merges the adjacent pair that forms the piece with the highest score, however that piece is split.
     merges = [
         (piece[:cut], piece[cut:])
         for piece, _ in sorted(pieces[259:], key=lambda entry: -entry[1])
