@@ -70,10 +70,10 @@ def test_training_equals_the_api(folder, trained, monkeypatch):
     calls = []
     monkeypatch.setattr(commands, "train_policy", lambda *given, **how: calls.append((given, how)))
     run("train", folder / "my_run.yaml")
-    ((policy, rows, rewards, config), how), asked = calls[0], read_run(trained / "run.yaml", load=ALL)
+    ((policy, rows, rewards, config), how), expected = calls[0], read_run(trained / "run.yaml", load=ALL)
     assert same(policy.params, adapted(folder).params)
-    assert (rows, config, how["run_dir"]) == (asked.rows, asked.config, trained)
-    assert [fn.__name__ for fn in rewards] == [fn.__name__ for fn in asked.rewards]
+    assert (rows, config, how["run_dir"]) == (expected.rows, expected.config, trained)
+    assert [fn.__name__ for fn in rewards] == [fn.__name__ for fn in expected.rewards]
     assert {name for name, value in how.items() if value is None} == {
         *("tools", "environment_factory", "sampler", "advantage_fn", "surrogate", "teacher")
     }
@@ -172,8 +172,8 @@ def test_chat_prints_the_same_completions_as_generate(folder, trained, params):
         text = policy.tokenizer.decode(ids, skip_special_tokens=True)
         printed += f"> {prompt}\n{escape_controls(text)}\n"
     fields = [part for name, value in how.items() for part in (f"--{name}", json.dumps(value))]
-    asked = ["--say", "ab", "--say", "c", "--seed", 0]
-    assert run("chat", trained, *asked, *fields) == printed
+    flags = ["--say", "ab", "--say", "c", "--seed", 0]
+    assert run("chat", trained, *flags, *fields) == printed
     short = ["--say", "ab", "--temperature", 0, "--max_completion_length", 40]
     greedy = [run("chat", trained, *short, "--seed", seed) for seed in (0, 1)]
     assert greedy[0] == greedy[1]
@@ -182,12 +182,12 @@ def test_chat_prints_the_same_completions_as_generate(folder, trained, params):
 
 
 def test_conversation_continues_until_an_empty_line(monkeypatch, capsys):
-    shown, said = chat.Printer(tiny_policy().tokenizer), []
+    printer, printed = chat.Printer(tiny_policy().tokenizer), []
     ids = np.array(tiny_policy().tokenizer("aé!")["input_ids"])
     for count in range(len(ids) + 1):  # an incomplete character is not printed
-        shown(ids[None, None], (np.arange(len(ids)) < count)[None, None])
-        said.append(capsys.readouterr().out)
-    assert said == ["", "a", "", "é", "!"]
+        printer(ids[None, None], (np.arange(len(ids)) < count)[None, None])
+        printed.append(capsys.readouterr().out)
+    assert printed == ["", "a", "", "é", "!"]
     seen, tokenizer = [], copy.deepcopy(tiny_policy().tokenizer)
     tokenizer.chat_template = "{{ messages }}"
     monkeypatch.setattr(chat, "_answer", lambda policy, config, prompt, index: seen.append(prompt) or f"answer {index}")
@@ -218,13 +218,13 @@ def test_teacher_may_be_a_scorer_a_class_or_a_function(tmp_path):
 
 @pytest.mark.quick
 def test_plan_calls_the_api(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(commands, "plan_run", lambda *given, **how: asked.append((given, how)) or "a plan")
+    calls = []
+    monkeypatch.setattr(commands, "plan_run", lambda *given, **how: calls.append((given, how)) or "a plan")
     command = ["plan", write_run(tmp_path)]
     fields = ["--per_device_train_batch_size", 4, "--num_generations", 4, "--mesh", "fsdp=2"]
     assert run(*command, *fields, "--memory", 16, "--device", "v5e-8", "--prompt-length", 64) == "a plan\n"
     assert run("plan", "--model", tmp_path / "model") == "a plan\n"
-    ((model, config), how), ((model_alone, _), _) = asked
+    ((model, config), how), ((model_alone, _), _) = calls
     assert str(model) == str(model_alone) == str(tmp_path / "model")
     assert (config.mesh, config.num_generations) == ({"fsdp": 2}, 4)
     wanted = {"prompt_length": 64, "memory": 16e9, "param_dtype": "float32", "device": "v5e-8", "donate": True}

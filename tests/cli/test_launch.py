@@ -36,10 +36,10 @@ def test_launch_example_has_a_valid_command(name, monkeypatch):
     seen = []
     monkeypatch.setattr("grpo_jax.cli.commands.train", seen.append)
     main([part if not part.startswith("$") else "1" for part in shlex.split(command)])
-    (asked,) = seen
-    run = read_run(FILES / asked.run, asked.keys)
+    (arguments,) = seen
+    run = read_run(FILES / arguments.run, arguments.keys)
     assert str(run.run_dir) == "/mnt/runs/runs/gsm8k"
-    assert (asked.distributed == "auto") != (asked.num_processes is not None)
+    assert (arguments.distributed == "auto") != (arguments.num_processes is not None)
 
 
 SLOWLY = """

@@ -31,12 +31,12 @@ def help_of(command: str) -> str:
 
 
 def test_help_and_wrong_options_do_not_import_jax():
-    asked = [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "--halp"]]
-    asked += [["--version"], ["trian"], []]
+    argvs = [["--help"], *([name, "--help"] for name in COMMANDS), ["train", "--halp"]]
+    argvs += [["--version"], ["trian"], []]
     code = (
         "import contextlib, io, sys\n"
         "from grpo_jax.__main__ import main\n"
-        f"for argv in {asked!r}:\n"
+        f"for argv in {argvs!r}:\n"
         "    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):\n"
         "        main(argv)\n"
         "loaded = {'jax', 'numpy', 'transformers', 'yaml'} & set(sys.modules)\n"
@@ -80,9 +80,9 @@ def test_wrong_command_line_gives_a_one_line_error(argv, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(message)
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
 
 
 def test_keys_may_have_hyphens_and_negative_values():
@@ -121,6 +121,6 @@ def test_error_in_a_user_function_shows_only_user_lines(tmp_path, capsys, monkey
     monkeypatch.setattr("grpo_jax.cli.commands.train", lambda arguments: compute_rewards([broken], **given))
     with pytest.raises(SystemExit, match=r"grpo-jax train: reward function 'broken' raised KeyError.*Fix it"):
         run("train", "a.yaml")
-    told = capsys.readouterr().err
-    frames = re.findall(r'File "(.*)", line', told[told.index("Traceback") :])
+    error = capsys.readouterr().err
+    frames = re.findall(r'File "(.*)", line', error[error.index("Traceback") :])
     assert [Path(frame).name for frame in frames] == ["judging.py"], "the traceback shows library frames"

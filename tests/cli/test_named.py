@@ -54,7 +54,7 @@ def test_rewards_and_samplers_receive_their_arguments(folder):
 
 
 @pytest.mark.parametrize(
-    ("read", "entry", "said"),
+    ("read", "entry", "message"),
     [
         (find, "nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
         (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
@@ -67,8 +67,8 @@ def test_rewards_and_samplers_receive_their_arguments(folder):
         (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejected its arguments .*patient"),
     ],
 )
-def test_invalid_entry_is_rejected(folder, read, entry, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_entry_is_rejected(folder, read, entry, message):
+    with pytest.raises(ValueError, match=message):
         read(entry, vllm if read is server_of else folder)
 
 

@@ -86,7 +86,7 @@ def test_missing_keys_are_reported_and_rewards_may_be_omitted(folder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"teacher": {"model": "model"}}, "teacher: use {vllm: {base_url"),
         ({"teacher": {"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}}, "teacher: vllm_scorer rejected its arg.*k"),
@@ -98,6 +98,6 @@ def test_missing_keys_are_reported_and_rewards_may_be_omitted(folder):
         ({"rewards": [{"number_reward": "answer"}]}, r"have no single number in the column 'answer': row 0 has"),
     ],
 )
-def test_invalid_value_is_rejected_before_the_model_is_loaded(folder, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_value_is_rejected_before_the_model_is_loaded(folder, changes, message):
+    with pytest.raises(ValueError, match=message):
         read_run(write_run(folder, **changes), load=ALL)

@@ -52,10 +52,10 @@ def test_grpo_starts_from_the_sft_params_and_both_stages_resume(tmp_path, monkey
 @pytest.mark.quick
 def test_plan_has_both_stages(tmp_path, monkeypatch):
     """`grpo-jax plan` prints a plan for each stage."""
-    asked = []
-    monkeypatch.setattr(commands, "plan_run", lambda _, config, **rest: asked.append(config) or "a plan")
+    configs = []
+    monkeypatch.setattr(commands, "plan_run", lambda _, config, **rest: configs.append(config) or "a plan")
     assert run("plan", write(tmp_path, seed=7)) == "stage sft:\na plan\nstage grpo:\na plan\n"
-    sft, grpo = asked
+    sft, grpo = configs
     assert (type(sft), sft.learning_rate, sft.seed, grpo.beta) == (SFTConfig, 0.01, 7, 0.1)
     assert run("plan", write(tmp_path, **ALONE)) == "a plan\n"
 
@@ -69,7 +69,7 @@ def test_sft_alone_needs_no_rewards_and_uses_the_seed_of_the_run(tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"stages": ["grpo", "sft"]}, "stages must be .sft, grpo., .sft. or .grpo.; got"),
         ({"sft": None}, "sft is missing; set it to a mapping with data and SFTConfig fields"),
@@ -80,6 +80,6 @@ def test_sft_alone_needs_no_rewards_and_uses_the_seed_of_the_run(tmp_path):
         ({"sft": {**SFT, "data": "none.jsonl"}}, "none.jsonl"),
     ],
 )
-def test_invalid_stages_are_rejected(tmp_path, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_stages_are_rejected(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
         read_run(write(tmp_path, **changes), load=("model", "data", "rewards"))

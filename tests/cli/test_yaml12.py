@@ -49,12 +49,12 @@ def test_errors_name_the_file(text, message, tmp_path):
 
 
 def test_command_line_values_are_yaml_except_for_text_fields():
-    said = [{"role": "user", "content": "hi"}]
+    messages = [{"role": "user", "content": "hi"}]
     cases = [("run_name", "7", "7"), ("run_name", "null", None), ("metric_for_best_model", "eval/early", "eval/early")]
     cases += [("max_steps", "7", 7), ("max_steps", "x", "x"), ("reward_weights", "[1, 0.5]", [1, 0.5])]
     cases += [("mesh", "{data: 2, fsdp: 4}", {"data": 2, "fsdp": 4}), ("scale_rewards", "false", False)]
     cases += [("prompt", "{question", "{question"), ("prompt", "Q: {question}", "Q: {question}")]
-    cases += [("prompt", "[{role: user, content: hi}]", said), ("pad_to_multiple_of", "auto", "auto")]
+    cases += [("prompt", "[{role: user, content: hi}]", messages), ("pad_to_multiple_of", "auto", "auto")]
     for field in dataclasses.fields(GRPOConfig):
         cases.append((field.name, yaml.safe_dump(field.default).removesuffix("...\n").strip(), field.default))
     for name, text, value in cases:

@@ -12,14 +12,14 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def begun(monkeypatch):
+def initialized(monkeypatch):
     """The arguments of calls to `jax.distributed.initialize`, which is replaced by a stub."""
-    told = []
+    calls = []
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **how: told.append((args, how)))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **how: calls.append((args, how)))
     monkeypatch.setattr("sys.excepthook", None)
     monkeypatch.setattr("atexit.register", lambda *_: None)
-    return told
+    return calls
 
 
 def start(line):
@@ -29,17 +29,17 @@ def start(line):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("", []),
         ("--distributed auto", [(None, None, None)]),
         ("--coordinator host0:8476 --num-processes 4 --process-id 3", [("host0:8476", 4, 3)]),
     ],
 )
-def test_flags_are_passed_to_jax_and_nothing_starts_without_them(line, told, begun):
+def test_flags_are_passed_to_jax_and_nothing_starts_without_them(line, expected, initialized):
     start(line)
-    assert [args for args, _ in begun] == told
-    assert all(how["heartbeat_timeout_seconds"] <= 30 for _, how in begun), "a lost process is detected within a minute"
+    assert [args for args, _ in initialized] == expected
+    assert all(how["heartbeat_timeout_seconds"] <= 30 for _, how in initialized), "loss is detected in a minute"
 
 
 ALL = "set all of coordinator, num_processes and process_id, or none of them"
@@ -60,13 +60,13 @@ ALL = "set all of coordinator, num_processes and process_id, or none of them"
         ("--distributed auto --process-id 2", "--distributed auto cannot be combined with --coordinator"),
     ],
 )
-def test_invalid_flags_are_rejected(line, message, begun):
+def test_invalid_flags_are_rejected(line, message, initialized):
     with pytest.raises(SystemExit, match=message):
         start(line)
-    assert begun == []
+    assert initialized == []
 
 
-def test_missing_cluster_raises_with_the_fix(monkeypatch, begun):
+def test_missing_cluster_raises_with_the_fix(monkeypatch, initialized):
     def nothing_found(*_, **__):
         raise ValueError("coordinator_address should be defined.")
 

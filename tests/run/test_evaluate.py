@@ -41,9 +41,9 @@ def test_evaluation_reward_equals_training_reward():
     sizes = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 1}
     config = GRPOConfig(shuffle_dataset=False, reward_weights=weights, **sizes, **settings)
     lines = []
-    rows, told = ROWS[:4], lambda step, line: lines.append(line)
+    rows, log = ROWS[:4], lambda step, line: lines.append(line)
     several = {"same": rows, "part": [rows[0]] * 4}
-    train(tiny_policy(), rows, [early, reward], config, eval_dataset=several, callbacks=[told])
+    train(tiny_policy(), rows, [early, reward], config, eval_dataset=several, callbacks=[log])
     (trained,) = [line["reward"] for line in lines if "reward" in line]
     found = [(line["eval/same/reward"], line["eval/part/reward"]) for line in lines if "eval/same/reward" in line]
     assert found == [pytest.approx((trained, 2.0))] * 2

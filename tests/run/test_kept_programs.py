@@ -52,10 +52,10 @@ def test_second_process_loads_the_programs_of_the_first(tmp_path):
     torn.write_bytes(b"half a progr")
     first = Path(directory) / kept[0]
     first.with_name(kept[0].replace("-cache", "-atime")).unlink()
-    (_, _, found), said = compile_in(tmp_path)
+    (_, _, found), stderr = compile_in(tmp_path)
     assert found == len(kept) - 1
     assert not torn.exists()
-    assert "Error" not in said
+    assert "Error" not in stderr
 
 
 @pytest.mark.parametrize("case", ["several processes", "environment", "disabled", "own directory", "unwritable"])

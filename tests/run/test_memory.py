@@ -41,10 +41,10 @@ def products(run):
 
 def recomputes(run):
     """Return whether layers are recomputed; all parts of the run must agree."""
-    said = {run.config.gradient_checkpointing, run.updater.config.gradient_checkpointing}
-    said |= {run.policy.model.config.remat, run.updater.model.config.remat}
-    assert len(said) == 1
-    return said.pop()
+    values = {run.config.gradient_checkpointing, run.updater.config.gradient_checkpointing}
+    values |= {run.policy.model.config.remat, run.updater.model.config.remat}
+    assert len(values) == 1
+    return values.pop()
 
 
 def test_activations_are_kept_if_they_fit():
@@ -82,6 +82,6 @@ def test_resumed_run_recomputes_activations_as_before(tmp_path):
     """A resumed run keeps recomputing activations, however much memory it has."""
     (tmp_path / "run.json").write_text(json.dumps({"config": {"gradient_checkpointing": True}}))
     config = GRPOConfig(max_steps=1, num_generations=2, per_device_train_batch_size=4, max_completion_length=8)
-    for asked, found in ((None, True), (False, False)):
-        given = with_saved_checkpointing(dataclasses.replace(config, gradient_checkpointing=asked), tmp_path)
+    for setting, found in ((None, True), (False, False)):
+        given = with_saved_checkpointing(dataclasses.replace(config, gradient_checkpointing=setting), tmp_path)
         assert recomputes(prepare(tiny_policy(), ROWS, lengths, given)) is found

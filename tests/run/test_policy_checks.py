@@ -40,7 +40,7 @@ def talk(text="hi"):
     return [{"role": "user", "content": text}]
 
 
-def said(rows, tokenizer, *, eos=(), **how):
+def warned(rows, tokenizer, *, eos=(), **how):
     """Return the warnings for `rows`, encoded as SFT examples if they have a completion, text or messages."""
     policy = tiny_policy().replace(tokenizer=tokenizer)
     if eos:
@@ -58,20 +58,20 @@ def said(rows, tokenizer, *, eos=(), **how):
 def test_special_tokens_repeated_by_the_tokenizer_warn():
     """Two BOS tokens, an EOS at a prompt's end, or two EOS tokens in an SFT example give a warning."""
     tokenizer = tokenizer_with(bos="!")
-    assert said([{"prompt": "ab"}, {"prompt": "c!"}], tokenizer) == []
-    (line,) = said([{"prompt": "ab"}, {"prompt": "!ab"}, {"prompt": "!c"}], tokenizer)
+    assert warned([{"prompt": "ab"}, {"prompt": "c!"}], tokenizer) == []
+    (line,) = warned([{"prompt": "ab"}, {"prompt": "!ab"}, {"prompt": "!c"}], tokenizer)
     assert line.startswith("dataset: 2 of 3 rows start with two BOS tokens, because the tokenizer adds special")
-    assert said([{"prompt": "!!ab"}], tokenizer_with()) == []  # the tokenizer has no BOS
+    assert warned([{"prompt": "!!ab"}], tokenizer_with()) == []  # the tokenizer has no BOS
     template = "!" + OPENING.replace("<think>", "")
-    assert said([{"prompt": talk("!ab")}], tokenizer_with(template, bos="!")) == []  # "!" is message text here
-    (line,) = said([{"prompt": "ab"}], tokenizer_with(eos=True))
+    assert warned([{"prompt": talk("!ab")}], tokenizer_with(template, bos="!")) == []  # "!" is message text here
+    (line,) = warned([{"prompt": "ab"}], tokenizer_with(eos=True))
     assert line.startswith("dataset: 1 of 1 rows end with an EOS token before the completion, because the tokenizer")
     for row in ({"text": "!ab"}, {"prompt": "!a", "completion": "b"}):
-        (line,) = said([row], tokenizer)
+        (line,) = warned([row], tokenizer)
         assert line.startswith("dataset: 1 of 1 rows start with two BOS tokens, because")
-        (line,) = said([row], tokenizer_with(eos=True))
+        (line,) = warned([row], tokenizer_with(eos=True))
         assert line.startswith("dataset: 1 of 1 rows end with two EOS tokens, because")
-        assert said([row], tokenizer_with()) == []
+        assert warned([row], tokenizer_with()) == []
 
 
 CHATML = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
@@ -82,23 +82,23 @@ def test_end_of_turn_that_does_not_end_completions_warns():
     tokenizer = tokenizer_with(CHATML)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", EOS])
-    told = f"the chat template ends a turn with '<|im_end|>' ({end}), which does not end completions"
-    told += " (policy.eos_token_ids = ["
-    (line,) = said([{"prompt": talk()}], tokenizer)
+    message = f"the chat template ends a turn with '<|im_end|>' ({end}), which does not end completions"
+    message += " (policy.eos_token_ids = ["
+    (line,) = warned([{"prompt": talk()}], tokenizer)
     assert line.startswith(
-        f"dataset: {told}{eos}]). Use policy.replace(generation_config={{'eos_token_id': [{end}, {eos}]}})"
+        f"dataset: {message}{eos}]). Use policy.replace(generation_config={{'eos_token_id': [{end}, {eos}]}})"
     )
     assert line.endswith(f", or stop_token_ids=[{end}]")
-    assert said([{"prompt": "hi"}], tokenizer) == said([{"prompt": talk()}], tokenizer, eos=[end]) == []
+    assert warned([{"prompt": "hi"}], tokenizer) == warned([{"prompt": talk()}], tokenizer, eos=[end]) == []
     for ends in (TurnEnds(stop_token_ids=(end,)), TurnEnds(stop=("a",))):
-        assert said([{"prompt": talk()}], tokenizer, ends=ends) == []
+        assert warned([{"prompt": talk()}], tokenizer, ends=ends) == []
     lesson = [{"messages": [*talk(), {"role": "assistant", "content": "yes"}]}]
-    (line,) = said(lesson, tokenizer)
+    (line,) = warned(lesson, tokenizer)
     assert line.startswith(
-        f"dataset: the loss excludes all end-of-turn tokens, so the policy does not learn to stop; {told}"
+        f"dataset: the loss excludes all end-of-turn tokens, so the policy does not learn to stop; {message}"
     )
-    assert said(lesson, tokenizer, eos=[eos, end]) == []
-    (line,) = said(lesson, tokenizer_with(CHATML.replace("<|im_end|>", "")))
+    assert warned(lesson, tokenizer, eos=[eos, end]) == []
+    (line,) = warned(lesson, tokenizer_with(CHATML.replace("<|im_end|>", "")))
     assert line.startswith(
         "dataset: the loss excludes all end-of-turn tokens, so the policy does not learn to stop; append"
     )
@@ -117,11 +117,11 @@ def test_tool_arguments_filled_in_by_datasets_warn(column):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     tokenizer = tokenizer_with(CALLS)
     rows = [{column: called(x=1)}, {column: called(y="a")}]
-    assert said(rows, tokenizer) == []
-    (line,) = said(list(datasets.Dataset.from_list(rows)), tokenizer)
+    assert warned(rows, tokenizer) == []
+    (line,) = warned(list(datasets.Dataset.from_list(rows)), tokenizer)
     assert line.startswith("dataset row 0 has a tool call with the argument 'y' = None (2 such arguments in total)")
     as_text = {"role": "assistant", "content": "", "tool_calls": [{"arguments": "{}"}]}
-    assert said([{column: [*talk(), as_text, *talk()]}], tokenizer) == []
+    assert warned([{column: [*talk(), as_text, *talk()]}], tokenizer) == []
 
 
 def without(completions):
@@ -169,6 +169,6 @@ def test_every_entry_point_checks_the_policy_and_its_tokens(used, monkeypatch):
     with warnings.catch_warnings(record=True) as caught, contextlib.suppress(KeyboardInterrupt):
         warnings.simplefilter("always")
         used(strange, "!a")
-    told = " ".join(str(one.message) for one in caught)
-    assert "EOS token '<eos>' (1) is not in policy.eos_token_ids = [7]" in told
-    assert "start with two BOS tokens" in told
+    text = " ".join(str(one.message) for one in caught)
+    assert "EOS token '<eos>' (1) is not in policy.eos_token_ids = [7]" in text
+    assert "start with two BOS tokens" in text

@@ -56,7 +56,7 @@ def same(found, expected):
 
 @pytest.mark.quick
 def test_background_sampling_needs_a_single_process(monkeypatch):
-    """Only a single process samples in the background: several would have to order their threads' collectives."""
+    """Background sampling needs a single process: several would need one order for their threads' collectives."""
     config = GRPOConfig(**SMALL | {"rollout_ahead": True})
     found = prepare(POLICY, ROWS, rewards, config, sampler=vllm("http://127.0.0.1:1"))
     assert found.samples_in_background
@@ -67,8 +67,8 @@ def test_background_sampling_needs_a_single_process(monkeypatch):
 
 def test_prefetched_completions_are_exactly_one_version_old():
     """The completions of iterations 1, 2, 3 and 4 are sampled with the weights of iterations 1, 1, 2 and 3."""
-    asked = undisturbed()[1]
-    drawn = [version for version, body in asked if body["max_tokens"] == T]
+    requests = undisturbed()[1]
+    drawn = [version for version, body in requests if body["max_tokens"] == T]
     assert len(drawn) == 4 * 2 * G
     of_iteration = [set(drawn[i : i + 2 * G]) for i in range(0, len(drawn), 2 * G)]
     assert [len(versions) for versions in of_iteration] == [1] * 4
@@ -95,8 +95,8 @@ def test_engine_samples_during_the_update(server, tmp_path):
     updated, held = threading.Event(), []
 
     def fault(path, body, n):
-        asked = path == "/v1/completions" and body["max_tokens"] == T
-        if asked and len(server.drawn) >= 2 * G + 1 and len(held) < 2 * G:
+        sampling = path == "/v1/completions" and body["max_tokens"] == T
+        if sampling and len(server.drawn) >= 2 * G + 1 and len(held) < 2 * G:
             held.append(updated.wait(60))
 
     server.fault = fault

@@ -148,7 +148,7 @@ def test_exact_sampler_trains_like_the_built_in_one():
     settings = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "sampler_correction": "sequence_mask"}
     optimizer = optax.sgd(0.1)  # Adam amplifies rounding
     (ours, lines), (theirs, others) = (
-        run(one, optimizer=optimizer, **settings) for one in (None, lambda **asked: generate(**asked))
+        run(one, optimizer=optimizer, **settings) for one in (None, lambda **arguments: generate(**arguments))
     )
     chex.assert_trees_all_close(ours.params, theirs.params, atol=1e-6)
     moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), POLICY.params, ours.params)
@@ -164,7 +164,7 @@ def test_exact_sampler_trains_like_the_built_in_one():
 
 
 def test_old_log_probs_use_the_params_that_sampled():
-    hot = lambda temperature, **asked: generate(temperature=1.6 * temperature, **asked)
+    hot = lambda temperature, **arguments: generate(temperature=1.6 * temperature, **arguments)
     other, settings = tiny_policy(seed=3).params, SMALL | {"num_iterations": 2, "temperature": 0.8}
     made = prepare(POLICY, ROWS, rewards, GRPOConfig(**settings), sampler=hot)
     experience = collected(made, new_state(made).replace(old_params=other))

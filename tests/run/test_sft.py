@@ -243,10 +243,10 @@ BAD = [
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("arguments", "said"), BAD)
-def test_invalid_sft_arguments_are_rejected_before_anything_runs(arguments, said):
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_invalid_sft_arguments_are_rejected_before_anything_runs(arguments, message):
     given = {"policy": tiny_policy(), "dataset": ROWS, "config": settings(), **arguments}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         sft(given["policy"], given["dataset"], given["config"])
 
 

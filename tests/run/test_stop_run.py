@@ -26,8 +26,8 @@ class Says(Game):
 
     def respond(self, text):
         HEARD.append(text)
-        said = super().respond(text)
-        return said and f"a{said}"
+        response = super().respond(text)
+        return response and f"a{response}"
 
 
 def run(run_dir=None, callbacks=(), **settings):

@@ -81,11 +81,11 @@ class Engine:
     """A scorer that looks up the teacher's log-probs, with the k most probable tokens if `k` is set."""
 
     def __init__(self, k=None):
-        self.k, self.asked = k, []
+        self.k, self.calls = k, []
 
     def score(self, prompts, completions):
         assert isinstance(completions.tokens, np.ndarray)
-        self.asked.append((prompts, completions))
+        self.calls.append((prompts, completions))
         last = np.take_along_axis(prompts.tokens, prompts.lengths[:, None] - 1, 1)
         b, g, _ = completions.tokens.shape
         last = np.broadcast_to(last[:, None], (b, g, 1))
@@ -156,7 +156,7 @@ def test_teacher_with_another_tokenizer_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("told", "complaint"),
+    ("scores", "complaint"),
     [
         (lambda shape: np.zeros(shape).transpose(1, 2, 0), r"log_probs of shape \(1, 4, 4\); got \(4, 4, 1\)"),
         (lambda shape: np.full(shape, 0.5), "that are finite and ≤ 0"),
@@ -167,10 +167,10 @@ def test_teacher_with_another_tokenizer_is_rejected():
     ],
     ids=["transposed", "positive", "ids"],
 )
-def test_scorer_result_is_checked(told, complaint):
+def test_scorer_result_is_checked(scores, complaint):
     class Wrong:
         def score(self, prompts, completions):
-            return told(completions.tokens.shape)
+            return scores(completions.tokens.shape)
 
     config = dataclasses.replace(CONFIG, distillation_mode="topk_logits", distillation_topk=2)
     with pytest.raises(ValueError, match=complaint):

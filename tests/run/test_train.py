@@ -111,9 +111,9 @@ def test_finished_run_called_again_says_so_and_keeps_its_report(tmp_path, capsys
 
     state, _ = call(lr_scheduler_type="constant")
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in ("report.html", "report.png")}
-    again, told = call(lr_scheduler_type="constant")
-    assert "complete: 2 of 2 steps; to train longer, raise max_steps; to start a new run" in told
-    assert "compiles" not in told
+    again, printed = call(lr_scheduler_type="constant")
+    assert "complete: 2 of 2 steps; to train longer, raise max_steps; to start a new run" in printed
+    assert "compiles" not in printed
     assert before == {name: (tmp_path / name).stat().st_mtime_ns for name in before}
     chex.assert_trees_all_equal(again.params, state.params)
     for shown in (repr(state), repr(tiny_policy().replace(params=state.params))):

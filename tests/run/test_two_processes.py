@@ -43,9 +43,9 @@ def start(run_dir, fault):
 def ended_by_the_second(processes, run_dir, fault):
     """Wait until the second process fails and the first one ends as a result; return the second's status and stderr."""
     status = processes[1].wait(timeout=300)
-    begun = time.monotonic()
+    started = time.monotonic()
     assert processes[0].wait(timeout=60) != 0, "the first process ended without an error"
-    assert time.monotonic() - begun < 60, "the first process kept waiting for the second"
+    assert time.monotonic() - started < 60, "the first process kept waiting for the second"
     first, second = (Path(run_dir, f"{fault}-{i}.err").read_text() for i in range(2))
     assert "another process was lost" in first or "another task died" in first, first[-3000:]
     return status, second
@@ -84,8 +84,8 @@ def test_two_processes_train_the_same_params_as_one(alone, together):
     (one, expected, calls), run_dir = alone, together
     # Fifteen held-out prompts are played at the start and end, in rollouts of 8 prompts; the last prompt is repeated.
     assert calls == {"training": 3 * 32, "evaluation": 2 * 60, "played": 3 * 32 + 2 * 64}
-    said = [(run_dir / f"raise-{i}.out").read_text().rpartition("CALLS ")[2] for i in range(2)]
-    calls = [json.loads(some) for some in said]
+    outputs = [(run_dir / f"raise-{i}.out").read_text().rpartition("CALLS ")[2] for i in range(2)]
+    calls = [json.loads(some) for some in outputs]
     assert all(some["refused"] for some in calls), "different directories were accepted"
     assert [some["training"] for some in calls] == [3 * 16, 3 * 16], "each process scores its own half of 32"
     assert [some["evaluation"] for some in calls] == [2 * 32, 2 * 28], "each process scores its part of 60"

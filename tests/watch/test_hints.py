@@ -18,7 +18,7 @@ CONFIG = GRPOConfig(beta=0.1)
 HEALTHY = [json.loads(line) for line in Path(__file__).with_name("healthy_runs.jsonl").read_text().splitlines()]
 
 
-def said(lines, config=CONFIG):
+def reported(lines, config=CONFIG):
     """Return (line index, message) for every hint reported for `lines`."""
     hints = Hints(config)
     return [(i, message) for i, line in enumerate(lines) for message in hints(line)]
@@ -66,7 +66,7 @@ SIGNS = [
 
 @pytest.mark.parametrize(("name", "lines", "at"), SIGNS)
 def test_hint_is_reported_once(name, lines, at):
-    ((index, message),) = said(lines)
+    ((index, message),) = reported(lines)
     assert index == at
     assert message == HINTS[name](lines[: at + 1], CONFIG)
     named = {word for word in re.findall(r"[a-z]+(?:_[a-z]+)+", message)}
@@ -78,8 +78,8 @@ def test_healthy_run_gets_no_hints(run):
     assert {sign[0] for sign in SIGNS} == set(HINTS), "every hint has a case in SIGNS"
     lines = [line for line in HEALTHY if line["run"] == run]
     assert len(lines) >= 25
-    assert said(lines) == []
-    assert said(lines + lines[-5:] * 4) == []  # nor if metrics stay at their final values
+    assert reported(lines) == []
+    assert reported(lines + lines[-5:] * 4) == []  # nor if metrics stay at their final values
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_healthy_run_gets_no_hints(run):
     ],
 )
 def test_borderline_metrics_get_no_hints(lines, config):
-    assert said(lines, config) == []
+    assert reported(lines, config) == []
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_gap_limit_follows_the_matmul_precision(monkeypatch, dtype, platform, pr
     with jax.default_matmul_precision(precision):
         assert sampler_gap_limit(dtype) == limit
         config = GRPOConfig(compute_dtype=dtype)
-        assert said(series("sampler_gap", [0.99 * limit] * 20), config) == []
-        assert len(said(series("sampler_gap", [1.01 * limit] * 20), config)) == 1
+        assert reported(series("sampler_gap", [0.99 * limit] * 20), config) == []
+        assert len(reported(series("sampler_gap", [1.01 * limit] * 20), config)) == 1
 
 
 def test_long_run_is_compared_with_its_beginning():

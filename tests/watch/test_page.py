@@ -153,8 +153,8 @@ def browse(tmp_path):
 
     def browse(page, code):
         path, faults = tmp_path / "report.html", "<script>faults = []; onerror = text => faults.push(text)</script>"
-        asked = f"<script>document.title = JSON.stringify([faults, (() => {{ {COLUMN}{code} }})()])</script>"
-        path.write_bytes((faults + page + asked).encode("utf-8", "backslashreplace"))
+        script = f"<script>document.title = JSON.stringify([faults, (() => {{ {COLUMN}{code} }})()])</script>"
+        path.write_bytes((faults + page + script).encode("utf-8", "backslashreplace"))
         command = [next(filter(None, map(shutil.which, BROWSERS))), "--headless", "--no-sandbox", "--disable-gpu"]
         command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
         shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
