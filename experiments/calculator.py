@@ -274,13 +274,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--credit", action="store_true", help="compute advantages per turn, within the group, instead of per completion"
     )
-    add("--seed", type=int, default=0, help="for problems, weights and samples (default 0)")
+    add("--seed", type=int, default=0, help="seed for problems, weights and samples (default 0)")
     add("--steps", type=int, default=80, help="GRPO steps (default 80)")
     add("--prompts", type=int, default=16, help=f"problems per step, × {GROUP} completions (default 16)")
     add("--warm-up-steps", type=int, default=800, help="supervised steps for the new model (default 800)")
     add("--problems", type=int, default=2000, help="problems to train on (default 2000)")
     add("--held-out", type=int, default=200, help="problems to test on (default 200)")
-    add("--max-completion-length", type=int, help="tokens in all turns together (default 80, with --model 512)")
+    add("--max-completion-length", type=int, help="maximum tokens in all turns (default 80, with --model 512)")
     add("--learning-rate", type=float, help="default 1e-3, with --model 1e-6, with --lora 1e-5")
     add("--run-dir", help="an empty or new directory (default runs/calculator-<seed>-<time>)")
     arguments = parser.parse_args(argv)

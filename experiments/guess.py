@@ -383,7 +383,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.guess", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="for weights, lessons and samples (default 0)")
+    add("--seed", type=int, default=0, help="seed for weights, lessons and samples (default 0)")
     add("--seeds", type=int, default=1, help="number of runs, with consecutive seeds from --seed (default 1)")
     add("--control", action="store_true", help="also run GRPO with random rewards")
     add("--credit", action="store_true", help="also run GRPO with the reward to go as each guess's credit")

@@ -314,7 +314,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m experiments.kit", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--out", type=Path, help="directory for the stages, which must outlive the session")
-    add("--machine", choices=MACHINES, help="default: this machine, if it is listed, or else small")
+    add("--machine", choices=MACHINES, help="default: this machine if it is listed, otherwise small")
     add("--data", default="hub", help="directory with GSM8K's train.jsonl and test.jsonl (default: fetch them)")
     add("--model", default=MODEL, help="directory or hub name (default %(default)s)")
     add("--hours", type=float, help="end training after this many hours (default: never)")

@@ -213,7 +213,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.old_and_new_policy", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--seed", type=int, default=0, help="first seed, for weights and samples (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="first seed for weights and samples (default 0)")
     parser.add_argument("--seeds", type=int, default=3, help="runs per arm, with consecutive seeds (default 3)")
     parser.add_argument("--iterations", type=int, default=60, help="rollouts per run (default 60)")
     parser.add_argument(

@@ -194,7 +194,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.reference_sync", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--seed", type=int, default=0, help="for weights and samples (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for weights and samples (default 0)")
     parser.add_argument("--steps", type=int, default=160, help="optimizer steps per run (default 160)")
     add_device_flags(parser)
     parser.add_argument(

@@ -214,7 +214,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.sort_digits", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--seed", type=int, default=0, help="for data, weights and samples (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for data, weights and samples (default 0)")
     parser.add_argument("--controls", action="store_true", help="also run more SFT, and GRPO with random rewards")
     parser.add_argument("--recurrent", action="store_true", help="three of four layers are gated delta nets (Qwen3.5)")
     parser.add_argument("--run-dir", help="an empty or new directory (default runs/sort_digits-<seed>-<time>)")

@@ -140,7 +140,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m experiments.stories", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="directory or hub name in Hugging Face's layout (default: fetch stories260K)")
     parser.add_argument("--steps", type=int, default=100, help="GRPO steps (default 100)")
-    parser.add_argument("--seed", type=int, default=0, help="for the order of prompts and the samples (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the order of prompts and the samples (default 0)")
     parser.add_argument("--prompts", type=int, default=16, help=f"prompts per step, × {GROUP} stories (default 16)")
     parser.add_argument(
         "--engine", metavar="URL", help="sample with a vLLM server that serves --model (default: our own sampler)"
