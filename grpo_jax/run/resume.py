@@ -168,7 +168,7 @@ def warn_of_changes(saved: Json, current: Json) -> None:
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the sorted names whose values differ or that are in only one of the dicts."""
+    """Return the names whose values differ or that only one of the dicts contains, sorted."""
     return sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
 
 
@@ -230,7 +230,7 @@ def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:
 
 
 def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return a line with up to three changed arrays from the first part of the state that has any, or an empty list."""
+    """Describe up to three changed arrays from the first part of the state with changes. Returns [] if none changed."""
     parts = {
         ".params": "policy: its params differ",
         ".opt_state": "optimizer: its state differs",
@@ -276,7 +276,7 @@ def _turns(interaction: Interaction | None) -> dict[str, Json]:
 
 
 def _machine(state: TrainState) -> Json:
-    """Return the device kind and a single CPU device's number of cores. Both may affect the last bits of results."""
+    """Return the device kind and, for a single CPU device, its core count. Both may affect the last bits of results."""
     devices = devices_of(state)
     name = ", ".join(sorted({device.device_kind for device in devices}))
     return {"device": name, "cores": count_cores() if [x.platform for x in devices] == ["cpu"] else None}

@@ -207,7 +207,7 @@ def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
 
 
 def _array(returned: Completions, name: str, kinds: str) -> Any:
-    """Return a field of the completions as a NumPy array. Raises ValueError unless its dtype is one of `kinds`."""
+    """Return a field of the completions as a NumPy array. Raises ValueError unless its dtype's kind is in `kinds`."""
     value, wanted = getattr(returned, name), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
     try:
         value = np.asarray(fetch(value))

@@ -85,7 +85,7 @@ def train(
       tools: sync or async functions that the policy may call between its turns. The chat template shows their
         signatures and docstrings, and their results are appended to the context before the policy's next turn.
       environment_factory: class or function without arguments that creates an environment for each completion
-        (`types.Environment`), or a dict of factories, selected by the dataset's column `environment`. An
+        (`types.Environment`), or a dict of factories, selected by the dataset column `environment`. An
         environment's public methods are tools, or its `respond(text)` returns the text after a turn. `reset(**row)` may
         add to the prompt. `get_reward()` is an additional reward with weight 1, named after the class. Reward
         functions with an argument `environments` receive the environments, except with `rollout_ahead`.
@@ -95,7 +95,7 @@ def train(
         or [B, G, T]. It is compiled, and replaces `advantage_estimator`, `scale_rewards` and
         `multi_objective_aggregation`. `types.AdvantageFn` lists the context.
       surrogate: function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss per token,
-        [..., T]. It replaces the surrogate of `loss_type`, which still determines the reduction to a scalar.
+        [..., T]. It replaces `loss_type`'s surrogate; `loss_type` still determines the reduction to a scalar.
       teacher: teacher to distill from, weighted by `distillation_coef`. Either a policy of any size with the same
         tokenizer, quantized or not, which is placed on the run's mesh; or a scorer, which returns log-probs
         (`run.teacher.Scorer`).
