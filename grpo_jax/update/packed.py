@@ -39,7 +39,7 @@ from grpo_jax.models.packing import (
     sequence_shapes,
 )
 from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
-from grpo_jax.models.sharding import constrain, constrain_params, fetch, shard_count, split
+from grpo_jax.models.sharding import committed, constrain, constrain_params, fetch, shard_count, split
 from grpo_jax.models.streams import count_streams, devices_of, run_in_streams, shared, wait_on_cpu
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
@@ -119,7 +119,7 @@ class PackedUpdater(Updater):
             selected = fetch(_select(entropies, split(batch.mask, self.mesh), self.config.top_entropy_quantile))
         parts, _ = self.pack(state.params, batch, selected)
         totals, streams = _count_totals(batch, selected), count_streams(state.params, len(parts))
-        zeros = [zero_gradients(self, state.params) for _ in range(streams)]
+        zeros = [committed(zero_gradients(self, state.params)) for _ in range(streams)]  # like the later sums
 
         def add_parts(stream: int) -> tuple[Params, list[MetricSums]]:
             total, sums = zeros[stream], []

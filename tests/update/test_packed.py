@@ -14,6 +14,7 @@ from grpo_jax import Batch, GRPOConfig, add_lora, make_prompts
 from grpo_jax.models import packing
 from grpo_jax.models.config import ConvShape, DeltaShape
 from grpo_jax.models.experts import router_loss
+from grpo_jax.models.sharding import committed
 from grpo_jax.types import as_argument, join_rows
 from grpo_jax.update import packed
 from grpo_jax.update.packed import choose_updater
@@ -172,6 +173,23 @@ def test_packed_update_equals_train_step_in_every_layout(monkeypatch, tokens, ha
     b = batch(mask=jnp.asarray(np.arange(T) < lengths[..., None]))
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(*tiny_model(layers=1), b, config), padding)
+
+
+def test_all_parts_of_an_update_use_one_program(monkeypatch):
+    """Committed and uncommitted arrays would be compiled separately; a run's params are committed."""
+    monkeypatch.setattr(packed, "PROMPT_TOKENS", 8)
+    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    model, params = tiny_model(layers=1)
+    config = GRPOConfig(beta=0.1, max_completion_length=T)
+    updater, state = (
+        choose_updater(model, config, optimizer=OPTIMIZER, micro=(1, G)),
+        create_state(params, OPTIMIZER, jax.random.key(0)),
+    )
+    state = committed(state)
+    assert len(updater.pack(state.params, batch())[0]) > 1
+    before = packed.add_gradients._cache_size()
+    updater.update(state, batch())
+    assert packed.add_gradients._cache_size() == before + 1
 
 
 @pytest.mark.quick
