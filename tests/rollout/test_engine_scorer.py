@@ -99,5 +99,5 @@ def test_server_that_changes_its_model_is_refused(server):
     scorer.score(prompts, completions)
     served = {"data": [{"id": "other", "root": "other"}]}
     server.answer = lambda path, body: (200, served) if path == "/v1/models" else answer(path, body)
-    with pytest.raises(EngineError, match=r"models of .* .other.; got 'base'"):
+    with pytest.raises(EngineError, match=r"a model that .* serves .other.; got 'base'"):
         scorer.score(prompts, completions)

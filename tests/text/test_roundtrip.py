@@ -69,7 +69,7 @@ def test_unsupported_call_format_is_refused_with_the_difference():
     tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
     with pytest.raises(ValueError, match="the chat template renders a call") as caught:
         make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], GRPOConfig(), tools=[add])
-    assert "of add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function>" in str(caught.value)
+    assert "to add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function>" in str(caught.value)
     assert "the 'llama3' parser finds no call (A tool call could not be read: it is enclosed in <function=" in str(
         caught.value
     )
