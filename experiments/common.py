@@ -256,7 +256,7 @@ def stop_after(hours: float | None) -> Callback:
       >>> stop_after(None)(1, {})
       >>> stop_after(0.0)(1, {})
       Traceback (most recent call last):
-      grpo_jax.watch.trackers.StopRun: 0.0 hours are over
+      grpo_jax.watch.monitor.StopRun: 0.0 hours are over
     """
     end = None if hours is None else time.monotonic() + 3600 * hours
 
