@@ -27,14 +27,14 @@ RUN_KEYS = {
     "sampler": "an engine that replaces the built-in sampler: `{vllm: {base_url: http://HOST:8000}}` with any "
     "arguments of `engines.vllm`, or `module:name`; `evaluate` uses it only if `--sampler` is passed",
     "advantage_fn": "`module:function` that computes advantages from rewards; replaces `advantage_estimator`",
-    "surrogate": "`module:function` that computes the loss of each token; replaces `loss_type`",
+    "surrogate": "`module:function` that computes the loss per token; replaces `loss_type`",
     "teacher": "a teacher for distillation, weighted with `distillation_coef`: a name on the hub, a directory, "
     "`module:name` for a Policy or a scorer, or a server `{vllm: {base_url: http://HOST:8000}}` with any arguments of "
     "`engines.vllm_scorer`; `rewards` may then be []",
     "lora": "trains adapters instead of all weights: a rank or a mapping with `rank`, `alpha`, `targets` and `dropout`",
-    "quantize": "quantization of the base model under `lora`: `nf4` or `int8` (default: none)",
+    "quantize": "quantizes the base model for `lora`: `nf4` or `int8` (default: none)",
     "param_dtype": "dtype of the loaded params: `float32` (the default) or `bfloat16`",
-    "run_dir": "the directory of the run (default: `runs/` plus the name of the file); if null, no files are written",
+    "run_dir": "the run directory (default: `runs/` plus the name of the file); if null, no files are written",
     "folder": "the directory that files and modules are relative to (default: the directory of RUN.yaml)",
 }
 """Descriptions of the keys that are not config fields."""

@@ -157,9 +157,7 @@ def train(
         teacher=teacher,
     )
     check_run_dir(run, run_dir, resume)
-    state = committed(
-        new_state(run, donate=donate)
-    )  # committed like restored arrays, so that both use the same programs
+    state = committed(new_state(run, donate=donate))  # like restored arrays, so that both run the same programs
     run.policy.empty()  # drops only the run's reference; the caller's `policy` is a separate object
     description = None
     if run_dir is not None:

@@ -222,7 +222,7 @@ def test_unsupported_argument_is_rejected_by_name(arguments, message):
         (lambda t: t.model, "GRPOTrainer has no model; use trainer.policy, with .model and .params"),
         (lambda t: t.vllm_client_of_mine, "no vllm_client_of_mine; docs/coming_from_trl.md lists what is supported"),
         (lambda t: t.state.best_metric, "trainer.state has no best_metric, only global_step and log_history"),
-        (lambda t: t.args.learning_rat, "has no field learning_rat; did you mean learning_rate"),
+        (lambda t: t.args.learning_rat, "has a field learning_rat; did you mean learning_rate"),
         (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss would have no effect"),
         (lambda t: setattr(t, "model", 1), "GRPOTrainer.model would have no effect; use trainer.policy"),
         (lambda t: t.evaluate(), "eval_dataset is None; pass rows"),
