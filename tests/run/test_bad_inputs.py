@@ -118,7 +118,7 @@ BAD = [
     (dict(policy=other_vocabulary), "but the model's vocabulary size is 40. Use the tokenizer from"),
     (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict. GRPOConfig.from_dict converts a dict."),
     (dict(max_completion_length=400),
-        "max_completion_length = 400: with prompts of up to 3 tokens, this exceeds the 256"),
+        "max_completion_length = 400: with prompts of up to 3 tokens, this exceeds the model"),
     (dict(mesh={"data": 2, "tensor": 3}),
         "tensor = 3 does not divide the model's 4 heads and 32 MLP channels. Use one of 1, 2, 4"),
     (dict(mesh={"fsdp": 5}), "mesh = {'fsdp': 5}: fsdp = 5 does not divide the model's width of 16. Use one of"),
