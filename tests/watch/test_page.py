@@ -132,7 +132,7 @@ def test_page_of_a_long_run_is_small_and_keeps_both_ends(tmp_path):
     assert (kept[0], kept[-1], len(kept)) == (1, 30, STEPS)
     assert len(data["steps"][0]["groups"][0]["rows"][0]["completion"]) < TEXT + 100
     assert 0 < sum(len(group["rows"]) for group in data["steps"][1]["groups"]) < 200
-    assert data["kept"] == "completions.jsonl contains 5,806 completions of 30 steps"
+    assert data["kept"] == "completions.jsonl contains 5,806 completions from 30 steps"
 
 
 no_browser = not any(map(shutil.which, BROWSERS))
