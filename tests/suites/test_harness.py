@@ -146,5 +146,5 @@ def test_thoughts_are_not_answers_and_changed_tools_are_refused(adding):
     said = environment.trace.nodes[-1].message
     assert (said.content, said.reasoning_content, environment.trace.last_reply) == ("Five.", "Six? No.", "Five.")
     environment.tool_schemas = []
-    with pytest.raises(RuntimeError, match="the tools of this task differ from"):
+    with pytest.raises(RuntimeError, match="tools differ from the first"):
         within(environment.reset, index=0)
