@@ -219,7 +219,7 @@ def test_run_resumes_from_the_last_readable_checkpoint(tmp_path):
     damage(tmp_path / "checkpoints" / "6", lambda file: os.truncate(file, file.stat().st_size // 2))
     (tmp_path / "checkpoints" / "4" / "_CHECKPOINT_METADATA").write_text("{}")
     with Checkpoints(tmp_path, GRPOConfig(save_steps=1)) as checkpoints:
-        with pytest.warns(RuntimeWarning, match=r"step [46] cannot be read \(.*\). It was renamed to .*; .* of step 2"):
+        with pytest.warns(RuntimeWarning, match=r"step [46] cannot be read \(.*\). It was renamed to .*; .* at step 2"):
             state, progress, *_ = checkpoints.restore(state_at(0))
         chex.assert_trees_all_equal(as_data(state), as_data(state_at(2)))
         assert progress.step == checkpoints.steps()[-1] == 2
