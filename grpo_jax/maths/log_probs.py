@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -33,7 +35,7 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers; got {tokens.dtype}.")
     if not temperature > 0:
-        raise ValueError(f"temperature must be > 0; got {temperature!r} (greedy decoding has no log-probs).")
+        raise ValueError(f"temperature must be > 0; got {temperature!r} (greedy decoding does not define log-probs).")
     return log_probs_of(process_logits(logits, Sampling(temperature)), tokens)
 
 
@@ -41,8 +43,8 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
 def _logit_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return logits[..., token].
 
-    The gradient is a mask, which XLA fuses into the rest of the logits' gradient. A gather's gradient would be a
-    separate array as large as the logits.
+    The gradient is a mask, which XLA fuses with the rest of the gradient of the logits. The gradient of a gather would
+    be a separate array of the size of the logits.
     """
     return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
 
@@ -53,36 +55,70 @@ def _logit_of_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     logits, tokens = primals
     here = tokens[..., None] == jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
-    # Multiply instead of using `where`: XLA would store its zeros as an array as large as the logits.
+    # Not `where`: XLA would store its zeros as an array of the size of the logits.
     return _logit_of(logits, tokens), (here.astype(logits.dtype) * tangents[0]).sum(axis=-1)
 
 
-NORMALIZER = ("logits_max", "logits_sum")
-"""Names of the intermediate values in `log_sum_exp`. Saving them with `jax.checkpoint` avoids two passes over V."""
+NORMALIZER = ("log_normalizer", "entropy")
+"""Names of the results of `normalizer_and_entropy`, which `jax.checkpoint` can save."""
 
 
-def log_sum_exp(logits: jax.Array) -> jax.Array:
-    """Return `jax.nn.logsumexp` over the last axis. Checkpoint policies can save its maximum and sum (`NORMALIZER`)."""
-    largest = jax.lax.stop_gradient(logits.max(axis=-1))
+@jax.custom_jvp
+def normalizer_and_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return log Z = log Σ_v exp(logits_v) and the entropy of softmax(logits), [...] float32, for logits [..., V].
+
+    The value reads the logits once (on CPUs, in vectorized passes, which are faster), and the gradient reads them once.
+    """
+    found: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(logits, cpu=_in_passes, default=_in_one_pass)
+    return found
+
+
+def _in_passes(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    largest = logits.max(axis=-1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    largest = checkpoint_name(largest, NORMALIZER[0])
-    total = checkpoint_name(jnp.exp(logits - largest[..., None]).sum(axis=-1), NORMALIZER[1])
-    log_z: jax.Array = jnp.log(total) + largest
-    return log_z
+    log_z = jnp.log(jnp.exp(logits - largest[..., None]).sum(axis=-1)) + largest
+    log_p = logits - log_z[..., None]
+    p, excluded = jnp.exp(log_p), jnp.isneginf(log_p)
+    # 0 · log 0 = 0: an excluded token (−inf) contributes nothing. Without the outer `where`, XLA's CPU backend does not
+    # vectorize the exponential, which makes it eight times slower.
+    return log_z, -jnp.where(excluded, p, p * jnp.where(excluded, p, log_p)).sum(axis=-1)
+
+
+def _in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Reduce to m = max(l), s = Σ exp(l − m) and t = Σ exp(l − m)·(l − m); the entropy is log s − t/s."""
+
+    def merge(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        largest, total, weighted = jnp.maximum(x[0], y[0]), 0.0, 0.0
+        for m, s, t in (x, y):
+            shift = jnp.where(m == -jnp.inf, 0.0, m - largest)
+            total, weighted = total + jnp.exp(shift) * s, weighted + jnp.exp(shift) * (t + shift * s)
+        return largest, total, weighted
+
+    values = logits, (logits != -jnp.inf).astype(logits.dtype), jnp.zeros_like(logits)
+    initial = tuple(jnp.array(x, logits.dtype) for x in (-jnp.inf, 0, 0))
+    largest, total, weighted = jax.lax.reduce(values, initial, merge, (logits.ndim - 1,))
+    return jnp.log(total) + largest, jnp.log(total) - weighted / total
+
+
+@normalizer_and_entropy.defjvp
+def _normalizer_and_entropy_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    (logits,), (tangent,) = primals, tangents
+    log_z, entropy = map(checkpoint_name, normalizer_and_entropy(logits), NORMALIZER)
+    log_p = logits - log_z[..., None]
+    p = jnp.exp(log_p)
+    # The zero of an excluded token (−inf) is read from p: XLA would store a constant as an array of the logits' size.
+    centered = jnp.where(jnp.isneginf(log_p), p, log_p) + entropy[..., None]
+    return (log_z, entropy), ((p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1))
 
 
 def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Compute the log-probs [...] of tokens [...] under softmax(logits [..., V])."""
-    return _logit_of(logits, tokens) - log_sum_exp(logits)
+    """Return the log-probs [...] of tokens [...] under softmax(logits [..., V])."""
+    return _logit_of(logits, tokens) - normalizer_and_entropy(logits)[0]
 
 
 def log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute log-probs [...] of tokens [...] under softmax(logits [..., V]), and its entropies [...], in nats."""
-    log_z = log_sum_exp(logits)[..., None]
-    log_p = logits - log_z
-    p, excluded = jnp.exp(log_p), jnp.isneginf(log_p)
-    # With 0 · log 0 = 0, an excluded token (−inf) contributes nothing, and its gradient is not NaN. The zero comes from
-    # p, since XLA would store a constant as an array as large as the logits. Without the outer `where`, XLA's CPU
-    # backend does not vectorize the exponential, which makes it eight times slower.
-    plogp = jnp.where(excluded, p, p * jnp.where(excluded, p, log_p))
-    return _logit_of(logits, tokens) - log_z[..., 0], -plogp.sum(axis=-1)
+    """Return the log-probs [...] of tokens [...] and the entropies [...] of softmax(logits [..., V]), in nats."""
+    log_z, entropy = normalizer_and_entropy(logits)
+    return _logit_of(logits, tokens) - log_z, entropy

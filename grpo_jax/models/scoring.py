@@ -85,8 +85,10 @@ def chunked(
         x = jnp.pad(x, [(0, 0), (0, chunks * size - n)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape((b, chunks, size, *x.shape[2:])).swapaxes(0, 1)
 
+    # Gradients of the chunks are summed in float32, as the dtype of the params that the loop reads.
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), params)
     recomputed = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(*NORMALIZER))
-    scores = jax.lax.map(functools.partial(recomputed, params), jax.tree.map(split, inputs))
+    scores = jax.lax.map(functools.partial(recomputed, wide), jax.tree.map(split, inputs))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(b, -1)[:, :n], scores)
 
 
