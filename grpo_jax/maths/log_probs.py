@@ -88,11 +88,12 @@ def _in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Reduce to m = max(l), s = Σ exp(l − m) and t = Σ exp(l − m)·(l − m); the entropy is log s − t/s."""
 
     def merge(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        largest, total, weighted = jnp.maximum(x[0], y[0]), 0.0, 0.0
+        largest = jnp.maximum(x[0], y[0])
+        parts = []
         for m, s, t in (x, y):
             shift = jnp.where(m == -jnp.inf, 0.0, m - largest)
-            total, weighted = total + jnp.exp(shift) * s, weighted + jnp.exp(shift) * (t + shift * s)
-        return largest, total, weighted
+            parts.append((jnp.exp(shift) * s, jnp.exp(shift) * (t + shift * s)))
+        return largest, parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
 
     values = logits, (logits != -jnp.inf).astype(logits.dtype), jnp.zeros_like(logits)
     initial = tuple(jnp.array(x, logits.dtype) for x in (-jnp.inf, 0, 0))
@@ -103,7 +104,7 @@ def _in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 @normalizer_and_entropy.defjvp
 def _normalizer_and_entropy_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     (logits,), (tangent,) = primals, tangents
     log_z, entropy = map(checkpoint_name, normalizer_and_entropy(logits), NORMALIZER)
     log_p = logits - log_z[..., None]

@@ -107,6 +107,14 @@ def merge_metrics(first: MetricSums, second: MetricSums) -> MetricSums:
     )
 
 
+def empty_sums(like: MetricSums) -> MetricSums:
+    """Return metrics of an empty part with the shapes and dtypes of `like`, which may be abstract."""
+    return MetricSums(
+        sums=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.sums),
+        maxes=jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), like.maxes),
+    )
+
+
 def finalize_metrics(metrics: MetricSums) -> dict[str, jax.Array]:
     """Convert merged sums to metrics: `x_sum` becomes the mean `x` over tokens with mask 1. Others are unchanged."""
     sums = dict(metrics.sums)

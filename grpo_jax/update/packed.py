@@ -10,7 +10,7 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── their gradient, summed over the sequences ─► + gradient of the params
 ```
 
-A minibatch is split into one or more such parts. The number of sequences is an argument, so one compilation suffices.
+A minibatch is split into such parts. The number of sequences is an argument, so one compilation suffices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from grpo_jax.config.sft import Config
-from grpo_jax.maths.metrics import MetricSums, merge_metrics, top_entropy_mask
+from grpo_jax.maths.metrics import MetricSums, empty_sums, merge_metrics, top_entropy_mask
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.packing import (
     PackedSequence,
@@ -39,7 +39,7 @@ from grpo_jax.models.packing import (
     sequence_shapes,
 )
 from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
-from grpo_jax.models.sharding import committed, constrain, constrain_params, fetch, shard_count, split
+from grpo_jax.models.sharding import constrain, constrain_params, fetch, shard_count, split
 from grpo_jax.models.streams import count_streams, devices_of, run_in_streams, shared, wait_on_cpu
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
@@ -82,8 +82,7 @@ class Packed(flax.struct.PyTreeNode):
 
     def sequence(self, i: jax.Array | int) -> PackedSequence:
         """Return the i-th packed sequence."""
-        take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
-        return jax.tree.map(take, self.sequences)
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), self.sequences)
 
 
 class PackedUpdater(Updater):
@@ -119,13 +118,17 @@ class PackedUpdater(Updater):
             selected = fetch(_select(entropies, split(batch.mask, self.mesh), self.config.top_entropy_quantile))
         parts, _ = self.pack(state.params, batch, selected)
         totals, streams = _count_totals(batch, selected), count_streams(state.params, len(parts))
-        zeros = [committed(zero_gradients(self, state.params)) for _ in range(streams)]  # like the later sums
+        zeros = [zero_gradients(self, state.params) for _ in range(streams)]
 
         def add_parts(stream: int) -> tuple[Params, list[MetricSums]]:
             total, sums = zeros[stream], []
             for part in parts[stream::streams]:
-                total, more = add_gradients(self, wait_on_cpu(total), state, split(part, self.mesh), totals)
-                sums.append(more)
+                placed = split(part, self.mesh)
+                if part.num_trained > 0:
+                    total, more = wait_on_cpu(add_gradients(self, total, state, placed, totals))
+                    sums.append(more)
+                if part.num_used > part.num_trained:
+                    sums.append(wait_on_cpu(sum_metrics(self, state, placed, totals)))
             return total, sums
 
         results = run_in_streams(add_parts, range(streams))
@@ -248,8 +251,7 @@ def choose_updater(
     `micro` is the shape (prompts, completions per prompt) of a micro-batch. `on_policy` defaults to `config.on_policy`.
     """
     kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else Updater
-    on_policy = config.on_policy if on_policy is None else on_policy
-    mesh = None if mesh is None or mesh.size == 1 else mesh
+    on_policy, mesh = config.on_policy if on_policy is None else on_policy, mesh if mesh and mesh.size > 1 else None
     return kind(as_argument(model), config, micro, optimizer, on_policy, mesh, surrogate, teacher)
 
 
@@ -316,11 +318,9 @@ def add_gradients(
 
     `totals` is the result of `count_totals` for the whole minibatch.
     """
-    model, mesh, teacher, prompts = updater.model, updater.mesh, updater.teacher, part.batch.prompts
-    key, teacher_prompts = dropout_key(model, state, part.index, 0), None
+    model, mesh, prompts = updater.model, updater.mesh, part.batch.prompts
+    key, teacher_prompts = dropout_key(model, state, part.index, 0), _teacher_states(updater, prompts)
     prompt_states, pull_back = jax.vjp(lambda params: _prefill(model, params, prompts, mesh, key), state.params)
-    if teacher is not None and is_cached(teacher.model):
-        teacher_prompts = _prefill(teacher.model, teacher.params, prompts, mesh, None)
 
     def loss_fn(params: Params, prompt_states: PromptStates, i: jax.Array | int) -> tuple[jax.Array, MetricSums]:
         return _loss(updater, state.replace(params=params), part, totals, prompt_states, teacher_prompts, i)
@@ -331,26 +331,30 @@ def add_gradients(
         params_grad, prompts_grad = jax.tree.map(lambda x, y: x + y.astype(x.dtype), (params_grad, prompts_grad), grads)
         return constrain_params(params_grad, mesh), prompts_grad, merge_metrics(sums, more)
 
-    _, shapes = jax.eval_shape(loss_fn, state.params, prompt_states, 0)
-    sums = MetricSums(
-        sums=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.sums),
-        maxes=jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes.maxes),
-    )
+    sums = empty_sums(jax.eval_shape(loss_fn, state.params, prompt_states, 0)[1])
     # Gradients of keys and values are also accumulated in float32, regardless of the compute dtype.
     total, prompts_grad, sums = jax.lax.fori_loop(0, part.num_trained, add, (total, zeros_like(prompt_states), sums))
+    (grads,) = pull_back(jax.tree.map(lambda g, x: g.astype(x.dtype), prompts_grad, prompt_states))
+    return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, grads), mesh), sums
 
-    def add_prompts(total: Params) -> Params:
-        (grads,) = pull_back(jax.tree.map(lambda g, x: g.astype(x.dtype), prompts_grad, prompt_states))
-        return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, grads), mesh)
 
-    if not updater.skips_zero_signal:
-        return add_prompts(total), sums
+@shared
+@jax.jit
+def sum_metrics(updater: PackedUpdater, state: TrainState, part: Packed, totals: dict[str, jax.Array]) -> MetricSums:
+    """Return the metric sums over the sequences of one part that have no gradient."""
+    model, prompts = updater.model, part.batch.prompts
+    prompt_states = _prefill(model, state.params, prompts, updater.mesh, dropout_key(model, state, part.index, 0))
+    teacher_prompts = _teacher_states(updater, prompts)
+    loss = functools.partial(_loss, updater, state, part, totals, prompt_states, teacher_prompts)
+    sums = empty_sums(jax.eval_shape(loss, 0)[1])
+    return jax.lax.fori_loop(part.num_trained, part.num_used, lambda i, sums: merge_metrics(sums, loss(i)[1]), sums)
 
-    def add_metrics(i: jax.Array, sums: MetricSums) -> MetricSums:
-        return merge_metrics(sums, loss_fn(state.params, prompt_states, i)[1])
 
-    sums = jax.lax.fori_loop(part.num_trained, part.num_used, add_metrics, sums)
-    return jax.lax.cond(part.num_trained > 0, add_prompts, lambda total: total, total), sums
+def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | None:
+    """Return the prompts' states under the teacher, or None without a teacher model of this package."""
+    if (teacher := updater.teacher) is None or not is_cached(teacher.model):
+        return None
+    return _prefill(teacher.model, teacher.params, prompts, updater.mesh, None)
 
 
 @shared
@@ -378,7 +382,7 @@ def apply_sums(
     return constrain_params(state, updater.mesh), metrics
 
 
-@jax.jit
+@functools.partial(jax.jit, keep_unused=True)  # so that the zeros are committed to a device if the params are
 def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
     """Return zeros for accumulating gradients, with each leaf sharded like its parameter."""
     return constrain_params(zeros_like(params), updater.mesh)

@@ -1,5 +1,6 @@
 """Zero-signal groups have no gradient, so they take only a forward pass, for their metrics."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -33,13 +34,19 @@ def with_signal(*prompts, by_token=False):
 @pytest.fixture
 def parts(monkeypatch):
     """Record (sequences with a gradient, sequences used) for each part of an update."""
-    found, program = [], packed.add_gradients  # a list, because several threads may append
+    found, add, summed = [], packed.add_gradients, packed.sum_metrics  # a list, because several threads may append
 
     def call(updater, total, state, part, totals):
         found.append((int(part.num_trained), int(part.num_used)))
-        return program(updater, total, state, part, totals)
+        return add(updater, total, state, part, totals)
+
+    def call_without_gradient(updater, state, part, totals):
+        if part.num_trained == 0:
+            found.append((0, int(part.num_used)))
+        return summed(updater, state, part, totals)
 
     monkeypatch.setattr(packed, "add_gradients", call)
+    monkeypatch.setattr(packed, "sum_metrics", call_without_gradient)
     monkeypatch.setattr(packed, "PROMPT_TOKENS", 9)  # one prompt
     return found
 
@@ -105,6 +112,7 @@ def test_dropout_is_applied_to_groups_without_a_gradient(parts):
     alike = with_signal(0).replace(prompts=make_prompts([[3, 4, 5]] * 4))
     alike = alike.replace(tokens=jnp.broadcast_to(alike.tokens[:1], alike.tokens.shape), mask=jnp.ones((4, G, T), bool))
     state, keys = create_state(params, OPTIMIZER, jax.random.key(0)), set()
+    updater = dataclasses.replace(updater, skip_zero_signal=False)
     packs = updater.pack(params, alike)[0]
     for part in packs:
         grads, totals = zero_gradients(updater, params), packed._count_totals(alike)
