@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from grpo_jax.maths.sampling import Sampling, process_logits
 
@@ -63,17 +66,17 @@ NORMALIZER = ("log_normalizer", "entropy")
 """Names of the results of `normalizer_and_entropy`, which `jax.checkpoint` can save."""
 
 
-@jax.custom_jvp
 def normalizer_and_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return log Z = log Σ_v exp(logits_v) and the entropy of softmax(logits), [...] float32, for logits [..., V].
+    """Compute log Z = log Σ_v exp(logits_v) and the entropy of softmax(logits), [...] float32, for logits [..., V].
 
-    The value reads the logits once (on CPUs, in vectorized passes, which are faster), and the gradient reads them once.
+    On accelerators, the value and the gradient read the logits once each.
     """
-    found: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(logits, cpu=_in_passes, default=_in_one_pass)
-    return found
+    log_z, entropy = _normalize_p.bind(logits)
+    return checkpoint_name(log_z, NORMALIZER[0]), checkpoint_name(entropy, NORMALIZER[1])
 
 
 def _in_passes(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute the results in several vectorized passes, which is faster on CPUs."""
     largest = logits.max(axis=-1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     log_z = jnp.log(jnp.exp(logits - largest[..., None]).sum(axis=-1)) + largest
@@ -101,17 +104,29 @@ def _in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.log(total) + largest, jnp.log(total) - weighted / total
 
 
-@normalizer_and_entropy.defjvp
-def _normalizer_and_entropy_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+def _jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
     (logits,), (tangent,) = primals, tangents
-    log_z, entropy = map(checkpoint_name, normalizer_and_entropy(logits), NORMALIZER)
+    log_z, entropy = normalizer_and_entropy(logits)
     log_p = logits - log_z[..., None]
     p = jnp.exp(log_p)
     # The zero of an excluded token (−inf) is read from p: XLA would store a constant as an array of the logits' size.
     centered = jnp.where(jnp.isneginf(log_p), p, log_p) + entropy[..., None]
-    return (log_z, entropy), ((p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1))
+    return [log_z, entropy], [(p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1)]
+
+
+def _batched(operands: tuple[jax.Array], axes: tuple[int]) -> tuple[list[jax.Array], list[int]]:
+    return _normalize_p.bind(jnp.moveaxis(operands[0], axes[0], 0)), [0, 0]
+
+
+# A primitive, since JAX drops the rule of a `custom_jvp` function in a loop when it differentiates a gradient.
+_normalize_p = Primitive("normalizer_and_entropy")
+_normalize_p.multiple_results = True
+_normalize_p.def_impl(jax.jit(normalizer_and_entropy))
+_normalize_p.def_abstract_eval(lambda logits: [ShapedArray(logits.shape[:-1], logits.dtype)] * 2)
+ad.primitive_jvps[_normalize_p] = _jvp
+batching.primitive_batchers[_normalize_p] = _batched
+mlir.register_lowering(_normalize_p, mlir.lower_fun(_in_one_pass, multiple_results=True))
+mlir.register_lowering(_normalize_p, mlir.lower_fun(_in_passes, multiple_results=True), platform="cpu")
 
 
 def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:

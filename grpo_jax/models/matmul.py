@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -26,8 +27,10 @@ def matmul(
     """Compute x w for x [N, I] and w [I, O], or x wᵀ for w [O, I] if `transposed`.
 
     The result is accumulated and returned in `dtype`, by default the dtype of x and w, which gradients always use. With
-    `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded.
+    `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded. If w is wider
+    than x, it is rounded to the dtype of x, but its gradient is not rounded.
     """
+    w = w.astype(x.dtype)
     if float32_sums:
         return dot_float32(x, w, (1, int(transposed))).astype(dtype or x.dtype)
     return jnp.matmul(x, w.T if transposed else w, preferred_element_type=dtype)
@@ -96,8 +99,8 @@ def _matmul_jvp(
     tangents: Tangents,
 ) -> tuple[jax.Array, jax.Array]:
     (x, w), (dx, dw) = primals, tangents
+    wide, w, axes = w.dtype != x.dtype, w.astype(x.dtype), (1, int(transposed))
     if float32_sums:
-        axes = 1, int(transposed)
         y = dot_float32(x, w, axes).astype(dtype or x.dtype)
         return y, _tangent(y, (lambda dx: dot_rounded(dx, w, axes), dx), (lambda dw: dot_rounded(x, dw, axes), dw))
     matrix = w.T if transposed else w
@@ -105,6 +108,8 @@ def _matmul_jvp(
     store = _store_transpose(w)
 
     def by_weights(dw: jax.Array) -> jax.Array:
+        if wide:
+            return dot_rounded(x, dw, axes, y.dtype)
         return store(x) @ store(dw).T if transposed else store(x @ store(dw))
 
     return y, _tangent(y, (lambda dx: dx @ matrix, dx), (by_weights, dw))
@@ -135,47 +140,65 @@ def dot_float32(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.P
     return jax.lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes) -> jax.Array:
-    """Contract one axis of matrix x with one axis of matrix y in float32, and round the result to their dtype.
+def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes, dtype: DTypeLike | None = None) -> jax.Array:
+    """Contract one axis of matrix x with one axis of matrix y in float32, and return `dtype`, by default that of x.
 
-    `contract` = (1, 0) computes x y, (1, 1) computes x yᵀ, and (0, 0) computes xᵀ y. Products with cotangents also use
-    operands of this dtype, whereas the derivative of `dot_float32` followed by a conversion would use float32.
+    `contract` = (1, 0) computes x y, (1, 1) computes x yᵀ, and (0, 0) computes xᵀ y. Both operands are rounded to the
+    narrower of their dtypes, also in the products with cotangents, whereas the derivative of `dot_float32` followed by
+    a conversion would use float32. Cotangents have the dtypes of x and y.
     """
-    return _dot_p.bind(x, y, contract=contract)
+    return _dot_p.bind(x, y, contract=contract, dtype=jnp.dtype(dtype or x.dtype))
 
 
-def _dot(x: jax.Array, y: jax.Array, *, contract: Axes) -> jax.Array:
-    dtype = x.dtype
-    if contract == (0, 0):
+def _dot(x: jax.Array, y: jax.Array, *, contract: Axes, dtype: jnp.dtype, on_cpu: bool = False) -> jax.Array:
+    x, y = _rounded(x, y)
+    if contract == (0, 0) and on_cpu:
         # The reshape and the barrier keep XLA from undoing the transpose.
         x, contract = jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(x.shape[::-1]), (1, 0)
     return dot_float32(x, y, contract).astype(dtype)
 
 
-def _batched_dot(operands: Sequence[jax.Array], axes: Sequence[int | None], *, contract: Axes) -> tuple[jax.Array, int]:
+def _rounded(*operands: jax.Array) -> list[jax.Array]:
+    """Round operands to the narrowest of their dtypes."""
+    dtype = min((x.dtype for x in operands), key=lambda dtype: dtype.itemsize)
+    return [x.astype(dtype) for x in operands]
+
+
+def _batched_dot(
+    operands: Sequence[jax.Array], axes: Sequence[int | None], *, contract: Axes, dtype: jnp.dtype
+) -> tuple[jax.Array, int]:
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    x, y = (batching.bdim_at_front(x, axis, size) for x, axis in zip(operands, axes, strict=True))
+    x, y = _rounded(*(batching.bdim_at_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)))
     summed = (((contract[0] + 1,), (contract[1] + 1,)), ((0,), (0,)))
-    return jax.lax.dot_general(x, y, summed, preferred_element_type=jnp.float32).astype(x.dtype), 0
+    return jax.lax.dot_general(x, y, summed, preferred_element_type=jnp.float32).astype(dtype), 0
 
 
-def _transpose_left(g: jax.Array, _: object, y: jax.Array, *, contract: Axes) -> jax.Array:
-    if contract == (1, 0):
-        return dot_rounded(g, y, (1, 1))
-    return dot_rounded(g, y, (1, 0)) if contract == (1, 1) else dot_rounded(y, g, (1, 1))
+def _transpose_left(
+    g: jax.Array, x: ad.UndefinedPrimal, y: jax.Array, *, contract: Axes, dtype: jnp.dtype
+) -> jax.Array:
+    del dtype
+    first, second, axes = {(1, 0): (g, y, (1, 1)), (1, 1): (g, y, (1, 0)), (0, 0): (y, g, (1, 1))}[contract]
+    return dot_rounded(first, second, axes, x.aval.dtype)
 
 
-def _transpose_right(g: jax.Array, x: jax.Array, _: object, *, contract: Axes) -> jax.Array:
-    if contract == (1, 0):
-        return dot_rounded(x, g, (0, 0))
-    return dot_rounded(g, x, (0, 0)) if contract == (1, 1) else dot_rounded(x, g, (1, 0))
+def _transpose_right(
+    g: jax.Array, x: jax.Array, y: ad.UndefinedPrimal, *, contract: Axes, dtype: jnp.dtype
+) -> jax.Array:
+    del dtype
+    first, second, axes = {(1, 0): (x, g, (0, 0)), (1, 1): (g, x, (0, 0)), (0, 0): (x, g, (1, 0))}[contract]
+    return dot_rounded(first, second, axes, y.aval.dtype)
+
+
+def _dot_shape(x: ShapedArray, y: ShapedArray, *, contract: Axes, dtype: jnp.dtype) -> ShapedArray:
+    return x.update(shape=(x.shape[1 - contract[0]], y.shape[1 - contract[1]]), dtype=dtype, weak_type=False)
 
 
 _dot_p = Primitive("wide_product")
-_dot_p.def_impl(jax.jit(_dot, static_argnames="contract"))
-_dot_p.def_abstract_eval(
-    lambda x, y, *, contract: x.update(shape=(x.shape[1 - contract[0]], y.shape[1 - contract[1]]), weak_type=False)
-)
+_dot_p.def_impl(jax.jit(_dot, static_argnames=("contract", "dtype")))
+_dot_p.def_abstract_eval(_dot_shape)
 ad.defbilinear(_dot_p, _transpose_left, _transpose_right)
 batching.primitive_batchers[_dot_p] = _batched_dot
 mlir.register_lowering(_dot_p, mlir.lower_fun(_dot, multiple_results=False))
+mlir.register_lowering(
+    _dot_p, mlir.lower_fun(functools.partial(_dot, on_cpu=True), multiple_results=False), platform="cpu"
+)

@@ -85,11 +85,32 @@ def chunked(
         x = jnp.pad(x, [(0, 0), (0, chunks * size - n)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape((b, chunks, size, *x.shape[2:])).swapaxes(0, 1)
 
-    # Gradients of the chunks are summed in float32, as the dtype of the params that the loop reads.
-    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), params)
-    recomputed = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(*NORMALIZER))
+    # The loop sums the gradients of its chunks in the dtype of `wide`, whose values are not used and not stored.
+    fixed, wide = jax.lax.stop_gradient(params), jax.tree.map(_widened, params)
+
+    def score_wide(wide: Params, chunk: tuple[jax.Array, jax.Array, Arrays]) -> Scores:
+        return score(jax.tree.map(_with_gradient_of, wide, fixed), chunk)
+
+    recomputed = jax.checkpoint(score_wide, policy=jax.checkpoint_policies.save_only_these_names(*NORMALIZER))
     scores = jax.lax.map(functools.partial(recomputed, wide), jax.tree.map(split, inputs))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(b, -1)[:, :n], scores)
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+
+@jax.custom_jvp
+def _with_gradient_of(wide: jax.Array, x: jax.Array) -> jax.Array:
+    """Return x in the dtype of `wide`, differentiated as if it were `wide`."""
+    return x.astype(wide.dtype)
+
+
+@_with_gradient_of.defjvp
+def _with_gradient_of_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _with_gradient_of(*primals), tangents[0]
 
 
 def _score_logits(

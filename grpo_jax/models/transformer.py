@@ -49,7 +49,8 @@ class Embedding(nn.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Compute float32 logits [..., V] for hidden states x [..., D]."""
-        table, sums = self.embedding.astype(x.dtype), self.config.uses_float32_sums
+        table = self.embedding.astype(jnp.promote_types(self.embedding.dtype, x.dtype))
+        sums = self.config.uses_float32_sums
         return matmul(tokens_of(x), table, jnp.float32, sums, transposed=True).reshape((*x.shape[:-1], -1))
 
 
