@@ -6,7 +6,7 @@
 
 from grpo_jax.rewards.answers import final_number, number_reward, sole_number
 from grpo_jax.rewards.calls import Rewards, compute_rewards
-from grpo_jax.rewards.combine import clipped, from_row, gated
+from grpo_jax.rewards.combine import from_row
 from grpo_jax.rewards.contract import RewardError, TrainerState, check_reward_fns, reward_names
 from grpo_jax.rewards.outcomes import PartialRewards
 from grpo_jax.rewards.shipped import (
@@ -20,8 +20,8 @@ from grpo_jax.rewards.shipped import (
 from grpo_jax.rewards.workers import isolated
 
 __all__ = [
-    "PartialRewards", "RewardError", "Rewards", "TrainerState", "accuracy_reward", "check_reward_fns", "clipped",
-    "completion_text", "compute_rewards", "final_number", "format_reward", "formula_reward", "from_row", "gated",
+    "PartialRewards", "RewardError", "Rewards", "TrainerState", "accuracy_reward", "check_reward_fns",
+    "completion_text", "compute_rewards", "final_number", "format_reward", "formula_reward", "from_row",
     "get_repetition_penalty_reward", "get_soft_overlong_punishment", "isolated", "number_reward", "reward_names",
     "sole_number",
 ]  # fmt: skip

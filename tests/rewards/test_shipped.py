@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from grpo_jax.rewards.calls import compute_rewards
-from grpo_jax.rewards.combine import clipped, from_row, gated
-from grpo_jax.rewards.contract import RewardError, check_reward_fns, reward_names
+from grpo_jax.rewards.combine import from_row
+from grpo_jax.rewards.contract import RewardError, reward_names
 from grpo_jax.rewards.shipped import (
     accuracy_reward,
     format_reward,
@@ -61,112 +61,31 @@ def divide(completion, row):
     return 6 / row["by"]
 
 
-def some(values):
-    """Make a reward function that returns these scores."""
-    return lambda completions: list(values)
-
-
-def test_gated_passes_only_completions_above_the_threshold():
-    asked = []
-
-    def second(completions, answer):
-        asked.append((completions, answer))
-        return [10.0 + len(text) for text in completions]
-
-    gate = some([1.0, 0.0, None, 0.6, 0.4])
-    texts, answer = ["a", "bb", "ccc", "dddd", "eeeee"], list("vwxyz")
-    reward = gated(gate, second, threshold=0.5, otherwise=-1.0)
-    assert score(reward, texts, answer=answer) == pytest.approx([11, -1, np.nan, 14, -1], nan_ok=True)
-    assert asked == [(["a", "dddd"], ["v", "y"])]
-    assert score(gated(some([0.0, 0.0]), second), ["x", "y"], answer=["v", "w"]) == [0, 0]
-    assert len(asked) == 1, "the second function must not be called if nothing passes"
-    with pytest.raises(RewardError, match=r"returned nan; .* for prompt 0 of the batch"):
-        score(gated(some([float("nan"), 0.0]), second), ["x", "y"], answer=["v", "w"])
-    assert score(gated(gate, second, otherwise=None), texts, answer=answer) == pytest.approx(
-        [11, np.nan, np.nan, 14, 15], nan_ok=True
-    )
-
-
-def test_combinators_take_the_arguments_of_their_functions():
-    def first(completions, answer):
-        return [0.0] * len(completions)
-
-    def second(completions, trainer_state, level=None):
-        return [0.0] * len(completions)
-
-    reward = clipped(gated(first, second), 0, 1)
-    with pytest.raises(ValueError, match="reward function 'second' needs the argument 'answer'"):
-        check_reward_fns(reward, ["prompt", "level"])
-    check_reward_fns(reward, ["prompt", "answer"])
-    # Required by the gate and optional for the second function, so required.
-    with pytest.raises(ValueError, match="needs the argument 'answer'"):
-        check_reward_fns(gated(first, lambda completions, answer=None: 0), ["prompt"])
-
-
-def fives(completions):
-    return [5.0] * len(completions)
-
-
-def combined(fn):
-    """Wrap a function in each combinator such that its scores do not change."""
-    passes = some([1.0, 1.0, 1.0])
-    return [clipped(fn, -100, 100), gated(passes, fn), gated(fn, fives)]
-
-
-@pytest.mark.parametrize("outcome", [None, [1.0], [1.0, np.nan, 2.0], [1.0, -np.inf, 2.0], [1.0, "1.0", 2.0]])
-def test_combinators_do_not_hide_bad_values_or_lists(outcome):
-    message = (
-        "for prompt 1 of the batch"
-        if isinstance(outcome, list) and len(outcome) == 3
-        else "'lambda' (must return|returned) "
-    )
-    for reward in combined(lambda completions: outcome):
-        with pytest.raises(RewardError, match=message):
-            score(reward, ["x"] * 3)
-
-
-def test_row_error_keeps_the_other_scores_in_combinators():
+def test_row_error_keeps_the_other_scores():
     async def later(completion, row):
         return divide(completion, row)
 
-    divided, by = from_row(divide), [1, 0, 3]
-    for reward in (divided, *combined(divided)):
+    for reward in map(from_row, (divide, later)):
         with pytest.raises(RewardError, match=r"'.*' raised ZeroDivisionError: .* for prompt 1") as caught:
-            score(reward, ["x"] * 3, by=by)
+            score(reward, ["x"] * 3, by=[1, 0, 3])
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    for reward, expected in [
-        (divided, [6, np.nan, 2]),
-        *((reward, [6, np.nan, 2]) for reward in combined(divided)[:2]),
-        (gated(some([0.0, 1.0, 1.0]), divided), [0, np.nan, 2]),
-        (clipped(from_row(later)), [6, np.nan, 2]),
-    ]:
-        assert score(reward, ["x"] * 3, by=by, on_error="none") == pytest.approx(expected, nan_ok=True)
+        found = score(reward, ["x"] * 3, by=[1, 0, 3], on_error="none")
+        assert found == pytest.approx([6, np.nan, 2], nan_ok=True)
 
 
-def test_combinators_of_async_functions_are_async():
-    async def judge(completions):
-        return [float(len(text)) for text in completions]
-
-    begun, texts = [], ["a", "bb", "ccc"]
+def test_from_row_scores_asynchronous_functions_together():
+    begun = []
 
     async def together(completion, row):
         begun.append(completion)
         await asyncio.sleep(0)
         return float(len(begun))
 
-    for reward, expected in (
-        (clipped(judge, high=2), [1, 2, 2]),
-        (gated(judge, clipped(judge, high=2), threshold=1), [0, 2, 2]),
-        (gated(some([0.0, 1.0, 1.0]), judge), [0, 2, 3]),
-        (gated(judge, length, threshold=2), [0, 0, 3]),
-        (from_row(together), [3, 3, 3]),
-    ):
-        assert asyncio.run(reward(completions=texts)) == expected
+    assert asyncio.run(from_row(together)(completions=["a", "bb", "ccc"])) == [3, 3, 3]
 
 
 def test_factories_refuse_invalid_arguments():
     for make, message in (
-        (lambda: clipped(length, 2, 1), "low=2 must not exceed high=1"),
         (lambda: accuracy_reward(extract="("), r"extract must be a regular expression; got '\(' \(missing \)"),
         (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache must be in 0..10; got 11"),
         (lambda: get_repetition_penalty_reward(0), "ngram_size must be at least 1; got 0"),

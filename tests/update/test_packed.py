@@ -187,9 +187,9 @@ def test_all_parts_of_an_update_use_one_program(monkeypatch):
     )
     state = committed(state)
     assert len(updater.pack(state.params, batch())[0]) > 1
-    before = packed.add_gradients._cache_size()
+    packed.add_gradients.clear_cache()
     updater.update(state, batch())
-    assert packed.add_gradients._cache_size() == before + 1
+    assert packed.add_gradients._cache_size() == 1
 
 
 @pytest.mark.quick
