@@ -38,6 +38,32 @@ def test_products_have_the_dtype_of_the_inputs(product):
     assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(value_and_gradients, x, w))} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.quick
+def test_scale_gradient_is_a_product_only_on_cpus():
+    """A GPU would keep the operands of such products of all norms at once."""
+    x, scale = jnp.ones((5, 4)), jnp.ones(4)
+    traced = jax.jit(jax.grad(lambda scale: scale_columns(x, scale).sum())).trace(scale)
+    products = {name: "dot_general" in traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
+    assert products == {"cpu": True, "cuda": False}
+
+
+@pytest.mark.quick
+def test_gradient_of_a_wider_matrix_is_not_rounded():
+    """The product rounds the matrix to the inputs' dtype; its gradient has the matrix's dtype and float32 digits."""
+    x, w = jax.random.normal(jax.random.key(0), (64, 6), jnp.bfloat16), jax.random.normal(jax.random.key(1), (6, 4))
+    y, pullback = jax.vjp(lambda x, w: matmul(x, w, jnp.float32), x, w)
+    exact = lambda a, b: np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    np.testing.assert_allclose(y, exact(x, w.astype(jnp.bfloat16)), rtol=1e-5, atol=1e-5)
+    dx, dw = pullback(jnp.ones_like(y))
+    assert (dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(dw, exact(x.T, jnp.ones_like(y)), rtol=1e-5, atol=1e-4)
+    text = jax.jit(pullback).trace(y).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"dot_general.*: \((.*)\) -> ", text) == [
+        "tensor<64x6xbf16>, tensor<64x4xbf16>",
+        "tensor<64x4xbf16>, tensor<6x4xbf16>",
+    ]
+
+
 @pytest.mark.parametrize(("product", "plain", "shape"), CASES, ids=["matmul", "transposed", "scale_columns"])
 @pytest.mark.parametrize(("i", "o"), [(6, 4), (1, 1)])
 def test_products_have_the_values_and_derivatives_of_plain_expressions(product, plain, shape, i, o):

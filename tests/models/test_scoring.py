@@ -11,6 +11,7 @@ from tiny import tiny_model
 from grpo_jax import Completions, completion_log_probs, make_prompts, token_log_probs
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models import scoring as module
+from grpo_jax.models.matmul import matmul
 from grpo_jax.models.scoring import score_completions
 
 LISTS = [[3, 4, 5], [6], [7, 8]]
@@ -60,6 +61,22 @@ def test_log_probs_equal_full_logits_in_value_and_gradient(chunk, temperature, m
     np.testing.assert_allclose(l, expected, atol=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
     jax.tree.map(close, grads, expected_grads)
+
+
+def test_gradient_of_a_bfloat16_head_is_summed_in_float32():
+    """In bfloat16, a sum of equal terms would stop growing after 256 of them."""
+    chunks, hidden = 1024, jax.random.normal(jax.random.key(0), (1, 1, 16), jnp.bfloat16)
+    head = jax.random.normal(jax.random.key(1), (32, 16), jnp.bfloat16)
+    unembed = lambda head, x: matmul(x[0], head, jnp.float32, transposed=True)[None]
+
+    def total(head, n):
+        tokens, rows = jnp.full((1, n), 3), jnp.repeat(hidden, n, axis=1)
+        return module.chunked(unembed, head, rows, tokens, Sampling(), with_entropy=False, chunk=1).log_probs.sum()
+
+    # With one chunk, the gradient is the product's; the factor is a power of two.
+    one, many = (jax.jit(jax.grad(total), static_argnums=1)(head, n).astype(jnp.float32) for n in (1, chunks))
+    np.testing.assert_allclose(many, chunks * one, rtol=0.01, atol=0.01)
+    assert (np.abs(many) > 500).any()
 
 
 def test_log_probs_support_forward_mode(monkeypatch):
