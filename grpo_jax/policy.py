@@ -93,7 +93,7 @@ class Policy:
         files = (self.generation_config, self.config, self.config.get("text_config") or {})
         return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
 
-    def empty(self) -> None:
+    def release_params(self) -> None:
         """Release the params after they have been moved to a training state."""
         object.__setattr__(self, "params", Donated())
 

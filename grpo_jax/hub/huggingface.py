@@ -75,8 +75,8 @@ def from_pretrained(
       param_dtype: dtype of the parameters. None uses `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
       mesh: mesh over which the parameters are sharded, according to `sharding.TABLE`. None uses the default device.
       revision: branch, tag or commit of a model on the hub. None uses the main branch.
-      quantize: format for the layers' projections, if `add_lora` will freeze them: "nf4" (blocks of 64 weights, double
-        quantization) or "int8" (one scale per row). None disables quantization.
+      quantize: format of the projections that `add_lora` freezes: "nf4" (blocks of 64 weights, double quantization) or
+        "int8" (one scale per row). None disables quantization.
 
     Returns:
       A `Policy`. Its tokenizer is None if the checkpoint does not contain one.
@@ -85,7 +85,7 @@ def from_pretrained(
       FileNotFoundError: if the directory or model, its config.json or its safetensors weights do not exist.
       ImportError: if the checkpoint is a GGUF file, and `gguf` is not installed or transformers is too old.
       ValueError: if the architecture, a config value or the quantization is not supported; if a tensor is missing,
-        unexpected or of the wrong shape; if the tokenizer encodes text to no ids; or if `revision` is set for a local
+        unexpected or of the wrong shape; if the tokenizer produces no ids for text; or if `revision` is set for a local
         directory. Raised before any weights are read.
 
     Example:
@@ -289,7 +289,7 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) ->
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Load the tokenizer in a directory. Raises ValueError if it cannot be loaded or encodes text to no ids.
+    """Load the tokenizer in a directory. Raises ValueError if it cannot be loaded or produces no ids for text.
 
     For some values of `model_type`, transformers builds a different type of tokenizer. If that tokenizer encodes text
     to no ids (for example, a word-level tokenizer with a Qwen config), `tokenizer.json` is loaded directly.

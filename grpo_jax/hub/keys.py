@@ -117,7 +117,7 @@ def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, 
 
 
 def all_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """Return `sliding_window` for every layer. Returns None if it is unset (full attention)."""
+    """Return the `sliding_window` of each layer, or None if it is unset (full attention)."""
     if keys["sliding_window"] is None:
         return None
     return (check_window(keys),) * keys["num_hidden_layers"]

@@ -90,13 +90,13 @@ def ppo(tokens: Tokens, settings: LossSettings) -> jax.Array:
     """Return p = −min(min(w, delta)·A, clip(w, 1 − ε, 1 + ε_high)·A)."""
     w, A = tokens.ratio, tokens.advantages
     first = w if settings.delta is None else _lesser(w, settings.delta)
-    second = jnp.clip(w, 1 - settings.epsilon, 1 + settings.upper_epsilon)
+    second = jnp.clip(w, 1 - settings.epsilon, 1 + settings.upper_clip)
     return -_lesser(first * A, second * A)
 
 
 def cispo(tokens: Tokens, settings: LossSettings) -> jax.Array:
     """Return p = −sg(min(w, ε_high))·A·l, which caps the weight but keeps the gradient."""
-    return -sg(jnp.minimum(tokens.ratio, settings.upper_epsilon)) * tokens.advantages * tokens.log_probs
+    return -sg(jnp.minimum(tokens.ratio, settings.upper_clip)) * tokens.advantages * tokens.log_probs
 
 
 def sapo(tokens: Tokens, settings: LossSettings) -> jax.Array:
@@ -276,10 +276,10 @@ def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) ->
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never
     if surrogate is ppo:
-        low, high = (w < 1 - settings.epsilon) & (A < 0), (w > 1 + settings.upper_epsilon) & (A > 0)
+        low, high = (w < 1 - settings.epsilon) & (A < 0), (w > 1 + settings.upper_clip) & (A > 0)
         capped = never if settings.delta is None else (w > settings.delta) & (A < 0)
     elif surrogate is cispo:
-        high = w > settings.upper_epsilon
+        high = w > settings.upper_clip
     return {
         "clip_fraction": low | high,
         "clip_fraction_low": low,
@@ -330,6 +330,6 @@ class LossSettings:
         return self.surrogate or surrogate, reduction
 
     @property
-    def upper_epsilon(self) -> Scalar:
+    def upper_clip(self) -> Scalar:
         """Upper clip range: ε_high, or ε if ε_high is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high

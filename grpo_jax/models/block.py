@@ -138,8 +138,8 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A decoder layer: x + attention, then x + MLP, with norms placed according to `config.norms`.
 
-    Params have Hugging Face's names. With `context.last` [B], hidden states are computed only for that token, while
-    keys and values are computed for all tokens.
+    Params have Hugging Face's names. If `context.last` [B] is set, hidden states are computed only for the token at
+    that index, and keys and values for all tokens.
     """
 
     config: TransformerConfig

@@ -190,7 +190,7 @@ class ProgramCost(NamedTuple):
     peak: int = 0  # peak device memory while the program runs, including the run's other arrays
 
 
-# Memory sizes in the error message from a TPU compiler that rejects a program. Some versions include the arguments.
+# Sizes in a TPU compiler's error about a program that does not fit. Some versions count the program's arguments.
 _BEYOND = re.compile(r"Used ([\d.]+)([KMGT]) of")
 _IN_ALL = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
 

@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, groups: int) -> jax.Array:
-        """Apply the chosen experts to tokens x [N, D]. N is divisible by `groups`, the size of the batch axis."""
+        """Apply the chosen experts to tokens x [N, D]. N is divisible by `groups`, the size of the batch mesh axis."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))

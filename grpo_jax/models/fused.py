@@ -64,7 +64,7 @@ def fused_attention(
     chex.assert_shape(tile_mask.queries.number, (a, n))
     rows, keys = padded(repeated(tile_mask.queries, r), kernel.rows), padded(tile_mask.keys, kernel.columns)
     kernel = kernel._replace(shared=tile_mask.keys.number.shape[1] - n)
-    # Triton requires array sides that are powers of two, and at least 16 channels in products.
+    # Triton requires array dimensions that are powers of two, and at least 16 channels in matrix products.
     width = d if kernel.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
 
     def fill(x: jax.Array, size: int) -> jax.Array:

@@ -116,7 +116,7 @@ def _of_device(
         at.append(pl.BlockSpec((None, rows), lambda j, i: (i % h, 0)))
     out = pl.pallas_call(
         functools.partial(_step_kernel, kernel=kernel, slots=slots, prompt_slots=p, sizes=sizes),
-        # In this order, programs in a group run at about the same time, so that their prompt's keys are cached.
+        # In this order, a group's programs run at about the same time, so the keys of their prompt stay in the cache.
         grid=(g, b * h),
         in_specs=at,
         out_specs=at[0],

@@ -138,7 +138,7 @@ def reference_of(adapters: Params, alpha: float) -> Params:
 
 
 def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every: int, alpha: float) -> Params:
-    """Sync a reference from `reference_of`, like `maths.reference.sync_reference`, but average products, not factors.
+    """Update a reference from `reference_of` like `maths.reference.sync_reference`, but average products, not factors.
 
     A_ref B_ref ← alpha·A B + (1 − alpha)·A_ref B_ref   if step % every == 0
     """

@@ -146,7 +146,7 @@ def check_rope_length(rope: Rope, length: int) -> None:
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = False) -> jax.Array:
-    """Rotate x [B, G, T, heads, d] with a `rope_table`, in halves (most Hugging Face models) or channel pairs."""
+    """Rotate x [B, G, T, heads, d] by a `rope_table`. Channels are paired across halves, or with their neighbors."""
     own, other = (t[:, :, :, None] for t in table)
     half = own.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]

@@ -31,7 +31,7 @@ AXES = ("data", "fsdp", "tensor")
 TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(.*/)?embed_tokens(_per_layer)?/embedding", ("tensor", "fsdp")),
     (r"(.*/)?lm_head/kernel", ("fsdp", "tensor")),
-    # Input and output projections are both sharded by heads or channels, so attention and MLP need one "tensor" sum.
+    # Projections are sharded by heads or channels, so attention and the MLP need one all-reduce over "tensor" each.
     (r".*/(q|k|v|gate|up)_proj/kernel", ("fsdp", "tensor")),
     (r".*/(o|down)_proj/kernel", ("tensor", "fsdp")),
     (r".*/(q|k|v|gate|up)_proj/bias", ("tensor",)),
@@ -254,7 +254,7 @@ def shard_count(mesh: Mesh | None) -> int:
 
 
 def split(tree: Params, mesh: Mesh | None) -> Params:
-    """Put arrays [B, ...] on the devices, sharded along B, or replicated if B is not divisible."""
+    """Put arrays [B, ...] on the devices, sharded along B, or replicated if the devices do not divide B."""
     return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
 
 

@@ -49,7 +49,7 @@ _SPELLINGS = (
     (re.compile(r"\\(?:[,;:! ]|(?:left|right|quad)(?![a-z]))"), " "),
     (re.compile(r"\\[dtc]?frac\s?\{\s?(-?[\d,.]{1,60})\s?\}\s?\{\s?(\d{1,60})\s?\}"), r"\1/\2"),
 )
-# Markers of a final answer. `####` also starts headings, so a number must follow, but not a list item ("2. Add").
+# Markers of a final answer. `####` also starts headings, so it must precede a number that is not a list item's.
 _MARK = re.compile(r"####\s?(?=[-.\d$€£¥₹])(?!\d+[.)] [a-z])([^\n]*)|<answer>([^<]*)</answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\s?\{|[{}]")
 _PHRASE = re.compile(

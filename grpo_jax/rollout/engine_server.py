@@ -113,7 +113,7 @@ class VLLM:
         limit = min((one.get("max_model_len") or longest for one in bases), default=longest)
         if longest > limit:
             raise EngineError(
-                f"{self.url} is limited to {limit} tokens, but a prompt with its completion may have {longest}; start"
+                f"{self.url} is limited to {limit} tokens, but a prompt and its completion may need {longest}; start"
                 f" it with --max-model-len {longest}, or reduce max_completion_length or max_prompt_length"
             )
 

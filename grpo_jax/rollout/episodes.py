@@ -27,7 +27,7 @@ from grpo_jax.messages import show
 from grpo_jax.models.sharding import gather_objects, own_part
 from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.rewards.outcomes import describe_failure
-from grpo_jax.rollout.interaction import EpisodeCounts, Interaction, Played, schemas_of
+from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord, Interaction, schemas_of
 from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message, turn_text
 from grpo_jax.text.completions import CachedTokenizer, PrecedingText, continuation, preceding_text
@@ -62,7 +62,7 @@ class Episode:
         self.opening = ""  # text that `reset` appends to the prompt
         self.before = PrecedingText([], "", "")  # text before the next turn
         self.over = False  # True after an environment error
-        self.turns: list[tuple[bool, str]] = []  # see `Played` for turns, messages, lengths and counts
+        self.turns: list[tuple[bool, str]] = []  # see `EpisodeRecord` for turns, messages, lengths and counts
         self.messages: Messages = []
         self.lengths: list[int] = []
         self.turn_rewards: dict[int, float] = {}  # rewards returned by `respond`, keyed by turn
@@ -315,7 +315,7 @@ class Episodes:
             return None
         return self._pool.submit(self.all[completion].answer, turn, limit)
 
-    def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[Played]:
+    def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[EpisodeRecord]:
         """Compute all rewards and return the episode records. `sampled` [B·G, T] is True on sampled tokens."""
         local = [self.all[i] for i in self._indices]
         for i, episode in zip(self._indices, local, strict=True):
@@ -324,11 +324,11 @@ class Episodes:
                 episode.note(drawn[noted:])
         rewards = self._pool.map(Episode.reward, local)
         pairs = zip(local, rewards, strict=True)
-        played = [Played(one.turns, one.messages, reward, one.counts, one.lengths) for one, reward in pairs]
+        played = [EpisodeRecord(one.turns, one.messages, reward, one.counts, one.lengths) for one, reward in pairs]
         if jax.process_count() == 1:
             return played
         parts = gather_objects([one.to_json() for one in played])
-        return [Played.from_json(kept) for part in parts for kept in part]
+        return [EpisodeRecord.from_json(kept) for part in parts for kept in part]
 
 
 def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | None:

@@ -50,7 +50,7 @@ from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.ladder import choose_ladder, groups_at_once, on_cpu, stream_count
 from grpo_jax.rollout.programs import decode_variables
-from grpo_jax.rollout.table import Rollout, Table
+from grpo_jax.rollout.table import SamplingJob, Table
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def generate(
     table = Table(keys.size, turn if answer_turn is None else longest, settings.pad_token_id)
     variables = decode_variables(argument, params)
     settings = settings._replace(mesh=mesh)
-    rollout = Rollout(argument, params, variables, prompts, keys, settings, table, interrupt)
+    rollout = SamplingJob(argument, params, variables, prompts, keys, settings, table, interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)
     if answer_turn is None:
         completions = _sample_one_turn(rollout, at_once, watch)
@@ -184,7 +184,7 @@ def generate(
     return completions if on_host else jax.tree.map(jnp.asarray, completions)
 
 
-def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Completions:
+def _sample_one_turn(rollout: SamplingJob, at_once: int, watch: Watch | None) -> Completions:
     """Sample single-turn completions as NumPy arrays. At most `at_once` groups are decoded at the same time."""
     (b, g), table = rollout.keys.shape, rollout.table
     if rollout.mesh is not None and at_once < b:  # groups cannot change devices, so batches run one after another
@@ -208,7 +208,7 @@ def _sample_one_turn(rollout: Rollout, at_once: int, watch: Watch | None) -> Com
 class _OneTurn:
     """State of a single-turn rollout between bursts."""
 
-    def __init__(self, rollout: Rollout, groups: int):
+    def __init__(self, rollout: SamplingJob, groups: int):
         (b, g), p = rollout.keys.shape, rollout.prompts.tokens.shape[1]
         self.rollout, self.next_group = rollout, groups  # index of the first waiting prompt
         length, waits = rollout.table.length, groups < b

@@ -239,7 +239,7 @@ class EpisodeCounts:
     cut_short: int | None = None  # number of turns truncated at `max_turn_length`; None without that limit
 
 
-class Played(NamedTuple):
+class EpisodeRecord(NamedTuple):
     """Record of an episode, which can be converted to JSON."""
 
     turns: list[tuple[bool, str]]  # (True if sampled by the policy, text) for each turn and observation
@@ -253,14 +253,14 @@ class Played(NamedTuple):
         return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts), list(self.lengths)]
 
     @classmethod
-    def from_json(cls, kept: Sequence[Any]) -> Played:
+    def from_json(cls, kept: Sequence[Any]) -> EpisodeRecord:
         """Build a record from the result of `to_json`."""
         turns, messages, reward, counts = kept[:4]
         lengths = kept[4] if len(kept) > 4 else ()
         return cls([(sampled, text) for sampled, text in turns], messages, reward, EpisodeCounts(**counts), lengths)
 
 
-def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
+def turn_ids(drawn: np.ndarray, played: Sequence[EpisodeRecord]) -> np.ndarray:
     """Return each sampled token's turn index, [B·G, T] int32, with −1 for tokens that were not sampled.
 
     The indices are computed from the lengths of the turns, because the observation between two turns may be empty.
@@ -271,7 +271,7 @@ def turn_ids(drawn: np.ndarray, played: Sequence[Played]) -> np.ndarray:
     return ids
 
 
-def metrics_of(played: Sequence[Played]) -> dict[str, float]:
+def metrics_of(played: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Aggregate the episodes' counters into metrics."""
     counts = [one.counts for one in played]
     turns, cut_short = [one.turns for one in counts], [one.cut_short for one in counts if one.cut_short is not None]

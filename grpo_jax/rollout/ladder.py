@@ -93,7 +93,7 @@ class Ladder:
         """
         last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
         # Bursts end where the cache grows. In a short rollout, all bursts have the same length, so that few steps
-        # run after its end.
+        # run after all completions have ended.
         steps = BURST if tokens > FEWEST_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
         if grows and not waits:

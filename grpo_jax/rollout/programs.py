@@ -109,7 +109,7 @@ def decode_call(
     if "columns" in variables:
         variables["columns"] = _placed(variables["columns"], (shapes, argument))
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
-    # On a mesh, waiting prompts form the next batch and do not replace ended groups.
+    # On a mesh, waiting prompts form the next batch instead of replacing finished groups.
     waits = at_once < groups and mesh is None
     ladder = choose_ladder(
         argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh, waits=waits

@@ -71,7 +71,7 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rollout:
+class SamplingJob:
     """Arguments of a rollout, and the table that its tokens are written to.
 
     Prefill uses `params`; decoding uses `variables` (see `programs.decode_variables`). `keys` are typed PRNG keys
@@ -103,7 +103,7 @@ class Rollout:
         prompts, keys = jax.tree.map(lambda x: x[at], (self.prompts, self.keys))
         return split((prompts, keys), self.mesh)
 
-    def part(self, first: int, last: int) -> Rollout:
+    def part(self, first: int, last: int) -> SamplingJob:
         """Return a rollout that contains only groups first … last − 1 and has a new table."""
         prompts, keys = jax.tree.map(lambda x: x[first:last], (self.prompts, self.keys))
         table = Table(keys.size, self.table.length, self.settings.pad_token_id)

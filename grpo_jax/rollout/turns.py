@@ -34,7 +34,7 @@ from grpo_jax.models.sharding import fetch, gather_objects, shard_count, split
 from grpo_jax.models.streams import run_in_streams
 from grpo_jax.rollout.decode import Drawn, decode, move, prefill, read_chunk
 from grpo_jax.rollout.ladder import ALIGNED, BURST, Ladder, decode_step, on_cpu, stream_count
-from grpo_jax.rollout.table import Rollout
+from grpo_jax.rollout.table import SamplingJob
 from grpo_jax.types import Completions
 
 LEAD = 16
@@ -52,6 +52,7 @@ PATIENCE = 2
 with a large value, one long turn would delay all other turns."""
 
 Answer = Future[Sequence[int] | None]
+"""Future of the token ids that the environment appends after a turn, or of None at the end of the completion."""
 
 
 class AnswerTurn(Protocol):
@@ -82,7 +83,7 @@ class _OtherFailed(Exception):
 class _Turns:
     """State of one stream's completions."""
 
-    def __init__(self, rollout: Rollout, answer_turn: AnswerTurn, groups: np.ndarray, max_turn_length: int):
+    def __init__(self, rollout: SamplingJob, answer_turn: AnswerTurn, groups: np.ndarray, max_turn_length: int):
         self.rollout, self.table = rollout, rollout.table
         self.answer_turn, self.max_turn_length = answer_turn, max_turn_length
         self.rows = rollout.rows(groups)  # [B', G'] table row at each position, −1 if empty
@@ -96,7 +97,7 @@ class _Turns:
         self.waiting: dict[int, Answer | None] = {}  # pending answers, keyed by table row
         self.bursts_waited = 0  # number of bursts since enough completions have been waiting
         prompts, keys = rollout.inputs(groups)
-        self.stream, drawn = prefill(
+        self.decoding, drawn = prefill(
             rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
         )
         self._record(self.rows, drawn)
@@ -131,10 +132,10 @@ class _Turns:
         left = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
         count = np.where(active, left, 0).astype(np.int32)
         # Use the host's automaton state, which is reset to 0 at the start of each turn.
-        state = None if self.stream.stop_state is None else table.stop_state[self.rows]
+        state = None if self.decoding.stop_state is None else table.stop_state[self.rows]
         ended, count, state = split((~active, count, state), rollout.mesh)
-        stream = self.stream.replace(ended=ended, stop_state=state)
-        self.stream, drawn = decode(
+        stream = self.decoding.replace(ended=ended, stop_state=state)
+        self.decoding, drawn = decode(
             rollout.model, rollout.variables, stream, self.slot, count, settings=rollout.settings, steps=BURST
         )
         self.slot += self._record(self.rows, drawn)
@@ -206,18 +207,18 @@ class _Turns:
             padded[at][width - len(ids) :] = ids
         for start in range(0, width, size):
             ids, present = split((padded[..., start : start + size], real[..., start : start + size]), rollout.mesh)
-            cache, stream, slot = self.stream.cache, self.stream.replace(cache=()), first + start
+            cache, stream, slot = self.decoding.cache, self.decoding.replace(cache=()), first + start
             cache, token, log_prob = read_chunk(
                 rollout.model, rollout.variables, cache, stream, slot, ids, present, settings=rollout.settings
             )
-            self.stream = self.stream.replace(cache=cache)
+            self.decoding = self.decoding.replace(cache=cache)
         self.slot = first + width
-        self.stream = self.stream.replace(token=jnp.where(split(resumed, rollout.mesh), token, self.stream.token))
+        self.decoding = self.decoding.replace(token=jnp.where(split(resumed, rollout.mesh), token, self.decoding.token))
         drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))
         self._record(np.where(resumed, self.rows, -1), drawn)
 
     def _ring_size(self, least: int) -> int:
-        """Return a ring size of at least `least` slots. There are few sizes, since each needs a compilation."""
+        """Return a ring size of at least `least` slots. Only a few sizes are used, since each is compiled."""
         sizes = (*self.ladder.slots[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
 
@@ -254,7 +255,7 @@ class _Turns:
         self.starts, self.slot = self.slots - counts - filled, self.slots
         kept = None if self.rollout.mesh is not None else groups.astype(np.int32)
         order, starts = order.astype(np.int32), self.starts.astype(np.int32)
-        (self.stream,) = move((self.stream,), kept, order, starts, slots=self.slots, mesh=self.rollout.mesh)
+        (self.decoding,) = move((self.decoding,), kept, order, starts, slots=self.slots, mesh=self.rollout.mesh)
 
 
 def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | None:
@@ -268,7 +269,7 @@ def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | N
             interrupt()
 
 
-def sample_turns(rollout: Rollout, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
+def sample_turns(rollout: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
     """Sample multi-turn completions and return NumPy arrays. At most `at_once` groups are decoded together."""
     b, g = rollout.keys.shape
     failed = threading.Event()

@@ -56,7 +56,7 @@ class Restored(NamedTuple):
     state: TrainState
     progress: Progress | None = None
     batch: Batch | None = None
-    ahead: Completions | None = None
+    prefetched: Completions | None = None
     transcript: np.ndarray | None = None
 
 

@@ -64,10 +64,10 @@ class LocalRollouts:
     in_progress = False
 
     def __init__(
-        self, run: Run, *, cursor: int = 0, count: int | None = None, interrupt: Callable[[], None] = lambda: None
+        self, run: Run, *, cursor: int = 0, num_prompts: int | None = None, interrupt: Callable[[], None] = lambda: None
     ):
         self.run, self._interrupt = run, interrupt
-        self._count = run.sizes.prompts if count is None else count
+        self._num_prompts = run.sizes.prompts if num_prompts is None else num_prompts
         self.cursor = self.next_cursor = cursor
 
     def wait_pending(self, state: TrainState) -> None:
@@ -75,7 +75,7 @@ class LocalRollouts:
 
     def next(self, state: TrainState) -> RolloutResult:
         """Sample and return completions for the next prompts."""
-        start, self.next_cursor = self.next_cursor, self.next_cursor + self._count
+        start, self.next_cursor = self.next_cursor, self.next_cursor + self._num_prompts
         return self.sample_from(state, start)
 
     def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
@@ -110,10 +110,10 @@ class LocalRollouts:
             run.policy,
             params,
             run.data,
-            run.row_indices(start, self._count),
+            run.row_indices(start, self._num_prompts),
             key,
             run.config,
-            prompt_indices=start + np.arange(self._count),
+            prompt_indices=start + np.arange(self._num_prompts),
             prompt_length=run.prompt_length,
             interaction=run.interaction,
             sampler=run.sampler,
@@ -140,23 +140,23 @@ def collect(
     """
     config = run.config
 
-    def timed(name: str) -> AbstractContextManager[None]:
+    def interruptible(name: str) -> AbstractContextManager[None]:
         interrupt()
         return phase(name)
 
-    rollout, rewards, metrics, batch = _next_rollout(run, state, source, timed)
+    rollout, rewards, metrics, batch = _next_rollout(run, state, source, interruptible)
     counted = np.ones(len(rollout.rows), bool)
     if config.dynamic_sampling:
-        more = functools.partial(_next_rollout, run, state, source, timed)
+        more = functools.partial(_next_rollout, run, state, source, interruptible)
         rollout, rewards, metrics, counted = refill_groups(rollout, rewards, metrics, config, more)
-        with timed("reference"):
+        with interruptible("reference"):
             batch = _make_batch(run, state, rollout, counted)
     assert batch is not None
-    with timed("reference"):  # waits for the log-probs
+    with interruptible("reference"):  # waits for the log-probs
         batch = fetch(batch)
         batch = batch.replace(advantages=_advantages(run, state, batch, rollout, rewards, counted))
     if run.teaching is not None:
-        with timed("teacher"):
+        with interruptible("teacher"):
             batch = run.teaching.add_log_probs(batch, rollout.completions, config)
     if run.sampler is not None:
         from grpo_jax.run.sampler import mismatch
@@ -168,22 +168,22 @@ def collect(
 
 
 def _next_rollout(
-    run: Run, state: TrainState, source: LocalRollouts, timed: Phase
+    run: Run, state: TrainState, source: LocalRollouts, interruptible: Phase
 ) -> tuple[RolloutResult, Rewards, dict[str, float], Batch | None]:
     """Return the next rollout, its rewards and metrics, and its batch (None with `dynamic_sampling`)."""
     config, trainer_state = run.config, run.trainer_state(int(state.step), source.next_cursor)
-    with timed("rollout"):
+    with interruptible("rollout"):
         rollout = source.next(state)
     batch = None
     if not config.dynamic_sampling:
-        with timed("reference"):  # dispatches the computation without waiting for it
+        with interruptible("reference"):  # dispatches the computation without waiting for it
             batch = _make_batch(run, state, rollout)
     # If prefetching takes longer than the rewards, the additional time is counted as "rollout".
-    with timed("rollout"), source.prefetch(state, batch), timed("rewards"):
+    with interruptible("rollout"), source.prefetch(state, batch), interruptible("rewards"):
         local_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
         )
-    with timed("rewards"):
+    with interruptible("rewards"):
         rewards = gather_rewards(local_rewards, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.metrics)
@@ -204,7 +204,7 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
     if config.mask_truncated_completions:
         mask = mask & completions.ended[:, :, None]
 
-    def log_probs(params: Params | None) -> jax.Array | None:
+    def score_under(params: Params | None) -> jax.Array | None:
         return None if params is None else run.updater.score(params, prompts, tokens, mask)
 
     zeros: Any = np.zeros(mask.shape[:2], np.float32)  # `Any`: the fields of `Batch` are annotated as JAX arrays
@@ -214,8 +214,8 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
         mask=mask,
         advantages=zeros,
         sampling_log_probs=completions.log_probs[:, :, :t],  # also the old log-probs if `old_log_probs` is None
-        ref_log_probs=log_probs(state.ref_params),
-        initial_log_probs=log_probs(state.initial_params),
+        ref_log_probs=score_under(state.ref_params),
+        initial_log_probs=score_under(state.initial_params),
         counted=counted,
         old_log_probs=None if completions.old_log_probs is None else completions.old_log_probs[:, :, :t],
     )

@@ -31,7 +31,7 @@ def keep_programs() -> Path | None:
 
     Programs for CPUs depend on the instruction set, and machines may share a home directory, so the directory is named
     after a hash of the instruction set. JAX's settings (`JAX_COMPILATION_CACHE_DIR`, `jax_enable_compilation_cache`)
-    take precedence. Multi-process runs do not use it: on GPUs, a process with a miss would wait for one with a hit.
+    take precedence. Multi-process runs do not use the cache: on GPUs, a miss in one process would block the others.
     """
     directory = user_cache() / "programs" / _processor()
     current = _setting("jax_compilation_cache_dir")

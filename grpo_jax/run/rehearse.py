@@ -103,9 +103,9 @@ def rehearse(
     config = run.config  # mesh and compute dtype are resolved for the devices
     with phase("state"):
         state = jax.block_until_ready(committed(new_state(run, donate=donate)))
-        run.policy.empty()
+        run.policy.release_params()
         if donate:
-            policy.empty()
+            policy.release_params()
     sizes = describe_run(
         config,
         num_rows=len(run.data.rows),
@@ -119,7 +119,7 @@ def rehearse(
     # With `skip_zero_signal`, the backward pass would not run for equal rewards.
     updater = dataclasses.replace(run.updater, config=config, micro=micro, skip_zero_signal=False)
     group_run = dataclasses.replace(run, config=config, updater=updater)
-    batch, rollout, rows = collect(group_run, state, LocalRollouts(group_run, count=1), phase=phase)
+    batch, rollout, rows = collect(group_run, state, LocalRollouts(group_run, num_prompts=1), phase=phase)
     with phase("update"):
         after, measured = updater.update(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}

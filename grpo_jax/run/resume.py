@@ -83,7 +83,7 @@ def describe(
     }
 
 
-def with_saved_checkpointing(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
+def with_saved_recomputation(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
     """Replace `gradient_checkpointing=None` with the value used by the run in the directory, if there is one."""
     # The `getattr` default covers an argument that is not a config, which `prepare` rejects.
     if run_dir is None or getattr(config, "gradient_checkpointing", False) is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from grpo_jax.types import Completions, Prompts, Row
 
 if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
-    from grpo_jax.rollout.interaction import Played
+    from grpo_jax.rollout.interaction import EpisodeRecord
 
 
 class RolloutResult(NamedTuple):
@@ -26,7 +26,7 @@ class RolloutResult(NamedTuple):
     rows: list[Row]
     prompts: Prompts
     completions: Completions
-    episodes: Sequence[Played] | None = None
+    episodes: Sequence[EpisodeRecord] | None = None
     environments: Sequence[object] | None = None
     process_rows: range | None = None
     metrics: Mapping[str, float] = {}
@@ -72,7 +72,7 @@ class RolloutResult(NamedTuple):
         return self.take(np.arange(count))._replace(environments=environments, process_rows=process_rows)
 
     def take(self, groups: np.ndarray) -> RolloutResult:
-        """Return the completions for the given rows, in the given order, without environments."""
+        """Return the completions of the given rows, in the given order. The result has no environments."""
         g = self.completions.tokens.shape[1]
         prompts, completions = jax.tree.map(lambda x: np.asarray(x)[groups], (self.prompts, self.completions))
         episodes = self.episodes

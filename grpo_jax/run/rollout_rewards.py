@@ -66,7 +66,7 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
 
 
 def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
-    """Return a mask [B] bool, True for groups whose rewards are all equal."""
+    """Return a bool mask [B] that is True for groups whose rewards are all equal."""
     found = _jit_zero_signal(
         rewards, weights=config.reward_weights, multi_objective_aggregation=config.multi_objective_aggregation
     )

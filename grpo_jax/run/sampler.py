@@ -46,7 +46,7 @@ class Sampler(Protocol):
     """A sampling engine: a function that takes any of the arguments to `generate` by keyword.
 
     A sampler can take two additional arguments: `policy`, for its config and tokenizer, and `answer_turn` (a
-    `rollout.turns.AnswerTurn`, or None), which returns the observation after a turn and is required for several turns.
+    `rollout.turns.AnswerTurn`, or None), which returns the observation after a turn, for multi-turn completions.
     `**kwargs` receives all arguments except these two. `engines.vllm` returns a sampler.
 
     A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Where `mask` is False, values are
@@ -56,7 +56,7 @@ class Sampler(Protocol):
       mask: [B, G, T] bool, True from the first to the last token of a completion, including a sampled EOS.
       log_probs: [B, G, T] floats ≤ 0, log-probs under the distribution sampled from, after `temperature`, `top_k`,
         `top_p` and `min_p`, like the trainer's log-probs.
-      ended: [B, G] bool, True if the completion ends with an EOS or stop id (`eos_token_ids` contains both), or with a
+      ended: [B, G] bool, True if the completion ends with an id in `eos_token_ids`, which includes stop ids, or with a
         string in `stop`, or if `answer_turn` returned None.
       present: only for multi-turn completions, [B, G, T] bool, True from the first to the last token of a completion.
         `mask` is then True only on sampled tokens.

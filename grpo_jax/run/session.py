@@ -131,10 +131,10 @@ class Session:
         """Return whether updates remain and no stop was requested."""
         return self.progress.step < self.run.total_steps and not self.stopping()
 
-    def log_batch(self, cursor: int, metrics: Mapping[str, float], rows: Sequence[dict[str, Any]] = ()) -> None:
-        """Log the metrics for an iteration's batch, and its completions if they were sampled."""
+    def log_batch(self, cursor: int, metrics: Mapping[str, float], records: Sequence[dict[str, Any]] = ()) -> None:
+        """Log the metrics of an iteration's batch and, for GRPO, the `records` of its completions."""
         self.progress.count_batch(cursor, metrics)
-        self.monitor.completions(self.progress.step + 1, rows)
+        self.monitor.completions(self.progress.step + 1, records)
 
     def log_update(self, metrics: dict[str, float]) -> None:
         """Count an optimizer step. Every `logging_steps` and after the last step, log means since the last log."""

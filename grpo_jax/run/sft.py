@@ -100,12 +100,12 @@ def sft(
     run = prepare_sft(policy, dataset, config, eval_dataset=eval_dataset, optimizer=optimizer)
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))
-    run.policy.empty()
+    run.policy.release_params()
     description = None if run_dir is None else _describe(run, state)
     with open_session(run, run_dir, description, callbacks) as session:
         state = session.start(state, resume, donate=donate).state
         if donate:
-            policy.empty()
+            policy.release_params()
         progress, monitor = session.progress, session.monitor
         if run.eval_data:
             session.evaluate = functools.partial(evaluate_examples, run, interrupt=session.signals.interrupt)

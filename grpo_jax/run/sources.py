@@ -35,20 +35,20 @@ from grpo_jax.watch.monitor import Progress
 class PrefetchedRollouts(LocalRollouts):
     """A source that samples the next completions while rewards are computed, from the same policy as the current ones.
 
-    Checkpoints store `waiting`, the completions for the prompts that start at `cursor`.
+    Checkpoints store `waiting`, the completions for the prompts that start at `cursor`. `next` returns `_unconsumed`.
     """
 
     waiting: RolloutResult | None = None
-    _next: RolloutResult | None = None
+    _unconsumed: RolloutResult | None = None
 
-    def restore(self, waiting: RolloutResult | None) -> None:
+    def set_prefetched(self, waiting: RolloutResult | None) -> None:
         """Set the prefetched completions, for example from a checkpoint."""
-        self.waiting = self._next = waiting
+        self.waiting = self._unconsumed = waiting
 
     def next(self, state: TrainState) -> RolloutResult:
         """Return completions for the next prompts, sampling them first if they were not prefetched."""
-        start, self.next_cursor = self.next_cursor, self.next_cursor + self._count
-        result, self._next = self._next, None
+        start, self.next_cursor = self.next_cursor, self.next_cursor + self._num_prompts
+        result, self._unconsumed = self._unconsumed, None
         # Checkpoints cannot store environments, so reward functions do not receive them in any iteration.
         return (self.sample_from(state, start) if result is None else result)._replace(environments=None)
 
@@ -65,11 +65,11 @@ class PrefetchedRollouts(LocalRollouts):
             return
         with in_background(sample_next) as coming:
             yield
-            self._next = coming.result()
+            self._unconsumed = coming.result()
 
     def commit(self) -> None:
         """Mark the current iteration as completed. From now on, checkpoints store the prefetched completions."""
-        self.cursor, self.waiting = self.next_cursor, self._next
+        self.cursor, self.waiting = self.next_cursor, self._unconsumed
 
     def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
         """Return `waiting` as arrays, and the transcript of multi-turn completions as JSON bytes [n] uint8.
@@ -80,7 +80,7 @@ class PrefetchedRollouts(LocalRollouts):
             return None, None
         if self.waiting.episodes is None:
             return self.waiting.completions, None
-        rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._count)]
+        rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._num_prompts)]
         pairs = zip(self.waiting.rows, rows, strict=True)
         transcript = {
             "prompts": [None if mine is row else mine["prompt"] for mine, row in pairs],
@@ -101,19 +101,20 @@ class EngineRollouts(PrefetchedRollouts):
     """
 
     _future: Future[RolloutResult] | None = None
-    _thread = contextlib.ExitStack()
+    _worker = contextlib.ExitStack()  # closing it waits for the sampling thread
     _abandoned = False
 
     def close(self) -> None:
         """Stop sampling and discard the completions in progress."""
         self._abandoned = True
-        self._thread.close()
+        self._worker.close()
 
     def begin(self, state: TrainState) -> None:
         """Start sampling from the params in `state` for the next prompts. The state may be updated in the meantime."""
         run, params, start = self.run, sampling_params(state), self.next_cursor
         follow: Callable[[Policy, Params], None] = getattr(run.sampler, "follow")  # noqa: B009 (optional in `Sampler`)
         follow(run.policy, params)
+        # The engine has the values, and the arrays may be updated in place in the meantime.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         # The key is on a single device, because all devices of a mesh must execute programs in the same order.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
@@ -123,19 +124,19 @@ class EngineRollouts(PrefetchedRollouts):
                 raise Interrupted
             self._interrupt()
 
-        self._thread = contextlib.ExitStack()
-        self._future = self._thread.enter_context(in_background(lambda: self.sample_by(shapes, key, start, interrupt)))
+        self._worker = contextlib.ExitStack()
+        self._future = self._worker.enter_context(in_background(lambda: self.sample_by(shapes, key, start, interrupt)))
 
     def wait_pending(self, state: TrainState) -> None:
         """Wait for completions in progress, and compute their log-probs under the policy that sampled them."""
         if self._future is not None:
-            self.restore(self._result(state))
+            self.set_prefetched(self._result(state))
             self.in_progress = False
 
     def next(self, state: TrainState) -> RolloutResult:
         """Return completions for the next prompts, waiting for the engine if necessary."""
         if self._future is not None:
-            self._next = self._result(state)
+            self._unconsumed = self._result(state)
         return super().next(state)
 
     @contextlib.contextmanager
@@ -155,7 +156,7 @@ class EngineRollouts(PrefetchedRollouts):
 
         future, self._future = self._future, None
         assert future is not None
-        with self._thread:
+        with self._worker:
             result = future.result()
         return with_old_log_probs(result, self.run.updater, sampling_params(state))._replace(environments=None)
 
@@ -176,7 +177,7 @@ def rollout_source(
     kind = EngineRollouts if run.samples_in_background else PrefetchedRollouts
     source = kind(run, cursor=cursor, interrupt=interrupt)
     if completions is not None:
-        source.restore(_restored(run, cursor, completions, transcript))
+        source.set_prefetched(_restored(run, cursor, completions, transcript))
     if isinstance(source, EngineRollouts) and progress.in_progress:
         source.begin(state)
         source.in_progress = True
@@ -190,7 +191,7 @@ def _restored(run: Run, cursor: int, completions: Completions, transcript: np.nd
     if run.interaction is None or transcript is None:
         prompts = make_prompts([data.token_ids[i] for i in indices], length=run.prompt_length, on_host=True)
         return RolloutResult(rows, prompts, completions)
-    from grpo_jax.rollout.interaction import Played
+    from grpo_jax.rollout.interaction import EpisodeRecord
     from grpo_jax.run.multi_turn import episode_prompts
 
     stored = json.loads(np.asarray(transcript).tobytes())
@@ -199,4 +200,4 @@ def _restored(run: Run, cursor: int, completions: Completions, transcript: np.nd
     prompts = episode_prompts(
         run.interaction, data, indices, rows, length=run.prompt_length, padding=run.config.padding
     )
-    return RolloutResult(rows, prompts, completions, [Played.from_json(one) for one in stored["episodes"]])
+    return RolloutResult(rows, prompts, completions, [EpisodeRecord.from_json(one) for one in stored["episodes"]])

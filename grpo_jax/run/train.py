@@ -26,7 +26,7 @@ from grpo_jax.models.sharding import committed, fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.resume import describe, with_saved_checkpointing
+from grpo_jax.run.resume import describe, with_saved_recomputation
 from grpo_jax.run.run import Run, new_state
 from grpo_jax.run.session import Session, check_run_dir, open_session
 from grpo_jax.run.signals import Interrupted
@@ -146,7 +146,7 @@ def train(
         policy,
         dataset,
         reward_fns,
-        with_saved_checkpointing(config, run_dir),
+        with_saved_recomputation(config, run_dir),
         eval_dataset=eval_dataset,
         optimizer=optimizer,
         tools=tools,
@@ -158,19 +158,19 @@ def train(
     )
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))  # like restored arrays, so that both run the same programs
-    run.policy.empty()  # drops only the run's reference; the caller's `policy` is a separate object
+    run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     description = None
     if run_dir is not None:
         description = describe(run, state, eos_token_ids=run.policy.eos_token_ids, eval_data=run.eval_data)
     with open_session(run, run_dir, description, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
         if donate:  # only now, so that the caller's policy is intact if an earlier check fails
-            policy.empty()
+            policy.release_params()
         state, batch = restored.state, restored.batch
         progress, monitor, interrupt = session.progress, session.monitor, session.signals.interrupt
         if run.eval_data is not None:
             session.evaluate = functools.partial(_evaluate, run, run.eval_data, session)
-        source = rollout_source(run, state, progress, restored.ahead, restored.transcript, interrupt=interrupt)
+        source = rollout_source(run, state, progress, restored.prefetched, restored.transcript, interrupt=interrupt)
         with contextlib.closing(source) as session.source:
             session.evaluate_if_due(state, batch)
             while session.running():

@@ -52,8 +52,8 @@ def openenv(
       observation: observation field to pass to the policy. If None, the whole observation is passed as JSON.
       max_turns: maximum number of turns. If None, the completion ends when the environment is done.
       timeout: time limit for a server response in seconds.
-      wait: time in seconds for which `reset` retries to connect. `on_environment_error` determines how sessions that
-        are lost later are handled.
+      wait: time in seconds for which `reset` keeps trying to connect. `on_environment_error` determines how sessions
+        that are lost later are handled.
     """
     if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
         raise ValueError(f"base_url must start with http:// or https://; got {show(base_url)}")

@@ -168,7 +168,7 @@ def encode_examples(
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Pack items with the given lengths into blocks of `size` with best fit decreasing. Returns indices per block."""
+    """Pack items with the given lengths into blocks of `size` by best-fit decreasing. Returns each block's indices."""
     blocks: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free tokens, block index), sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -292,7 +292,7 @@ class _Encoder:
             if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
                 raise ValueError(
                     "assistant_only_loss=True: the chat template lacks generation tags, and it renders"
-                    f" {where} up to message {i} differently from the same messages in the whole conversation (many"
+                    f" {where} up to message {i} differently on their own than in the whole conversation (many"
                     " templates omit previous reasoning). Put {% generation %} … {% endgeneration %} around the"
                     " assistant's text in the template, or use a row with 'prompt' and 'completion' for each turn"
                 )

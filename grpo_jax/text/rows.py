@@ -186,7 +186,7 @@ def _filled(template: str, row: Json, where: str) -> str:
         value = _column(row, name)
         if value is _ABSENT or spec or conversion:
             names = f"{where} has the columns {sorted(map(str, row))}"
-            raise ValueError(f"prompt: {{{name}}} must name a column, without a format; {names}; {_BRACES}")
+            raise ValueError(f"prompt: {{{name}}} must be a column name without a format specifier; {names}; {_BRACES}")
         if value is None:
             raise ValueError(f"prompt: {{{name}}} is None in {where}; set a value or remove the row")
         parts.append(str(value))

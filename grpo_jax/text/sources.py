@@ -147,7 +147,7 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
 
 
 def _read_file(path: Path, argument: str) -> list[object]:
-    """Read the rows of a .csv, .parquet or JSONL (any other suffix) file."""
+    """Read the rows of a .csv or .parquet file, or of a JSONL file with any other suffix."""
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "file not found"
         raise FileNotFoundError(f"{argument}={str(path)!r}: {what}; pass the path to a file ({', '.join(_KINDS)})")

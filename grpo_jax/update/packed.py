@@ -142,7 +142,7 @@ class PackedUpdater(Updater):
     ) -> tuple[jax.Array, jax.Array]:
         """Return log-probs and entropies [B, G, T] of all completions."""
         batch = Batch(prompts, tokens, mask, advantages=mask, sampling_log_probs=mask)  # unused placeholders
-        parts, indices = self.pack(params, batch, with_all=True)
+        parts, indices = self.pack(params, batch, for_scoring=True)
         streams = count_streams(params, len(parts))
 
         def score_parts(stream: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -154,15 +154,15 @@ class PackedUpdater(Updater):
         return _in_order(self, scores, np.argsort(indices.ravel())[-len(mask) :])  # drop the -1s, which sort first
 
     def pack(
-        self, params: Params, batch: Batch, selected: jax.Array | None = None, *, with_all: bool = False
+        self, params: Params, batch: Batch, selected: jax.Array | None = None, *, for_scoring: bool = False
     ) -> tuple[list[Packed], np.ndarray]:
         """Split a batch into parts, returned with their prompt indices [parts, A·K], -1 where a part has fewer prompts.
 
         Tokens are balanced between parts and devices. Prompts without a gradient come last, so that whole parts may
-        have no gradient. Parts without completions are omitted unless `with_all` is True.
+        have no gradient. Parts without completions are omitted unless `for_scoring` is True.
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
-        has_gradient = np.ones(len(batch.mask), bool) if with_all else self.has_gradient(batch)
+        has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
         streams, count, size = self.count_parts(params, batch)
         lengths = lengths_of(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
@@ -174,24 +174,24 @@ class PackedUpdater(Updater):
         for chosen in by_part:
             part, part_selected = jax.tree.map(operator.itemgetter(chosen), arrays)
             part = part.replace(mask=part.mask & (chosen >= 0)[:, None, None])
-            if with_all or part.mask.any():
+            if for_scoring or part.mask.any():
                 parts.append(self.pack_part(part, part_selected, has_gradient[chosen], shape, len(parts)))
         return parts or [self.pack_part(part, part_selected, has_gradient[chosen], shape, 0)], by_part
 
     def pack_part(
         self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
     ) -> Packed:
-        """Pack the completions in a part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
+        """Pack the completions of one part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
         devices, mask = shard_count(self.mesh), np.asarray(part.mask)
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
         with_gradient = mask & has_gradient[:, None, None]
         together = packed(mask)
         trained, others = (packed(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
-        # Packing separately leaves two sequences partly empty, which may cost more than the backward pass it saves.
+        # Packing the two kinds separately leaves two sequences partly empty, which may cost more than it saves.
         if 3 * len(together) <= 3 * len(trained) + len(others):
             trained, others = together, []
         sequences = [*trained, *others] or together
-        # Upper bound on the number of sequences for any completion lengths, so that all parts have the same shape.
+        # Upper bound on the number of sequences, whatever the completion lengths, so that all parts have one shape.
         completions = shape.size // (-(-shape.longest // shape.block) * shape.block)
         most = -(-(mask[..., 0].size // devices) // completions) + self.skips_zero_signal
         filled = sequences + sequences[-1:] * (most - len(sequences))
@@ -278,12 +278,12 @@ def _loss(
     sequence, key = part.sequence(i), dropout_key(model, state, part.index, i + 1)
     batch = jax.tree.map(sequence.take, part.batch.replace(prompts=None))
     batch = batch.replace(mask=batch.mask & sequence.mask)
-    router_coef, states = router_coef_of(model, config), None
+    router_coef, teacher_states = router_coef_of(model, config), None
     top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_cached(teacher.model):
-        states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, sequence)
+        teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, sequence)
     statistic = logit_statistic(
-        config, sequence.tokens, teacher=teacher, states=states, top_ids=top_ids, top_log_probs=top_log_probs
+        config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )
     scores = score_packed(
         model,

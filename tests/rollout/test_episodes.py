@@ -13,7 +13,7 @@ from grpo_jax import GRPOConfig
 from grpo_jax.rollout.episodes import EnvironmentFailure, Episode, Episodes
 from grpo_jax.rollout.interaction import (
     EpisodeCounts,
-    Played,
+    EpisodeRecord,
     make_interaction,
     metrics_of,
     turn_ids,
@@ -114,8 +114,8 @@ def test_turns_reach_the_environment_and_a_cut_last_turn_is_recorded():
         assert episodes.all[0].environment.heard == ["5", "6"]
     assert played.reward == 2.0
     assert played.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "12")]
-    assert Played.from_json(json.loads(json.dumps(played.to_json()))) == played
-    assert Played.from_json(played.to_json()[:4]).lengths == (), "records of earlier versions have no lengths"
+    assert EpisodeRecord.from_json(json.loads(json.dumps(played.to_json()))) == played
+    assert EpisodeRecord.from_json(played.to_json()[:4]).lengths == (), "records of earlier versions have no lengths"
     assert metrics_of([played])["turns/mean"] == metrics_of([played])["turns/max"] == 3.0
 
 
@@ -268,7 +268,7 @@ def test_turn_without_a_call_is_the_last_and_calls_are_limited():
     assert [x is None for x in said] == [False, False, True]
     assert episode.environment.total == 2
     assert episode.counts.clipped == 1
-    played = [Played([], [], None, counts) for counts in (episode.counts, *(EpisodeCounts(turns=3),) * 3)]
+    played = [EpisodeRecord([], [], None, counts) for counts in (episode.counts, *(EpisodeCounts(turns=3),) * 3)]
     assert metrics_of(played)["turns/clipped_ratio"] == 0.25
     episode = begun(interaction, CHAT)
     for _ in range(2):
@@ -440,5 +440,5 @@ def test_invalid_environments_are_refused_at_once(given, message):
 def test_turn_ids_of_adjacent_empty_and_unrecorded_turns():
     drawn = np.array([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]], bool)
     lengths = [(1, 2), (1, 1), (), (), (0, 2, 1)]
-    ids = turn_ids(drawn, [Played([], [], None, EpisodeCounts(), each) for each in lengths])
+    ids = turn_ids(drawn, [EpisodeRecord([], [], None, EpisodeCounts(), each) for each in lengths])
     assert ids.tolist() == [[0, 1, 1, -1], [0, -1, 1, 1], [0, 0, -1, -1], [-1, -1, -1, -1], [-1, 1, 1, 2]]

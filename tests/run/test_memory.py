@@ -12,7 +12,7 @@ from grpo_jax import GRPOConfig
 from grpo_jax.models.sharding import lower_call
 from grpo_jax.run.memory import COMPILED, compiled_peak_bytes, decide_checkpointing
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.resume import with_saved_checkpointing
+from grpo_jax.run.resume import with_saved_recomputation
 from grpo_jax.run.run import new_state
 from grpo_jax.update.programs import update_calls
 
@@ -83,5 +83,5 @@ def test_resumed_run_recomputes_activations_as_before(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"config": {"gradient_checkpointing": True}}))
     config = GRPOConfig(max_steps=1, num_generations=2, per_device_train_batch_size=4, max_completion_length=8)
     for setting, found in ((None, True), (False, False)):
-        given = with_saved_checkpointing(dataclasses.replace(config, gradient_checkpointing=setting), tmp_path)
+        given = with_saved_recomputation(dataclasses.replace(config, gradient_checkpointing=setting), tmp_path)
         assert recomputes(prepare(tiny_policy(), ROWS, lengths, given)) is found

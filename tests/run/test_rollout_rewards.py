@@ -10,7 +10,7 @@ from tiny import tiny_tokenizer
 from grpo_jax.rewards.calls import Rewards, means_of
 from grpo_jax.rewards.contract import RUN_COLUMNS, RewardError
 from grpo_jax.rewards.outcomes import RewardParts
-from grpo_jax.rollout.interaction import EpisodeCounts, Played
+from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord
 from grpo_jax.run import rollout_rewards as gathering
 from grpo_jax.run.collect import call_reward_fns
 from grpo_jax.run.rollout_result import RolloutResult
@@ -114,7 +114,7 @@ def test_reward_parts_cover_the_completions_of_all_processes(monkeypatch):
 
 
 def test_completion_columns_are_reserved():
-    played = [Played([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
+    played = [EpisodeRecord([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
     sampled = RolloutResult(ROWS[:2], PROMPTS, completions(2), played)
     parts, columns = [RewardParts(i, 0, False, [0.0]) for i in range(2 * G)], [{"number": i} for i in range(2 * G)]
     scores = Rewards(np.zeros((2, G, 1), np.float32), {}, parts, {}, columns, [""] * 2 * G)
