@@ -231,7 +231,7 @@ def test_unusable_responses_end_the_run(server, fault, how, message):
 
 def test_too_small_max_model_len_is_refused_before_sampling(server):
     server.room = 9
-    with pytest.raises(EngineError, match=r"limited to 9 tokens, .* may have 10; start it with --max-model-len 10"):
+    with pytest.raises(EngineError, match=r"limited to 9 tokens, .* may need 10; start it with --max-model-len 10"):
         draws(vllm(server.url))
     assert not server.posts("/v1/completions")
     with pytest.raises(EngineError, match=r"must be a model that .* serves .*base.*; got 'other'"):

@@ -97,7 +97,7 @@ def test_learned_part_of_messages():
 
 
 def test_unsupported_templates_and_rows_are_refused():
-    with pytest.raises(ValueError, match=r"up to message 1 differently from the same .*generation %\} … "):
+    with pytest.raises(ValueError, match=r"up to message 1 differently on their own .*generation %\} … "):
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 contains no assistant tokens"):
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)

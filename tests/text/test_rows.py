@@ -45,9 +45,9 @@ def test_prompt_template_may_be_messages():
 @pytest.mark.parametrize(("shape", "said"), [
     ({"columns": {"answer": "soluton"}}, r"columns: data row 0 has no column 'soluton'; its"),
     ({"columns": ["answer"]}, r"columns=\['answer'\] must map new names to old names"),
-    ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} must name a column, .*; data row 0 has the columns \['question'"),
-    ({"prompt": "{question.x}"}, r"prompt: \{question.x\} must name a column"),
-    ({"prompt": "{question!r}"}, r"prompt: \{question\} must name a column"),
+    ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} must be a column name .*; data row 0 has the columns"),
+    ({"prompt": "{question.x}"}, r"prompt: \{question.x\} must be a column name"),
+    ({"prompt": "{question!r}"}, r"prompt: \{question\} must be a column name"),
     *(({"prompt": template}, "^prompt must be a string or messages") for template in (7, [], [{"role": "user"}])),
     ({"prompt": [{"role": "user", "content": 7}]}, "^prompt must be a string or messages"),
     *(({"prompt": template}, f"^prompt='{template}'") for template in ("{question", "a } b")),

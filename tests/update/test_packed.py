@@ -176,20 +176,22 @@ def test_packed_update_equals_train_step_in_every_layout(monkeypatch, tokens, ha
 
 
 def test_all_parts_of_an_update_use_one_program(monkeypatch):
-    """Committed and uncommitted arrays would be compiled separately; a run's params are committed."""
+    """JAX compiles a program separately for committed arrays, such as a run's params, and uncommitted ones."""
     monkeypatch.setattr(packed, "PROMPT_TOKENS", 8)
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    kinds, program = [], packed.add_gradients
+
+    def call(updater, total, state, part, totals):
+        kinds.append({(x.committed, x.sharding, x.dtype, x.weak_type) for x in jax.tree.leaves(total)})
+        return program(updater, total, state, part, totals)
+
+    monkeypatch.setattr(packed, "add_gradients", call)
     model, params = tiny_model(layers=1)
     config = GRPOConfig(beta=0.1, max_completion_length=T)
-    updater, state = (
-        choose_updater(model, config, optimizer=OPTIMIZER, micro=(1, G)),
-        create_state(params, OPTIMIZER, jax.random.key(0)),
-    )
-    state = committed(state)
-    assert len(updater.pack(state.params, batch())[0]) > 1
-    packed.add_gradients.clear_cache()
-    updater.update(state, batch())
-    assert packed.add_gradients._cache_size() == 1
+    updater = choose_updater(model, config, optimizer=OPTIMIZER, micro=(1, G))
+    updater.update(committed(create_state(params, OPTIMIZER, jax.random.key(0))), batch())
+    assert len(kinds) > 1
+    assert all(kind == kinds[0] for kind in kinds)
 
 
 @pytest.mark.quick
