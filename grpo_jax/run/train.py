@@ -113,9 +113,9 @@ def train(
       RuntimeError: if another process is using `run_dir`.
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
-      SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The update in
-        progress is completed and a checkpoint is saved. The resumed run repeats an unfinished rollout. Without
-        `run_dir`, signals are not handled.
+      SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The update or
+        reward call in progress is completed (with several processes, the iteration) and a checkpoint is saved. The
+        resumed run repeats an unfinished rollout. Without `run_dir`, signals are not handled.
 
     Example:
       A bigram model with 16 parameters learns in 30 steps to start completions with "b":
