@@ -18,6 +18,7 @@ from grpo_jax.maths.losses import grpo_loss, grpo_loss_terms
 from grpo_jax.maths.metrics import (
     MetricSums,
     batch_totals,
+    empty_sums,
     finalize_metrics,
     merge_metrics,
     token_totals,
@@ -697,6 +698,9 @@ def test_metrics_merge_by_sum_and_maximum():
     second = MetricSums({"a_sum": jnp.float32(5.0), "tokens": jnp.float32(0.0)}, {"ratio_max": jnp.float32(1.5)})
     merged = {name: float(value) for name, value in finalize_metrics(merge_metrics(first, second)).items()}
     assert merged == {"a": 1.5, "tokens": 4.0, "ratio_max": 2.0}
+    assert merge_metrics(empty_sums(second), first) == first
+    negative = MetricSums({}, {"x": jnp.float32(-1e30)})
+    assert merge_metrics(empty_sums(jax.eval_shape(lambda: negative)), negative) == negative
     assert float(finalize_metrics(second)["a"]) == 5.0, "without tokens, the sum is divided by 1 instead of 0"
     for selected, mean in ((0.0, 3.0), (1.0, 3.0), (2.0, 1.5)):
         sums = {"selected_entropy_sum": jnp.float32(3.0), "selected_tokens": jnp.float32(selected), "tokens": 9.0}
