@@ -296,7 +296,7 @@ class _OneTurn:
 
         def draw(stream: Stream) -> StreamResult:
             burst = functools.partial(decode, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
-            return burst(rollout.model, rollout.variables, stream, self.slot, count)
+            return burst(rollout.model, rollout.decode_variables, stream, self.slot, count)
 
         self.streams, drawn = self._run(draw, self.streams)
         before = self.completions

@@ -74,13 +74,13 @@ class Table:
 class SamplingJob:
     """Arguments of a rollout, and the table that its tokens are written to.
 
-    Prefill uses `params`; decoding uses `variables` (see `programs.decode_variables`). `keys` are typed PRNG keys
-    [B, G]. `interrupt` is called before each prefill, before each burst, and repeatedly while waiting for answers.
+    Prefill uses `params`; decoding uses `decode_variables` (`programs.decode_variables`), a faster layout of them.
+    `keys` are typed PRNG keys [B, G]. `interrupt` is called before each prefill and burst, and during long waits.
     """
 
     model: CachedModel
     params: Params
-    variables: Variables
+    decode_variables: Variables
     prompts: Prompts
     keys: jax.Array
     settings: DecodeSettings

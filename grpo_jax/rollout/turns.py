@@ -88,16 +88,16 @@ class _Turns:
         self.answer_turn, self.max_turn_length = answer_turn, max_turn_length
         self.rows = rollout.rows(groups)  # [B', G'] table row at each position, −1 if empty
         g, p, length = rollout.keys.shape[1], rollout.prompts.tokens.shape[1], rollout.table.length
-        step = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
-        self.ladder = Ladder.of(len(groups), g, length, step, shards=shard_count(rollout.mesh), turns=True)
+        step_cost = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
+        self.ladder = Ladder.of(len(groups), g, length, step_cost, shards=shard_count(rollout.mesh), turns=True)
         self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index in the ladder; ring size
         self.slot = LEAD  # next slot of the active completions
-        self.starts = np.full(self.rows.shape, LEAD)  # [B', G'] as in `Stream.start`
+        self.start_slots = np.full(self.rows.shape, LEAD)  # [B', G'] slot of each completion's first token
         self.turn_starts = np.zeros(len(rollout.table.lengths), int)  # number of tokens before the current turn
         self.waiting: dict[int, Answer | None] = {}  # pending answers, keyed by table row
         self.bursts_waited = 0  # number of bursts since enough completions have been waiting
         prompts, keys = rollout.inputs(groups)
-        self.decoding, drawn = prefill(
+        self.device_state, drawn = prefill(
             rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
         )
         self._record(self.rows, drawn)
@@ -132,11 +132,11 @@ class _Turns:
         left = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
         count = np.where(active, left, 0).astype(np.int32)
         # Use the host's automaton state, which is reset to 0 at the start of each turn.
-        state = None if self.decoding.stop_state is None else table.stop_state[self.rows]
+        state = None if self.device_state.stop_state is None else table.stop_state[self.rows]
         ended, count, state = split((~active, count, state), rollout.mesh)
-        stream = self.decoding.replace(ended=ended, stop_state=state)
-        self.decoding, drawn = decode(
-            rollout.model, rollout.variables, stream, self.slot, count, settings=rollout.settings, steps=BURST
+        stream = self.device_state.replace(ended=ended, stop_state=state)
+        self.device_state, drawn = decode(
+            rollout.model, rollout.decode_variables, stream, self.slot, count, settings=rollout.settings, steps=BURST
         )
         self.slot += self._record(self.rows, drawn)
 
@@ -207,13 +207,13 @@ class _Turns:
             padded[at][width - len(ids) :] = ids
         for start in range(0, width, size):
             ids, present = split((padded[..., start : start + size], real[..., start : start + size]), rollout.mesh)
-            cache, stream, slot = self.decoding.cache, self.decoding.replace(cache=()), first + start
+            cache, stream, slot = self.device_state.cache, self.device_state.replace(cache=()), first + start
             cache, token, log_prob = read_chunk(
-                rollout.model, rollout.variables, cache, stream, slot, ids, present, settings=rollout.settings
+                rollout.model, rollout.decode_variables, cache, stream, slot, ids, present, settings=rollout.settings
             )
-            self.decoding = self.decoding.replace(cache=cache)
-        self.slot = first + width
-        self.decoding = self.decoding.replace(token=jnp.where(split(resumed, rollout.mesh), token, self.decoding.token))
+            self.device_state = self.device_state.replace(cache=cache)
+        self.slot, old = first + width, self.device_state.token
+        self.device_state = self.device_state.replace(token=jnp.where(split(resumed, rollout.mesh), token, old))
         drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))
         self._record(np.where(resumed, self.rows, -1), drawn)
 
@@ -230,7 +230,7 @@ class _Turns:
         slots. `_align` copies all keys and values, which takes longer than reading a few tokens.
         """
         alive = self.rows >= 0
-        ends, read = (self.starts + self.table.lengths[self.rows] - 1)[alive], counts[alive]
+        ends, read = (self.start_slots + self.table.lengths[self.rows] - 1)[alive], counts[alive]
         if (ends != ends[0]).any() or (read != read[0]).any() or least > self.slots or self._smaller() is not None:
             return None
         first = int(ends[0] + read[0]) - width
@@ -252,10 +252,10 @@ class _Turns:
         self.layout, self.slots = self.layout + (chosen is not None), max(self.slots, self._ring_size(least))
         self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
         filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)
-        self.starts, self.slot = self.slots - counts - filled, self.slots
+        self.start_slots, self.slot = self.slots - counts - filled, self.slots
         kept = None if self.rollout.mesh is not None else groups.astype(np.int32)
-        order, starts = order.astype(np.int32), self.starts.astype(np.int32)
-        (self.decoding,) = move((self.decoding,), kept, order, starts, slots=self.slots, mesh=self.rollout.mesh)
+        order, starts = order.astype(np.int32), self.start_slots.astype(np.int32)
+        (self.device_state,) = move((self.device_state,), kept, order, starts, slots=self.slots, mesh=self.rollout.mesh)
 
 
 def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | None:

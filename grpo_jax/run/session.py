@@ -183,7 +183,7 @@ class Session:
     def evaluate_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
         """Evaluate before the first step, every `eval_steps` and after the last step, but only once per step."""
         run, progress, config = self.run, self.progress, self.run.config
-        step, best = progress.step, config.metric_for_best_model
+        step, metric = progress.step, config.metric_for_best_model
         due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
         if self.evaluate is None or not due or progress.evaluated == step:
             return
@@ -197,10 +197,10 @@ class Session:
             raise
         progress.evaluated = step
         measured = {f"eval/{name}": value for name, value in metrics.items()}
-        if best is not None and best.startswith("eval/") and best not in measured:
+        if metric is not None and metric.startswith("eval/") and metric not in measured:
             known = ", ".join(measured)
-            raise ValueError(f"metric_for_best_model must be an evaluation metric ({known}); got {best!r}")
-        progress.set_metric(best, measured)
+            raise ValueError(f"metric_for_best_model must be an evaluation metric ({known}); got {metric!r}")
+        progress.set_metric(metric, measured)
         self.checkpoints.record_metric(progress)
         self.monitor.evaluation(step, metrics)
 
@@ -247,8 +247,8 @@ class Session:
             self.save(state, batch)
         signalled = self.signalled()
         self.checkpoints.wait()
-        best = self.checkpoints.best(progress)
-        self.monitor.end(progress.step, self.run.total_steps, best=best)
+        best_checkpoint = self.checkpoints.best(progress)
+        self.monitor.end(progress.step, self.run.total_steps, best=best_checkpoint)
         if not signalled:
             state = self.checkpoints.restore_best(state, progress)
             if self.publisher is not None:

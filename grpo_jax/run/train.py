@@ -114,7 +114,7 @@ def train(
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
       SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The update or
-        reward call in progress is completed (with several processes, the iteration) and a checkpoint is saved. The
+        reward call in progress is completed (with several processes, the whole batch) and a checkpoint is saved. The
         resumed run repeats an unfinished rollout. Without `run_dir`, signals are not handled.
 
     Example:

@@ -101,7 +101,7 @@ class PackedUpdater(Updater):
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """Run one optimizer step and return the new state and the metrics, with `padding_share`. Donates `state`."""
         grads, sums, padding = self._gradients(state, batch)
-        state, metrics = apply_sums(self, state, grads, sums)
+        state, metrics = apply_update(self, state, grads, sums)
         # The sum over sequences would count segments without tokens and miss empty completions.
         rows = jnp.float32(math.prod(batch.mask.shape[:2]))
         return state, metrics | {"rows": rows, "padding_share": jnp.float32(padding)}
@@ -192,8 +192,8 @@ class PackedUpdater(Updater):
             trained, others = together, []
         sequences = [*trained, *others] or together
         # Upper bound on the number of sequences, whatever the completion lengths, so that all parts have one shape.
-        completions = shape.size // (-(-shape.longest // shape.block) * shape.block)
-        most = -(-(mask[..., 0].size // devices) // completions) + self.skips_zero_signal
+        per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
+        most = -(-(mask[..., 0].size // devices) // per_sequence) + self.skips_zero_signal
         filled = sequences + sequences[-1:] * (most - len(sequences))
         return Packed(
             part,
@@ -227,10 +227,10 @@ class PackedUpdater(Updater):
 
     def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences of a batch with shape [B, G, T], largest first."""
-        t, wide = batch[-1], self.model.config.uses_float32_sums
+        t, has_matrix_units = batch[-1], self.model.config.uses_float32_sums
         micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
-        tokens = min(micro, (WIDE_TOKENS if wide else CPU_TOKENS) if cpu else max(t, ACCELERATOR_TOKENS))
+        tokens = min(micro, (WIDE_TOKENS if has_matrix_units else CPU_TOKENS) if cpu else max(t, ACCELERATOR_TOKENS))
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
@@ -260,8 +260,8 @@ def _prefill(
 ) -> PromptStates:
     """Run the prompts and return their last hidden states, keys and values, sharded over the mesh."""
     states = prefill_prompts(model, params, prompts, rngs=None if key is None else {"dropout": key})
-    heads = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), states.layers)
-    return PromptStates(constrain(states.last, mesh), heads)
+    layers = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), states.layers)
+    return PromptStates(constrain(states.last, mesh), layers)
 
 
 def _loss(
@@ -282,7 +282,7 @@ def _loss(
     top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_cached(teacher.model):
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, sequence)
-    statistic = logit_statistic(
+    logit_fn = logit_statistic(
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )
     scores = score_packed(
@@ -294,7 +294,7 @@ def _loss(
         sampling_of(config),
         router_mask=batch.mask if router_coef else None,
         rngs=None if key is None else {"dropout": key},
-        statistic=statistic,
+        statistic=logit_fn,
     )
     return loss_of(
         scores,
@@ -375,7 +375,7 @@ def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entrop
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def apply_sums(
+def apply_update(
     updater: PackedUpdater, state: TrainState, grads: Params, sums: MetricSums
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)

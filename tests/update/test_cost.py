@@ -22,7 +22,7 @@ from grpo_jax.update.state import create_state
 D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
 MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv_heads=KV, head_dim=WIDTH))
 P = 64
-PROGRAMS = {name: getattr(packed, name) for name in ("score_part", "add_gradients", "apply_sums")}
+PROGRAMS = {name: getattr(packed, name) for name in ("score_part", "add_gradients", "apply_update")}
 
 
 def config_of(beta, t):
@@ -104,7 +104,7 @@ def test_update_makes_no_further_copy_of_the_policy(beta, monkeypatch):
     shape = TransformerConfig(8192, 64, 64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
     model, optimizer = Transformer(shape), make_optimizer(config_of(beta, 8), 10)
     programs = programs_of_an_iteration(monkeypatch, b=1, g=8, t=8, model=model, optimizer=optimizer, beta=beta)
-    memory = programs["apply_sums"][0].compile().memory_analysis()
+    memory = programs["apply_update"][0].compile().memory_analysis()
     policy = sum(x.nbytes for x in jax.tree.leaves(random_params(model)))
     copies = 5 if beta else 4
     given, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
