@@ -57,7 +57,7 @@ def _logit_of_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
 ) -> tuple[jax.Array, jax.Array]:
     logits, tokens = primals
-    here = tokens[..., None] == jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
+    here = tokens[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     # Not `where`: XLA would store its zeros as an array of the size of the logits.
     return _logit_of(logits, tokens), (here.astype(logits.dtype) * tangents[0]).sum(axis=-1)
 

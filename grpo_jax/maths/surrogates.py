@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
 class Counts(NamedTuple):
     """Counts over the whole minibatch, which are the denominators in the reductions."""
 
-    rows: Scalar
+    rows: Scalar  # completions
     tokens: Scalar  # with mask 1
     normalizer: Scalar  # `tokens`, unless the caller of `grpo_loss` passes another denominator
     max_completion_length: Scalar

@@ -140,18 +140,18 @@ class _Turns:
         )
         self.slot += self._record(self.rows, drawn)
 
-    def _record(self, completions: np.ndarray, drawn: Drawn) -> int:
-        """Record the tokens drawn for completions [B', G'], and return the number of steps that drew any tokens.
+    def _record(self, rows: np.ndarray, drawn: Drawn) -> int:
+        """Record the tokens drawn for table rows [B', G'] (−1: none). Returns the number of steps that drew any tokens.
 
         Requests answers to turns that have just ended, and ends completions that have no space for more tokens.
         """
         table, drawn = self.table, fetch(drawn)
         mask = drawn[2]
-        ended = table.record(completions, drawn, self.rollout.settings)
-        lengths = table.lengths[completions]
-        truncated = (lengths - self.turn_starts[completions] == self.max_turn_length) & (lengths < table.length)
-        ended |= (completions >= 0) & truncated & mask.any(axis=-1)
-        for row in map(int, completions[ended]):
+        ended = table.record(rows, drawn, self.rollout.settings)
+        lengths = table.lengths[rows]
+        truncated = (lengths - self.turn_starts[rows] == self.max_turn_length) & (lengths < table.length)
+        ended |= (rows >= 0) & truncated & mask.any(axis=-1)
+        for row in map(int, rows[ended]):
             length = int(table.lengths[row])
             turn = table.tokens[row, self.turn_starts[row] : length]
             self.waiting[row] = self.answer_turn(row, turn, table.length - length - 1)

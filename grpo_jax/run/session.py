@@ -52,14 +52,14 @@ def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None
 def open_session(
     run: BaseRun,
     run_dir: str | Path | None,
-    description: Json | None,
+    identity: Json | None,
     callbacks: Sequence[Callback] = (),
     hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
     """Open a run's `Session` in a `with` block, which defers SIGTERM and SIGINT unless `run_dir` is None.
 
     All processes write checkpoints together. Only process 0 locks the directory, logs, publishes and calls `callbacks`.
-    A checkpoint belongs to this run if it matches `description` (`resume.describe`). `hints` is a function that
+    A checkpoint belongs to this run if it matches `identity` (`resume.describe`). `hints` is a function that
     takes a line of metrics and returns a list of messages.
     """
     first = jax.process_index() == 0
@@ -73,7 +73,7 @@ def open_session(
     with (
         locked(own_dir),
         StopSignals(enabled=run_dir is not None, alone=jax.process_count() == 1) as signals,
-        Checkpoints(run_dir, run.config, description) as checkpoints,
+        Checkpoints(run_dir, run.config, identity) as checkpoints,
         Monitor(own_dir, run.config, callbacks=callbacks if first else (), hints=hints, quiet=not first) as monitor,
     ):
         yield Session(run, own_dir, monitor, signals, checkpoints, publisher)

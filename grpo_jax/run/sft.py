@@ -101,8 +101,8 @@ def sft(
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))
     run.policy.release_params()
-    description = None if run_dir is None else _describe(run, state)
-    with open_session(run, run_dir, description, callbacks) as session:
+    identity = None if run_dir is None else _describe(run, state)
+    with open_session(run, run_dir, identity, callbacks) as session:
         state = session.start(state, resume, donate=donate).state
         if donate:
             policy.release_params()

@@ -159,10 +159,10 @@ def train(
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))  # like restored arrays, so that both run the same programs
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
-    description = None
+    identity = None
     if run_dir is not None:
-        description = describe(run, state, eos_token_ids=run.policy.eos_token_ids, eval_data=run.eval_data)
-    with open_session(run, run_dir, description, callbacks, Hints(run.config)) as session:
+        identity = describe(run, state, eos_token_ids=run.policy.eos_token_ids, eval_data=run.eval_data)
+    with open_session(run, run_dir, identity, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
         if donate:  # only now, so that the caller's policy is intact if an earlier check fails
             policy.release_params()

@@ -99,7 +99,7 @@ def _old_log_probs(batch: Batch) -> jax.Array:
 
 def loss_of(
     scores: Scores,
-    part: Batch,
+    batch: Batch,
     state: TrainState,
     totals: dict[str, jax.Array],
     *,
@@ -109,39 +109,38 @@ def loss_of(
     selected: jax.Array | None = None,
     router_coef: float = 0.0,
 ) -> tuple[jax.Array, MetricSums]:
-    """Compute the loss and metric sums for a part of a minibatch: `likelihood_loss` for SFT, else `grpo_loss`.
+    """Compute the loss and metric sums of a micro-batch or packed sequence: `likelihood_loss` or `grpo_loss`.
 
     Args:
-      scores: log-probs and entropies [..., T] for the part's completions under the current params.
-      part: the part's arrays; advantages are [...] or [..., T].
+      scores: log-probs and entropies [..., T] of its completions under the current params.
+      batch: its arrays; advantages are [...] or [..., T].
       state: training state, read only for the entropy bonus coefficient.
       totals: result of `count_totals` for the whole minibatch.
       config: a `GRPOConfig` or `SFTConfig`.
       on_policy: whether the current params sampled the completions. If True, the ratio is 1 and needs no old log-probs.
       surrogate: a custom surrogate to use instead of `loss_type`, or None. SFT ignores it.
-      selected: the part's slice of the minibatch's `top_entropy_mask`, or None.
+      selected: its slice of the minibatch's `top_entropy_mask`, or None.
       router_coef: coefficient for the load-balancing loss in `scores`.
     """
-    chex.assert_equal_shape([scores.log_probs, scores.entropies, part.mask, part.sampling_log_probs])
-    chex.assert_shape(part.advantages, scores.log_probs.shape[: part.advantages.ndim])
+    chex.assert_equal_shape([scores.log_probs, scores.entropies, batch.mask, batch.sampling_log_probs])
+    chex.assert_shape(batch.advantages, scores.log_probs.shape[: batch.advantages.ndim])
     if isinstance(config, SFTConfig):
         assert scores.statistic is not None, "SFT requires scores with a statistic"
         loss, metrics = likelihood_loss_terms(
             scores.log_probs,
             scores.entropies,
             scores.statistic,
-            part.mask,
+            batch.mask,
             loss_type=config.loss_type,
             num_tokens=totals["num_tokens"],
         )
     else:
         loss, metrics = _grpo_terms(
-            scores, part, state, totals, config=config, on_policy=on_policy, surrogate=surrogate, selected=selected
+            scores, batch, state, totals, config=config, on_policy=on_policy, surrogate=surrogate, selected=selected
         )
     if scores.router_loss is not None:
-        # The router loss is computed for each part and averaged with the token counts as weights. It is the only term
-        # that depends on how a minibatch is split.
-        share = scores.router_loss * part.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
+        # The average of the router losses, weighted by token counts, is the only term that depends on the split.
+        share = scores.router_loss * batch.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
         loss = loss + router_coef * share
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)
         metrics.sums["aux_loss"] = jax.lax.stop_gradient(share)
@@ -150,7 +149,7 @@ def loss_of(
 
 def _grpo_terms(
     scores: Scores,
-    part: Batch,
+    batch: Batch,
     state: TrainState,
     totals: dict[str, jax.Array],
     *,
@@ -160,39 +159,41 @@ def _grpo_terms(
     selected: jax.Array | None,
 ) -> tuple[jax.Array, MetricSums]:
     """Compute `grpo_loss` plus any distillation loss, and the metric sums for both."""
-    log_probs, old_log_probs = scores.log_probs, None if on_policy else _old_log_probs(part)
+    log_probs, old_log_probs = scores.log_probs, None if on_policy else _old_log_probs(batch)
     has_bonus = has_entropy_bonus(config)
     loss, metrics = grpo_loss_terms(
         log_probs,
         old_log_probs,
-        part.ref_log_probs,
-        part.advantages,
-        part.mask,
+        batch.ref_log_probs,
+        batch.advantages,
+        batch.mask,
         loss_settings(config, surrogate),
         # Without a bonus, the entropy is only a metric. Its gradient would cost a second pass over the vocabulary.
         entropies=scores.entropies if has_bonus else jax.lax.stop_gradient(scores.entropies),
         entropy_coef=state.entropy_bonus if has_bonus else 0.0,
-        sampling_log_probs=part.sampling_log_probs,
-        importance_weights=sampler_correction_weights(part, config),
+        sampling_log_probs=batch.sampling_log_probs,
+        importance_weights=sampler_correction_weights(batch, config),
         selected=selected,
         num_rows=totals["num_rows"],
         num_tokens=totals["num_tokens"],
         num_selected_tokens=totals.get("num_selected_tokens"),
     )
     constant = jax.lax.stop_gradient(log_probs)
-    metrics.maxes["sampler_gap"] = jnp.where(part.mask, jnp.abs(constant - part.sampling_log_probs), 0).max()
-    if part.initial_log_probs is not None:
-        metrics.sums["kl_initial_sum"] = jnp.where(part.mask, kl_divergence(constant, part.initial_log_probs), 0).sum()
-    if part.ref_log_probs is None:  # omit the KL metrics instead of reporting 0
+    metrics.maxes["sampler_gap"] = jnp.where(batch.mask, jnp.abs(constant - batch.sampling_log_probs), 0).max()
+    if batch.initial_log_probs is not None:
+        metrics.sums["kl_initial_sum"] = jnp.where(
+            batch.mask, kl_divergence(constant, batch.initial_log_probs), 0
+        ).sum()
+    if batch.ref_log_probs is None:  # omit the KL metrics instead of reporting 0
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
     divergences = scores.statistic
-    if part.teacher_log_probs is not None:
-        divergences = sampled_divergence(log_probs, old_log_probs, part.teacher_log_probs, part.mask)
+    if batch.teacher_log_probs is not None:
+        divergences = sampled_divergence(log_probs, old_log_probs, batch.teacher_log_probs, batch.mask)
     if divergences is None:
         return loss, metrics
     distillation, sums = distillation_loss_terms(
         divergences,
-        part.mask,
+        batch.mask,
         coef=config.distillation_coef,
         loss_type=config.loss_type,
         max_completion_length=config.max_completion_length,

@@ -227,10 +227,10 @@ class PackedUpdater(Updater):
 
     def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences of a batch with shape [B, G, T], largest first."""
-        t, has_matrix_units = batch[-1], self.model.config.uses_float32_sums
+        t, wide = batch[-1], self.model.config.uses_float32_sums  # only on CPUs with matrix units
         micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
-        tokens = min(micro, (WIDE_TOKENS if has_matrix_units else CPU_TOKENS) if cpu else max(t, ACCELERATOR_TOKENS))
+        tokens = min(micro, (WIDE_TOKENS if wide else CPU_TOKENS) if cpu else max(t, ACCELERATOR_TOKENS))
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
@@ -282,7 +282,7 @@ def _loss(
     top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_cached(teacher.model):
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, sequence)
-    logit_fn = logit_statistic(
+    token_statistic = logit_statistic(
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )
     scores = score_packed(
@@ -294,7 +294,7 @@ def _loss(
         sampling_of(config),
         router_mask=batch.mask if router_coef else None,
         rngs=None if key is None else {"dropout": key},
-        statistic=logit_fn,
+        statistic=token_statistic,
     )
     return loss_of(
         scores,
