@@ -114,17 +114,13 @@ def _jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[list[ja
     return [log_z, entropy], [(p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1)]
 
 
-def _batched(operands: tuple[jax.Array], axes: tuple[int]) -> tuple[list[jax.Array], list[int]]:
-    return _normalize_p.bind(jnp.moveaxis(operands[0], axes[0], 0)), [0, 0]
-
-
 # A primitive, since JAX drops the rule of a `custom_jvp` function in a loop when it differentiates a gradient.
 _normalize_p = Primitive("normalizer_and_entropy")
 _normalize_p.multiple_results = True
 _normalize_p.def_impl(jax.jit(normalizer_and_entropy))
 _normalize_p.def_abstract_eval(lambda logits: [ShapedArray(logits.shape[:-1], logits.dtype)] * 2)
 ad.primitive_jvps[_normalize_p] = _jvp
-batching.primitive_batchers[_normalize_p] = _batched
+batching.primitive_batchers[_normalize_p] = lambda xs, at: (_normalize_p.bind(jnp.moveaxis(xs[0], at[0], 0)), [0, 0])
 mlir.register_lowering(_normalize_p, mlir.lower_fun(_in_one_pass, multiple_results=True))
 mlir.register_lowering(_normalize_p, mlir.lower_fun(_in_passes, multiple_results=True), platform="cpu")
 

@@ -313,7 +313,7 @@ class LossSettings:
     vespo_lambda_neg: Scalar = 2.0
     top_entropy_quantile: Scalar = 1.0
     off_policy_mask_threshold: Scalar | None = None
-    kl_correction_level: str = "token"
+    kl_correction_level: str = "token"  # only for importance_sampling_level="sequence"
     surrogate: Surrogate | None = None
 
     def __post_init__(self) -> None:

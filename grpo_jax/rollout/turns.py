@@ -253,9 +253,11 @@ class _Turns:
         self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
         filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)
         self.start_slots, self.slot = self.slots - counts - filled, self.slots
-        kept = None if self.rollout.mesh is not None else groups.astype(np.int32)
+        moved = None if self.rollout.mesh is not None else groups.astype(np.int32)  # groups; None: all of them
         order, starts = order.astype(np.int32), self.start_slots.astype(np.int32)
-        (self.device_state,) = move((self.device_state,), kept, order, starts, slots=self.slots, mesh=self.rollout.mesh)
+        (self.device_state,) = move(
+            (self.device_state,), moved, order, starts, slots=self.slots, mesh=self.rollout.mesh
+        )
 
 
 def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | None:

@@ -1,7 +1,7 @@
 """Collection of one iteration's batch: prompts → completions → rewards → advantages → `Batch`.
 
-`collect` requests completions from a rollout source. The default source, `LocalRollouts`, samples them on request. The
-sources in `run.sources` prefetch them.
+`collect` requests completions from a rollout source. The default source, `OnDemandRollouts`, samples them on request.
+The sources in `run.sources` prefetch them.
 
 While the reward functions run on the host, the device computes the reference log-probs and then, with prefetching,
 samples the next completions. With `dynamic_sampling`, the reference log-probs are computed after the rewards, which
@@ -52,7 +52,7 @@ _jit_advantages = jax.jit(
 )
 
 
-class LocalRollouts:
+class OnDemandRollouts:
     """Default rollout source, which samples completions from the current policy on request.
 
     The n-th prompt of a run is the n-th entry of the shuffled epochs, and its sampling keys are derived from n, so a
@@ -124,7 +124,7 @@ class LocalRollouts:
 def collect(
     run: Run,
     state: TrainState,
-    source: LocalRollouts,
+    source: OnDemandRollouts,
     *,
     phase: Phase = lambda name: contextlib.nullcontext(),
     interrupt: Callable[[], None] = lambda: None,
@@ -168,7 +168,7 @@ def collect(
 
 
 def _next_rollout(
-    run: Run, state: TrainState, source: LocalRollouts, interruptible: Phase
+    run: Run, state: TrainState, source: OnDemandRollouts, interruptible: Phase
 ) -> tuple[RolloutResult, Rewards, dict[str, float], Batch | None]:
     """Return the next rollout, its rewards and metrics, and its batch (None with `dynamic_sampling`)."""
     config, trainer_state = run.config, run.trainer_state(int(state.step), source.next_cursor)

@@ -1,7 +1,7 @@
 """Rollout sources. A run's source determines when completions are sampled and from which policy.
 
 ```
-LocalRollouts       device:  sample 1 from θ0 │           │ update 1 │ sample 2 from θ1 │           │ update 2 │ …
+OnDemandRollouts       device:  sample 1 from θ0 │           │ update 1 │ sample 2 from θ1 │           │ update 2 │ …
 (run.collect)       host:                     │ rewards 1 │                             │ rewards 2 │
 PrefetchedRollouts  device:  sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ …
 (rollout_ahead)     host:                     │ rewards 1        │          │ rewards 2        │
@@ -22,7 +22,7 @@ import numpy as np
 
 from grpo_jax.models.streams import in_background
 from grpo_jax.policy import Policy
-from grpo_jax.run.collect import LocalRollouts, sampling_key, sampling_params
+from grpo_jax.run.collect import OnDemandRollouts, sampling_key, sampling_params
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.run.run import Run
 from grpo_jax.run.signals import Interrupted
@@ -32,7 +32,7 @@ from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Progress
 
 
-class PrefetchedRollouts(LocalRollouts):
+class PrefetchedRollouts(OnDemandRollouts):
     """A source that samples the next completions while rewards are computed, from the same policy as the current ones.
 
     Checkpoints store `waiting`, the completions for the prompts that start at `cursor`. `next` returns `_unconsumed`.
@@ -169,11 +169,11 @@ def rollout_source(
     transcript: np.ndarray | None = None,
     *,
     interrupt: Callable[[], None] = lambda: None,
-) -> LocalRollouts:
+) -> OnDemandRollouts:
     """Create a run's rollout source. `completions` and `transcript` are from the run's checkpoint, if it has one."""
     cursor = progress.cursor
     if not run.config.rollout_ahead:
-        return LocalRollouts(run, cursor=cursor, interrupt=interrupt)
+        return OnDemandRollouts(run, cursor=cursor, interrupt=interrupt)
     kind = EngineRollouts if run.samples_in_background else PrefetchedRollouts
     source = kind(run, cursor=cursor, interrupt=interrupt)
     if completions is not None:

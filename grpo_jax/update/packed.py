@@ -117,7 +117,7 @@ class PackedUpdater(Updater):
             _, entropies = self._score(state.params, batch.prompts, batch.tokens, batch.mask, with_entropy=True)
             selected = fetch(_select(entropies, split(batch.mask, self.mesh), self.config.top_entropy_quantile))
         parts, _ = self.pack(state.params, batch, selected)
-        totals, streams = _count_totals(batch, selected), count_streams(state.params, len(parts))
+        totals, streams = _count_totals(batch, selected), count_streams(state.params, len(parts))  # threads
         zeros = [zero_gradients(self, state.params) for _ in range(streams)]
 
         def add_parts(stream: int) -> tuple[Params, list[MetricSums]]:
@@ -205,7 +205,7 @@ class PackedUpdater(Updater):
         )
 
     def count_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
-        """Return (streams, parts, K), where K is the number of prompts per part and device."""
+        """Return (threads that run parts, parts, K), where K is the number of prompts per part and device."""
         b, p = batch.prompts.tokens.shape
         prompts = math.ceil(b / shard_count(self.mesh))  # per device
         streams = count_streams(params, prompts)
@@ -282,7 +282,7 @@ def _loss(
     top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_cached(teacher.model):
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, sequence)
-    token_statistic = logit_statistic(
+    statistic_fn = logit_statistic(
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )
     scores = score_packed(
@@ -294,7 +294,7 @@ def _loss(
         sampling_of(config),
         router_mask=batch.mask if router_coef else None,
         rngs=None if key is None else {"dropout": key},
-        statistic=token_statistic,
+        statistic=statistic_fn,
     )
     return loss_of(
         scores,
