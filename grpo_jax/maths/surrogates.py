@@ -311,7 +311,7 @@ class LossSettings:
     vespo_lambda_pos: Scalar = 3.0
     vespo_k_neg: Scalar = 3.0
     vespo_lambda_neg: Scalar = 2.0
-    top_entropy_quantile: Scalar = 1.0
+    top_entropy_quantile: Scalar = 1.0  # fraction of the tokens, those with the highest entropies
     off_policy_mask_threshold: Scalar | None = None
     kl_correction_level: str = "token"  # only for importance_sampling_level="sequence"
     surrogate: Surrogate | None = None

@@ -196,8 +196,7 @@ class Linear(nn.Module):
             columns: jax.Array = self.get_variable("columns", "kernel")
             y = matmul_by_columns(x.astype(self.dtype), columns.astype(self.dtype), out, self.float32_sums)
         else:
-            dtype = self.dtype if self.result_dtype is None else jnp.promote_types(kernel.dtype, self.dtype)
-            y = matmul(x.astype(self.dtype), kernel.astype(dtype), out, self.float32_sums)
+            y = matmul(x.astype(self.dtype), kernel.astype(self.dtype), out, self.float32_sums)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(out)[None]

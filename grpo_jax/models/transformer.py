@@ -49,8 +49,9 @@ class Embedding(nn.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Compute float32 logits [..., V] for hidden states x [..., D]."""
-        table = self.embedding.astype(jnp.promote_types(self.embedding.dtype, x.dtype))
-        sums = self.config.uses_float32_sums
+        # On a mesh, a gradient that is not rounded would be reduced, and stored unsharded, in float32.
+        dtype = x.dtype if self.config.mesh is not None else jnp.promote_types(self.embedding.dtype, x.dtype)
+        table, sums = self.embedding.astype(dtype), self.config.uses_float32_sums
         return matmul(tokens_of(x), table, jnp.float32, sums, transposed=True).reshape((*x.shape[:-1], -1))
 
 
