@@ -171,9 +171,9 @@ def generate(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return generate_traced(argument, params, prompts, keys, settings=settings, length=turn)
     table = Table(keys.size, turn if answer_turn is None else longest, settings.pad_token_id)
-    variables = decode_variables(argument, params)
+    decode_weights = decode_variables(argument, params)  # laid out for decoding
     settings = settings._replace(mesh=mesh)
-    rollout = SamplingJob(argument, params, variables, prompts, keys, settings, table, interrupt)
+    rollout = SamplingJob(argument, params, decode_weights, prompts, keys, settings, table, interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)
     if answer_turn is None:
         completions = _sample_one_turn(rollout, at_once, watch)

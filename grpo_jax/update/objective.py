@@ -206,7 +206,7 @@ def _grpo_terms(
 
 def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Array, config: GRPOConfig) -> TrainState:
     """Update the adaptive entropy bonus coefficient for the current entropy, if `is_valid` ([] bool)."""
-    coef, applied = update_entropy_coef(
+    coef, bonus = update_entropy_coef(  # `bonus` is the coefficient in effect, 0 above the target
         state.entropy_coef,
         entropy,
         target=config.entropy_target,
@@ -216,5 +216,5 @@ def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Arra
     )
     return state.replace(
         entropy_coef=jnp.where(is_valid, coef, state.entropy_coef),
-        entropy_bonus=jnp.where(is_valid, applied, state.entropy_bonus),
+        entropy_bonus=jnp.where(is_valid, bonus, state.entropy_bonus),
     )

@@ -282,7 +282,7 @@ def _loss(
     top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_cached(teacher.model):
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, sequence)
-    divergence_fn = logit_statistic(
+    statistic_fn = logit_statistic(  # of the logits: the teacher's divergence, or SFT's token accuracy
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )
     scores = score_packed(
@@ -294,7 +294,7 @@ def _loss(
         sampling_of(config),
         router_mask=batch.mask if router_coef else None,
         rngs=None if key is None else {"dropout": key},
-        statistic=divergence_fn,
+        statistic=statistic_fn,
     )
     return loss_of(
         scores,
