@@ -81,6 +81,7 @@ EQUIVALENT = [
     ("advantages", "return jnp.all((std[", "0 → 1", CLAMPED),
     ("advantages", "return std[:, 0] == 0", "0 → 1", CLAMPED),
     ("surrogates", "return jnp.broadcast_to", "broadcast_to(x) → x", "[..., 1] broadcasts to the documented shape"),
+    ("surrogates", "mask = jnp.asarray(mask)", "asarray(x) → x", ALREADY),
     ("surrogates", "tau = jnp.where(A > 0", "Gt → GtE", ZERO),
     ("surrogates", "k = jnp.where(A >= 0", "GtE → Gt", ZERO),
     ("surrogates", "lambda_ = jnp.where(A", "GtE → Gt", ZERO),

@@ -247,9 +247,8 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
             adapters[(*part.path[:-1], "b")] = jnp.array(rows.T, copy=True)
             row += part.rows
     if stored or not adapters:
-        raise ValueError(
-            f"directory {str(path)!r} has adapters for projections that the policy lacks: {some(sorted(stored))}."
-        )
+        found = f"adapters for projections that the policy lacks: {some(sorted(stored))}" if stored else "no adapters"
+        raise ValueError(f"directory {str(path)!r} has {found}.")
     model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
     return policy.replace(model=model, params=unflatten_dict(adapters))
 

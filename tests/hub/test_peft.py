@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from safetensors.numpy import save_file
 from test_families import write_checkpoint
 from test_lora import ARCHITECTURES, OWN, SHAPE, TOKENS, logits
 from test_quantize import trained
@@ -146,3 +147,6 @@ def test_adapters_for_another_base_are_refused(tmp_path):
         load_lora(tmp_path / "a", wide)
     with pytest.raises(ValueError, match=r"projections that the policy lacks: .*layers\.1"):
         load_lora(tmp_path / "a", short)
+    save_file({}, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"a' has no adapters\."):
+        load_lora(tmp_path / "a", base_policy())
