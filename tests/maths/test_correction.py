@@ -37,6 +37,9 @@ def weights(**settings):
 )
 def test_weights_by_hand(mode, clip_max, clip_min, expected):
     np.testing.assert_allclose(weights(mode=mode, clip_max=clip_max, clip_min=clip_min), expected, rtol=1e-5)
+    bounds = {"mode": mode, "clip_max": clip_max, "clip_min": clip_min}
+    alone = sampler_weights(jnp.zeros(3), -jnp.log(RATIOS[0]), MASK[0], **bounds)  # a single completion
+    np.testing.assert_allclose(alone, expected[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", SAMPLER_WEIGHT_MODES)
