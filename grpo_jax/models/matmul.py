@@ -138,12 +138,12 @@ _repeat_p.def_abstract_eval(lambda x, *, rows: ShapedArray((rows, *x.shape), x.d
 _sum_p.def_abstract_eval(lambda x: ShapedArray(x.shape[1:], x.dtype))
 ad.deflinear2(_repeat_p, lambda cotangent, _, *, rows: [_sum_p.bind(cotangent)])
 ad.deflinear2(_sum_p, lambda cotangent, x: [_repeat_p.bind(cotangent, rows=x.aval.shape[0])])
-for _primitive, _function in (
-    (_repeat_p, lambda x, *, rows: jnp.broadcast_to(x, (rows, *x.shape))),
-    (_sum_p, lambda x: x.sum(axis=0)),
-):
-    _primitive.def_impl(jax.jit(_function, static_argnames=("rows",) if _primitive is _repeat_p else ()))
-    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
+_repeat_p.def_impl(jax.jit(_repeat_p.bind, static_argnames="rows"))
+_sum_p.def_impl(jax.jit(_sum_p.bind))
+mlir.register_lowering(
+    _repeat_p, mlir.lower_fun(lambda x, *, rows: jnp.broadcast_to(x, (rows, *x.shape)), multiple_results=False)
+)
+mlir.register_lowering(_sum_p, mlir.lower_fun(lambda x: x.sum(axis=0), multiple_results=False))
 mlir.register_lowering(_sum_p, mlir.lower_fun(_sum_by_product, multiple_results=False), platform="cpu")
 batching.primitive_batchers[_repeat_p] = lambda xs, axes, *, rows: (_repeat_p.bind(*xs, rows=rows), axes[0] + 1)
 batching.primitive_batchers[_sum_p] = lambda xs, axes: (jnp.moveaxis(xs[0], axes[0], 0).sum(axis=1), 0)

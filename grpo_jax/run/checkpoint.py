@@ -50,7 +50,7 @@ _PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 class Restored(NamedTuple):
     """State that a run starts from. `progress` is None for a new run, `batch` is a batch with updates left to do, and
-    `transcript` belongs to the prefetched completions `ahead`.
+    `transcript` belongs to the completions `prefetched`.
     """
 
     state: TrainState

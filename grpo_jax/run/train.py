@@ -115,7 +115,7 @@ def train(
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
       SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The update or
         reward call in progress is completed (with several processes, the whole batch) and a checkpoint is saved. The
-        resumed run repeats an unfinished rollout. Without `run_dir`, signals are not handled.
+        resumed run repeats an unfinished rollout and its rewards. Without `run_dir`, signals are not handled.
 
     Example:
       A bigram model with 16 parameters learns in 30 steps to start completions with "b":
