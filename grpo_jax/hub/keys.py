@@ -139,6 +139,9 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("su", "yarn") and keys.raw["architectures"] == ["Phi3ForCausalLM"]:
         kind = "longrope"  # called "su" or "yarn" in early Phi-3 files
+    sections = _sections_of(keys, rotary, where)
+    if kind == "mrope" and sections:
+        kind = "default"
     if kind not in ROPE_NUMBERS:
         raise keys.refuse(f"{where}.rope_type", kind, f"one of {', '.join(ROPE_NUMBERS)}")
     scaling = {}
@@ -163,8 +166,23 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
         supported = f"1.0 unless the architecture is one of {', '.join(PARTIAL_ROTARY)}"
         raise keys.refuse("partial_rotary_factor", fraction, supported)
     return Rope(
-        theta=float(rotary["rope_theta"]), kind=kind, scaling=tuple(sorted(scaling.items())), fraction=float(fraction)
+        theta=float(rotary["rope_theta"]),
+        kind=kind,
+        scaling=tuple(sorted(scaling.items())),
+        fraction=float(fraction),
+        sections=sections,
     )
+
+
+def _sections_of(keys: Keys, rotary: Json, where: str) -> tuple[int, ...]:
+    """Return how many frequencies rotate by an image token's time, row and column (Qwen2.5-VL); otherwise ()."""
+    if keys.raw.get("model_type") != "qwen2_5_vl_text":
+        return ()
+    sections = tuple(rotary.get("mrope_section") or (16, 24, 24))
+    width = keys.raw.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
+    if len(sections) != 3 or 2 * sum(sections) != width:
+        raise keys.refuse(f"{where}.mrope_section", sections, f"three integers whose sum is head_dim / 2 = {width / 2}")
+    return sections
 
 
 def two_ropes(keys: Keys, local_theta: float) -> Fields:
@@ -180,6 +198,10 @@ def two_ropes(keys: Keys, local_theta: float) -> Fields:
     }
 
 
+_IDEFICS3: tuple[dict[str, str], Json] = (
+    {"llama": "LlamaForCausalLM"}, {"model_type": "llama", "max_position_embeddings": 2048},
+)  # fmt: skip
+
 VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
     "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, {"model_type": "gemma3_text",
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -187,8 +209,12 @@ VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
     "Gemma4ForConditionalGeneration": ({"gemma4_text": "Gemma4ForCausalLM"}, {"model_type": "gemma4_text",
         "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
         "num_attention_heads": 8}),
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
     "Mistral3ForConditionalGeneration": ({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
         {"model_type": "mistral", "sliding_window": None, "rms_norm_eps": 1e-5}),
+    "Qwen2_5_VLForConditionalGeneration": ({"qwen2_5_vl_text": "Qwen2ForCausalLM"}, {"model_type": "qwen2_5_vl_text",
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}),
     "Qwen3_5ForConditionalGeneration": ({"qwen3_5_text": "Qwen3_5ForCausalLM"}, {"model_type": "qwen3_5_text",
         "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
         "num_attention_heads": 16}),
@@ -212,7 +238,9 @@ def text_config(raw: Json) -> Json:
     if not has_vision(raw):
         return raw
     architectures, defaults = VISION_MODELS[raw["architectures"][0]]
-    inner = {**defaults, **(raw.get("text_config") or {})}
+    # Qwen2.5-VL's published checkpoints have the text model's keys at the top level.
+    flat = {key: value for key, value in raw.items() if key != "model_type"}
+    inner = {**defaults, **(raw.get("text_config") or flat)}
     if inner["model_type"] not in architectures:
         supported = ", ".join(map(repr, architectures))
         raise ValueError(

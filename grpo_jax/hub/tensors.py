@@ -78,13 +78,29 @@ def _traced_params(config: TransformerConfig) -> Params:
     return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
 
 
-LAYOUTS = (("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head."))
-"""Prefixes of the decoder and the LM head in vision-language checkpoints: current names, then older names."""
+LAYOUTS = (
+    ("model.language_model.", "lm_head."),
+    ("language_model.model.", "language_model.lm_head."),
+    ("model.text_model.", "lm_head."),
+    ("model.", "lm_head."),
+)
+"""Prefixes of the decoder and the LM head in vision-language checkpoints.
+
+Current names, older names, Idefics 3's names, and the names of Qwen2.5-VL's published checkpoints."""
+
+_MARKS = (
+    (),
+    ("language_model.", "vision_tower.", "multi_modal_projector."),
+    ("model.vision_model.", "model.connector."),
+    ("visual.",),
+)
+"""Prefixes of tensors, including those outside the text model, that only the layout with the same index contains."""
 
 
 def layout_of(names: Iterable[str]) -> int:
     """Return the index into `LAYOUTS` that matches a checkpoint's tensor names. The default is 0."""
-    return int(any(name.startswith(("language_model.", "vision_tower.", "multi_modal_projector.")) for name in names))
+    found = (i for name in names for i, marks in enumerate(_MARKS) if name.startswith(marks))
+    return next(found, 0)
 
 
 def stacked_experts(names: Iterable[str]) -> bool:

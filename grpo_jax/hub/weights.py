@@ -79,7 +79,7 @@ class Loading:
 
 def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if a size in config.json exceeds the tensors' shapes, before arrays of that size exist."""
-    layer = re.compile(r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|blk)\.(\d+)\.")
+    layer = re.compile(r"(?:(?:language_model\.)?model\.(?:(?:language|text)_model\.)?layers|blk)\.(\d+)\.")
     layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)
     for key, value in config.items():

@@ -42,6 +42,11 @@ TEXT |= {
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", {"model_type": "qwen3_5_text", **HYBRID}),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe_text", **HYBRID, **SPARSE}),
 }  # fmt: skip
+TEXT |= {name: (f"{prefix}ForConditionalGeneration", {"model_type": "llama", "rms_norm_eps": 1e-5})
+    for name, prefix in {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}.items()}  # fmt: skip
+TEXT["qwen2_5_vl"] = ("Qwen2_5_VLForConditionalGeneration", {"model_type": "qwen2_5_vl_text",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}})  # fmt: skip
+LAYOUT = {"idefics3": (2, 2), "smolvlm": (2, 2), "qwen2_5_vl": (0, 3)}  # others have layouts 0 and 1
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 28, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
@@ -55,6 +60,9 @@ OF_CLASS = {
     "mistral3": {"vision_config": {**VISION, "head_dim": 8, "model_type": "pixtral"}},
     "qwen3_5": {"image_token_id": 60, "vision_config": QWEN_VISION},
     "qwen3_5_moe": {"image_token_id": 60, "vision_config": QWEN_VISION},
+    "idefics3": {"image_token_id": 60, "vision_config": VISION},
+    "smolvlm": {"image_token_id": 60, "vision_config": VISION},
+    "qwen2_5_vl": {"image_token_id": 60, "vision_config": {**QWEN_VISION, "num_heads": 2, "window_size": 16}},
 }  # fmt: skip
 TOWER = {
     "mtp.layers.0.mlp.experts.down_proj": np.ones((2, 3, 4), np.float32),
@@ -76,7 +84,8 @@ def write(directory, name, *, layout=1, stacked=False, tower=TOWER, **fields):
     directory.mkdir()
     raw = raw_of(name, **fields)
     plan = tensor_plan(raw, read_config(raw), layout, stacked=stacked)
-    named = {n if n.startswith("mtp") or layout else f"model.{n}": x for n, x in tower.items()}
+    start = ("model.visual.", "", "model.vision_model.", "visual.")[layout]
+    named = {n if n.startswith("mtp") else start + n: x for n, x in tower.items()}
     tensors = {t.name: numpy_weight(t.name, t.shape) for t in plan} | named
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(raw))
@@ -92,6 +101,7 @@ def bytes_of(directory):
 @pytest.mark.parametrize("name", list(TEXT))
 def test_export_preserves_non_language_tensors(tmp_path, name, layout):
     """An export preserves non-language tensors, even if it replaces its source or stores bfloat16 weights."""
+    layout = LAYOUT.get(name, (0, 1))[layout]
     directory = write(tmp_path / "model", name, layout=layout, tie_word_embeddings=False)
     before = bytes_of(directory)
     policy = from_pretrained(directory)
