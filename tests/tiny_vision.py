@@ -152,7 +152,7 @@ def write_vision_model(directory, family, *, seed=0):
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     raw = vision_config(family)
-    layout = {"gemma3": 1, "qwen2_5_vl": 3}.get(family, 2)
+    layout = {"gemma3": 1, "qwen2_5_vl": 2}.get(family, 0)
     shapes = {tensor.name: tensor.shape for tensor in tensor_plan(raw, read_config(raw), layout)}
     rng = np.random.default_rng(seed)
     tensors = {}

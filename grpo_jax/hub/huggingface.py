@@ -38,7 +38,7 @@ from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
 from grpo_jax.hub.keys import has_vision, text_config
 from grpo_jax.hub.policy import files_of, quiet_import, state_of
 from grpo_jax.hub.quantize import check_method, find_plain, without_quantization
-from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of, stacked_experts, tensor_plan
+from grpo_jax.hub.tensors import Tensor, abstract_params, layout_of, prefixes_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.layers import is_quantized
@@ -358,9 +358,10 @@ def _with_head(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
     """Set `tie_word_embeddings` in both configs: the stated value, but False if the head and embedding differ."""
-    heads = [stored[name] for _, head in LAYOUTS if (name := f"{head}weight") in stored]
-    names = ("model.embed_tokens.weight", *(f"{model}embed_tokens.weight" for model, _ in LAYOUTS))
-    tables = [stored[name] for name in names if name in stored]
+    model, head = prefixes_of(raw, layout_of(stored))
+    heads, tables = (
+        [stored[name]] if name in stored else [] for name in (f"{head}weight", f"{model}embed_tokens.weight")
+    )
     tied = config.tie_word_embeddings
     if has_vision(raw):
         stated = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))

@@ -18,7 +18,7 @@ from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import Json, Params
 
-_SUFFIXES = {
+SUFFIXES = {
     "kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight",
     "input_scale": ".scale",
 }  # fmt: skip
@@ -81,26 +81,28 @@ def _traced_params(config: TransformerConfig) -> Params:
 LAYOUTS = (
     ("model.language_model.", "lm_head."),
     ("language_model.model.", "language_model.lm_head."),
-    ("model.text_model.", "lm_head."),
     ("model.", "lm_head."),
 )
 """Prefixes of the decoder and the LM head in vision-language checkpoints.
 
-Current names, older names, Idefics 3's names, and the names of Qwen2.5-VL's published checkpoints."""
+Current names, older names, and the names of Qwen2.5-VL's published checkpoints."""
 
-_MARKS = (
-    (),
-    ("language_model.", "vision_tower.", "multi_modal_projector."),
-    ("model.vision_model.", "model.connector."),
-    ("visual.",),
-)
-"""Prefixes of tensors, including those outside the text model, that only the layout with the same index contains."""
+_MARKS = (("language_model.", "vision_tower.", "multi_modal_projector."), ("visual.",))
+"""Prefixes of tensors, also outside the decoder, that exist only in `LAYOUTS[1]` and `LAYOUTS[2]`."""
 
 
 def layout_of(names: Iterable[str]) -> int:
     """Return the index into `LAYOUTS` that matches a checkpoint's tensor names. The default is 0."""
-    found = (i for name in names for i, marks in enumerate(_MARKS) if name.startswith(marks))
+    found = (i for name in names for i, marks in enumerate(_MARKS, 1) if name.startswith(marks))
     return next(found, 0)
+
+
+def prefixes_of(raw: Json, layout: int) -> tuple[str, str]:
+    """Return the prefixes of the decoder and the LM head in a checkpoint with config.json `raw`."""
+    if not has_vision(raw):
+        return "model.", "lm_head."
+    idefics = raw["architectures"][0].startswith(("Idefics3", "SmolVLM"))
+    return ("model.text_model.", "lm_head.") if idefics else LAYOUTS[layout]
 
 
 def stacked_experts(names: Iterable[str]) -> bool:
@@ -115,7 +117,7 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
     """
     family = family_of(raw)
     fused = {member: (name, i) for name, members in family.fused for i, member in enumerate(members)}
-    prefixes = LAYOUTS[layout] if has_vision(raw) else ("model.", "lm_head.")
+    prefixes = prefixes_of(raw, layout)
     groups: dict[str, dict[int, Part]] = collections.defaultdict(dict)
     for path, leaf in flatten_dict(abstract_params(config)).items():
         *modules, last = (family.renamed.get(name, name) for name in path)
@@ -131,7 +133,7 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
                 members[2 * e + (half or 0)] = Part(path, leaf.shape[1:], e)  # gate rows precede up rows
         else:
             module, order = fused.get(modules[-1], (modules[-1], 0))
-            name = _hf_name([*modules[:-1], module], prefixes) + _SUFFIXES.get(last, f".{last}")
+            name = _hf_name([*modules[:-1], module], prefixes) + SUFFIXES.get(last, f".{last}")
             groups[name][order] = Part(path, leaf.shape)
     plan = []
     for name, members in groups.items():

@@ -26,7 +26,7 @@ from grpo_jax.hub.quantize import (
     read_quantized,
     without_quantization,
 )
-from grpo_jax.hub.tensors import LAYOUTS, Tensor, abstract_params, layout_of
+from grpo_jax.hub.tensors import Tensor, abstract_params, layout_of, prefixes_of
 from grpo_jax.messages import some
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.layers import Quantized
@@ -98,10 +98,10 @@ def check_tensors(
 ) -> list[str]:
     """Raise ValueError if a checkpoint does not match the plan. Returns the names of tensors outside the text model."""
     wanted = {tensor.name: tensor.shape for tensor in plan}
-    heads = [re.escape(head + "weight") for _, head in LAYOUTS] if tied else []  # the embedding is used instead
+    prefixes = prefixes_of(raw, layout_of(stored))
+    heads = [re.escape(f"{prefixes[1]}weight")] if tied else []  # the embedding is used instead
     unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))  # older files store the RoPE frequencies
-    prefixes = LAYOUTS[layout_of(stored)] if has_vision(raw) else ("",)
-    inside = {name for name in stored if name.startswith(prefixes)}
+    inside = {name for name in stored if name.startswith(prefixes) or not has_vision(raw)}
     spare = {name for name in inside if any(re.fullmatch(pattern, name) for pattern in family_of(raw).spare)}
     others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and name not in spare]
     problems = {

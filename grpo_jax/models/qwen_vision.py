@@ -1,0 +1,173 @@
+"""Qwen2.5-VL's image encoder: images of any size, attention in windows, rotary positions by row and column."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.models.config import TransformerConfig
+from grpo_jax.models.layers import ACTIVATIONS, MLP, linear, norm
+from grpo_jax.models.rope import Rope, rope_frequencies, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenVisionConfig:
+    """Configuration of a `QwenTower`."""
+
+    encoder: TransformerConfig  # the layers and their rotary embedding; `vocab_size` is unused
+    channels: int  # F, number of values per patch
+    merge: int  # number of patches per side of the square that becomes one feature
+    window: int  # number of features per side of an attention window
+    full_layers: tuple[int, ...]  # indices of the layers that attend to the whole image
+    features: int  # D, width of the text model
+
+    @property
+    def window_patches(self) -> int:
+        """S, number of patches in a window."""
+        return (self.window * self.merge) ** 2
+
+    @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the inputs for one image that fits into a window."""
+        shape = (1, 1, self.window_patches)
+        return {
+            "patches": jax.ShapeDtypeStruct((*shape, self.channels), jnp.float32),
+            "positions": jax.ShapeDtypeStruct((*shape, 2), jnp.int32),
+            "valid": jax.ShapeDtypeStruct(shape, jnp.bool_),
+            "order": jax.ShapeDtypeStruct((1, self.window**2), jnp.int32),
+        }
+
+
+class QwenTower(nn.Module):
+    """Encode images with Qwen2.5-VL's vision transformer (Bai et al. 2025, section 2.1.1).
+
+    `inputs` are those of `window_inputs`, stacked for N images. The windows of smaller images are padded with zeros.
+    Returns features [N, M, D] with M = W · S / merge², in raster order. Features beyond an image's number are
+    meaningless.
+
+    Example:
+      >>> layers = TransformerConfig(0, 32, 24, 2, 2, 2, 16, mlp_bias=True)
+      >>> config = QwenVisionConfig(layers, channels=6, merge=2, window=2, full_layers=(1,), features=8)
+      >>> image = window_inputs(np.zeros((24, 6), np.float32), (4, 6), config)
+      >>> features, _ = QwenTower(config).init_with_output(jax.random.key(0), image)
+      >>> features.shape
+      (1, 8, 8)
+    """
+
+    config: QwenVisionConfig
+
+    @nn.compact
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> jax.Array:
+        c, layer = self.config, self.config.encoder
+        x = linear(layer, "patch_embed", layer.hidden_size)(inputs["patches"])
+        table = _axial_table(inputs["positions"], layer.rope, layer.head_dim)
+        for i in range(layer.num_layers):
+            x = _Block(layer, i in c.full_layers, name=f"blocks_{i}")(x, table, inputs["valid"])
+        merged = _Merger(c, name="merger")(x)
+        return jnp.take_along_axis(merged, inputs["order"][:, :, None], axis=1)
+
+
+class _Block(nn.Module):
+    config: TransformerConfig
+    full: bool  # whether patches attend to the whole image, not only to their window
+
+    @nn.compact
+    def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array], valid: jax.Array) -> jax.Array:
+        c = self.config
+        x = x + _Attention(c, self.full, name="attn")(norm(c, "norm1")(x), table, valid)
+        return x + MLP(c, c.intermediate_size, name="mlp")(norm(c, "norm2")(x))
+
+
+class _Attention(nn.Module):
+    config: TransformerConfig
+    full: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array], valid: jax.Array) -> jax.Array:
+        c, (n, windows, size, width) = self.config, x.shape
+        shape = (n, windows * size) if self.full else (n * windows, size)
+        qkv = linear(c, "qkv", 3 * width, True)(x).reshape(n, windows, size, 3, c.num_heads, c.head_dim)
+        q, k, v = (
+            part.reshape(*shape, c.num_heads, c.head_dim)
+            for part in (rotate(qkv[:, :, :, 0], table), rotate(qkv[:, :, :, 1], table), qkv[:, :, :, 2])
+        )
+        # Padding attends to all patches with equal weights where a window has none, so that its softmax is finite.
+        y = jax.nn.dot_product_attention(q, k, v, mask=valid.reshape(shape[0], 1, 1, shape[1]))
+        return linear(c, "proj", width, True)(y.reshape(x.shape))
+
+
+class _Merger(nn.Module):
+    """Concatenate the normalized patches of each square, then apply an MLP."""
+
+    config: QwenVisionConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map patches [N, W, S, width] to features [N, W · S / merge², D]."""
+        c, layer = self.config, self.config.encoder
+        width = c.merge**2 * layer.hidden_size
+        x = norm(layer, "ln_q")(x).reshape(len(x), -1, width)
+        return linear(layer, "mlp_2", c.features, True)(ACTIVATIONS["gelu"](linear(layer, "mlp_0", width, True)(x)))
+
+
+def _axial_table(positions: jax.Array, rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Return a `rope_table` for positions [N, W, S, 2]: half of the frequencies rotate by row, half by column."""
+    frequencies, _ = rope_frequencies(rope, head_dim // 2)
+    angles = positions[..., None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, 1, -1)
+    angles = angles.reshape(*positions.shape[:-1], -1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+
+
+def window_inputs(pixel_values: np.ndarray, grid: tuple[int, int], config: QwenVisionConfig) -> dict[str, np.ndarray]:
+    """Group an image's patches by attention window, as inputs of `QwenTower`.
+
+    Args:
+      pixel_values: [h · w, F] patches from transformers' image processor, in squares of merge × merge patches.
+      grid: (h, w), number of rows and columns of patches. Both are multiples of `config.merge`.
+      config: configuration of the tower.
+
+    Returns:
+      For W windows of S patches, some of which are padding: `patches` [1, W, S, F] float32; `positions` [1, W, S, 2]
+      int32, the row and column of each patch; `valid` [1, W, S] bool, False for padding; and `order` [1, M] int32, the
+      index of each feature among the M = W · S / merge² merged squares, in raster order, followed by zeros.
+
+    Raises:
+      ValueError: if the number of patches does not match the grid.
+
+    Example:
+      >>> layers = TransformerConfig(0, 32, 24, 2, 2, 2, 16)
+      >>> config = QwenVisionConfig(layers, channels=1, merge=1, window=2, full_layers=(), features=8)
+      >>> inputs = window_inputs(np.arange(6.0)[:, None], (2, 3), config)  # 2 × 3 patches in windows of 2 × 2
+      >>> inputs["patches"][0, :, :, 0].tolist()
+      [[0.0, 1.0, 3.0, 4.0], [2.0, 0.0, 5.0, 0.0]]
+      >>> inputs["order"].tolist()
+      [[0, 1, 4, 2, 3, 6, 0, 0]]
+    """
+    m, size = config.merge, config.window
+    if len(pixel_values) != grid[0] * grid[1] or grid[0] % m or grid[1] % m:
+        raise ValueError(f"grid must be multiples of {m} with a product of {len(pixel_values)} patches; got {grid}.")
+    height, width = grid[0] // m, grid[1] // m
+    row, column = np.divmod(np.arange(height * width), width)
+    windows = -(-height // size) * -(-width // size)
+    window = row // size * -(-width // size) + column // size
+    at = window * size**2 + row % size * size + column % size
+    inner = np.stack(np.divmod(np.arange(m * m), m), axis=-1)
+    values = {
+        "patches": pixel_values.reshape(len(at), m * m, -1).astype(np.float32),
+        "positions": (m * np.stack([row, column], axis=-1)[:, None] + inner[None]).astype(np.int32),
+        "valid": np.ones((len(at), m * m, 1), bool),
+    }
+    inputs = {}
+    for name, value in values.items():
+        padded = np.zeros((windows * size**2, *value.shape[1:]), value.dtype)
+        padded[at] = value
+        inputs[name] = padded.reshape(1, windows, config.window_patches, -1)
+    order = np.zeros((1, windows * size**2), np.int32)
+    order[0, : len(at)] = at
+    return inputs | {"valid": inputs["valid"][..., 0], "order": order}
