@@ -43,16 +43,33 @@ Messages = list[Message]
 """A conversation."""
 
 
+class ImageFeatures(flax.struct.PyTreeNode):
+    """Encoded images in a batch of prompts, which replace the embeddings of image tokens.
+
+    Attributes:
+      features: [B, N, D] float outputs of the vision tower, in prompt order; N is the maximum number of image tokens.
+      places: [B, P] int32, the index of the feature that replaces a token's embedding; −1 for text and padding.
+      positions: [B, 3, P] int32 positions in time, height and width (Qwen2.5-VL). The completion's tokens continue at
+        `Prompts.lengths` in all three. None means that a token's position is its index.
+    """
+
+    features: jax.Array
+    places: jax.Array
+    positions: jax.Array | None = None
+
+
 class Prompts(flax.struct.PyTreeNode):
     """Token ids for a batch of prompts.
 
     Attributes:
       tokens: [B, P] int32, right-padded. Values at and after `lengths` are ignored.
       lengths: [B] int32, in 1..P.
+      images: encoded images, or None if all prompts are text.
     """
 
     tokens: jax.Array
     lengths: jax.Array
+    images: ImageFeatures | None = None
 
 
 class Completions(flax.struct.PyTreeNode):

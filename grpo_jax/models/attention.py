@@ -40,6 +40,7 @@ def group_attention(
     *,
     index: jax.Array | int,
     start: jax.Array | None = None,
+    reach: jax.Array | None = None,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -56,6 +57,7 @@ def group_attention(
       v: values [B, H_kv, G, S, d]. The first three axes may be merged.
       index: slot of the first query, a scalar or [B].
       start: slot of the first token, per prompt [B] or per completion [B, G]. Defaults to 0.
+      reach: [B, T] int32 slot of the last key that each query attends to, if later than its own (tokens of an image).
       window: number of positions that a query attends to, including its own. None means all positions.
       soft_cap: c in c·tanh(scale·score/c). None disables the cap.
       sinks: float32 scores [H_kv, R] for a key without a value, one per query head, or None.
@@ -70,6 +72,9 @@ def group_attention(
     visible = distance <= position[..., None]
     if window is not None:
         visible &= distance < window
+    if reach is not None:
+        at = jnp.arange(s)[None, None, None]
+        visible |= (at > slot[..., None]) & (at <= reach[:, None, :, None])
     return _attend(q, k, v, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
 
 

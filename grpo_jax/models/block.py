@@ -118,7 +118,17 @@ class Attention(nn.Module):
                 )
         index = index if context.last is None else index + context.last
         return group_attention(
-            q, keys, v, prefix, index=index, start=start, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+            q,
+            keys,
+            v,
+            prefix,
+            index=index,
+            start=start,
+            reach=context.reach if context.last is None else None,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
         )
 
     def _write(self, context: Context, keys: jax.Array, v: jax.Array) -> KeysValues:

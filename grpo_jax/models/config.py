@@ -136,6 +136,8 @@ class TransformerConfig:
     normalize_expert_weights: bool = False  # whether to normalize the weights of a token's experts to sum to one
     router_loss_coef: float = 0.0  # factor on `router_loss` if the run's `router_aux_loss_coef` is None
     initializer_range: float = 0.02  # standard deviation of initial weights
+    image_token_id: int | None = None  # token that image features replace; its logit is `MASKED`, so it is not sampled
+    bidirectional_images: bool = False  # whether an image's tokens also attend to the image's later tokens (Gemma 3)
     dtype: str = "float32"  # compute dtype for matrix products: "float32" or "bfloat16"
     remat: bool = False  # whether the backward pass recomputes layers instead of storing activations
     remat_on_cpu: bool = False  # whether to recompute with `block.recomputed`, which supports only reverse mode

@@ -80,6 +80,7 @@ class Context(flax.struct.PyTreeNode):
     last: jax.Array | None = None
     present: jax.Array | None = None  # [B, G, T] bool, False for padding; only used by recurrent layers
     tile_mask: TileMask | None = None  # mask for fused attention; None for "einsum"
+    reach: jax.Array | None = None  # [B, T] last token that a token attends to, if not itself; only for whole prompts
     shared: KeysValues | None = None  # a previous layer's keys and values, if this layer reuses them
     layer_input: jax.Array | None = None  # [B, G, T, ·] per-layer token embeddings (Gemma 4)
 
@@ -102,7 +103,7 @@ class Context(flax.struct.PyTreeNode):
         assert self.last is not None
         tables = tuple((self.pick(own), self.pick(other)) for own, other in self.tables)
         growth = None if self.growth is None else self.pick(self.growth)
-        return self.replace(tables=tables, growth=growth, index=self.index + self.last, last=None, write=None)
+        return self.replace(tables=tables, growth=growth, index=self.index + self.last, last=None, write=None, reach=None)
 
 
 def num_slots(layers: Cache) -> int:

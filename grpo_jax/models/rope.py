@@ -24,6 +24,7 @@ class Rope:
     scaling: tuple[tuple[str, Any], ...] = ()  # settings for the scaling, as hashable (name, value) pairs
     fraction: float = 1.0  # fraction of a head's channels to rotate, starting at the first channel
     pairs: bool = False  # whether channels 2i and 2i + 1 rotate together, not i and i + r/2 for r rotated channels
+    sections: tuple[int, ...] = ()  # channel pairs that rotate by time, height and width in images; () for none
     growth: tuple[float, int] = (0.0, 1)  # (β, n): factor 1 + β log(1 + ⌊p / n⌋) on queries at position p (Llama 4)
     sections: tuple[int, ...] = ()  # numbers of frequencies for time, height and width (Qwen2.5-VL)
 
@@ -119,13 +120,26 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
     """Compute float32 factors [B, G or 1, T, 2, r/2] for the halves of the channels and for the swapped halves.
 
-    Positions are [B, T] if they are the same for all completions of a prompt, and otherwise [B, G, T].
+    Positions are [B, T] if they are the same for all completions of a prompt, otherwise [B, G, T], or
+    [B, G or 1, T, r/2] from `positions_by_channel`.
     """
     frequencies, factor = rope_frequencies(rope, head_dim, length)
     positions = positions[:, None] if positions.ndim == 2 else positions
-    angles = positions[..., None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
+    positions = positions if positions.ndim == 4 else positions[..., None]
+    angles = positions.astype(jnp.float32) * frequencies.reshape(1, 1, 1, -1)
     cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+
+
+def positions_by_channel(positions: jax.Array, rope: Rope) -> jax.Array:
+    """Select the position in time, height or width for each channel pair: [B, 3, T] → [B, 1, T, r/2].
+
+    Example:
+      >>> rope = Rope(sections=(1, 2, 1))
+      >>> positions_by_channel(jnp.array([[[7], [8], [9]]]), rope).tolist()
+      [[[[7, 8, 8, 9]]]]
+    """
+    return positions[:, np.repeat(np.arange(3), rope.sections)].swapaxes(1, 2)[:, None]
 
 
 def query_growth(positions: jax.Array, rope: Rope) -> jax.Array | None:

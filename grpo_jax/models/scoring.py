@@ -188,7 +188,7 @@ def predicting_states(
     """
     b, g, t = tokens.shape
     if is_cached(model):
-        last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
+        last, prefix = model.apply({"params": params}, prompts, method="prefill", rngs=rngs)
         hidden, balance = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
         if t > 1 or router_mask is not None:
             # The last token's state is not needed, but T is usually a more efficient size than T − 1.
@@ -240,7 +240,7 @@ def prefill_prompts(
     model: CachedModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> PromptStates:
     """Run the model on prompts once, for use in all `score_packed` calls with their completions."""
-    last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill", rngs=rngs)
+    last, prefix = model.apply({"params": params}, prompts, method="prefill", rngs=rngs)
     return PromptStates(last, prefix.layers)
 
 

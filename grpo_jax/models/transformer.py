@@ -24,10 +24,10 @@ from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Cache, Context, LayerCache, Prefix, RecurrentState, Segments, num_slots
 from grpo_jax.models.layers import Linear, Quantized, RMSNorm, tokens_of
 from grpo_jax.models.matmul import matmul
-from grpo_jax.models.rope import check_rope_length, query_growth, rope_table
+from grpo_jax.models.rope import check_rope_length, positions_by_channel, query_growth, rope_table
 from grpo_jax.models.sharding import constrain
-from grpo_jax.models.tiles import Kernel, TileMask, implementation
-from grpo_jax.types import Params
+from grpo_jax.models.tiles import MASKED, Kernel, TileMask, implementation
+from grpo_jax.types import ImageFeatures, Params, Prompts
 
 
 class Embedding(nn.Module):
@@ -99,6 +99,7 @@ class Transformer(nn.Module):
         segments: Segments | None = None,
         last: jax.Array | None = None,
         write: jax.Array | None = None,
+        images: ImageFeatures | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Compute hidden states [B, G, T, D] after the final norm for G completions per prompt, and the new cache.
 
@@ -114,6 +115,7 @@ class Transformer(nn.Module):
           segments: segments of packed sequences [A, 1, N].
           last: [B] int32 index of the only token to return, as [B, G, 1, D]. Not supported for packed sequences.
           write: [B, G, T] bool mask of contiguous tokens to cache. The cache must have three separate leading axes.
+          images: encoded images in whole prompts [B, 1, T].
         """
         c = self.config
         b, g, t = tokens.shape
@@ -127,8 +129,12 @@ class Transformer(nn.Module):
         if start is not None:
             positions = positions - start[:, None] if start.ndim == 1 else positions[:, None] - start[..., None]
         longest = num_slots(cache) if cache is not None else t if segments is None else segments.longest
-        tables = self._tables(positions, longest, prefix, cached=prefix is not None or cache is not None)
-        tile_mask = None if cache is not None else self._tile_mask((b, g, t), prefix, segments)
+        reach = None if images is None or not c.bidirectional_images else last_of_image(images.places)
+        by_axis = None if images is None else images.positions
+        rotated = positions if by_axis is None else positions_by_channel(by_axis, c.rope)
+        tables = self._tables(rotated, longest, prefix, cached=prefix is not None or cache is not None)
+        # The tiles have no mask for attention to later tokens.
+        tile_mask = None if cache is not None or reach is not None else self._tile_mask((b, g, t), prefix, segments)
         present = write if c.mixers is not None else None
         if c.mixers is not None and last is not None:
             present = (jnp.arange(t)[None] <= last[:, None])[:, None]
@@ -143,9 +149,11 @@ class Transformer(nn.Module):
             last=last,
             present=present,
             tile_mask=tile_mask,
+            reach=reach,
         )
         # If the embedding is sharded along D, XLA's partitioner may otherwise shard the activations along D too.
         x = constrain(self.embed_tokens(tokens), c.mesh)
+        x = x if images is None else insert_features(x, images)
         prompts = None if prefix is None else prefix.layers
         x, kept = self._apply_layers(x, context, self._layer_inputs(tokens, x), prompts, cache)
         return self.norm(x), kept
@@ -292,9 +300,9 @@ class Transformer(nn.Module):
 
         return jax.tree_util.tree_map_with_path(cast, variables)
 
-    def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Prefix]:
+    def prefill(self, prompts: Prompts) -> tuple[jax.Array, Prefix]:
         """Compute the hidden state [B, D] for each prompt's last token, and the prompts' `Prefix`."""
-        hidden, kept = self.hidden(tokens[:, None], last=lengths - 1)
+        hidden, kept = self.hidden(prompts.tokens[:, None], last=prompts.lengths - 1, images=prompts.images)
 
         def transposed(layer: LayerCache) -> LayerCache:
             if isinstance(layer, RecurrentState) or not layer:
@@ -302,7 +310,7 @@ class Transformer(nn.Module):
             keys, values = layer
             return keys[:, :, 0].swapaxes(-1, -2), values[:, :, 0]
 
-        return hidden[:, 0, 0], Prefix(tuple(map(transposed, kept)), lengths)
+        return hidden[:, 0, 0], Prefix(tuple(map(transposed, kept)), prompts.lengths)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Compute float32 logits [..., V] for hidden states [..., D]."""
@@ -311,12 +319,37 @@ class Transformer(nn.Module):
     def unembed_columns(self, hidden: jax.Array) -> jax.Array:
         """Compute float32 logits for hidden states [N, D], transposed to [V, N]. Requires tied embeddings."""
         table, sums = self.embed_tokens.embedding.astype(hidden.dtype), self.config.uses_float32_sums
-        return self._cap(matmul(table, hidden, jnp.float32, sums, transposed=True))
+        return self._cap(matmul(table, hidden, jnp.float32, sums, transposed=True), axis=0)
 
-    def _cap(self, logits: jax.Array) -> jax.Array:
-        cap, scale = self.config.logit_soft_cap, self.config.logit_scale
+    def _cap(self, logits: jax.Array, axis: int = -1) -> jax.Array:
+        """Scale and cap logits, and mask the logit of the image token. `axis` is the vocabulary's."""
+        cap, scale, image = self.config.logit_soft_cap, self.config.logit_scale, self.config.image_token_id
         logits = logits if scale == 1.0 else logits * scale
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        if image is None:
+            return logits
+        ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
+        return jnp.where(ids == image, MASKED, logits)
+
+
+def insert_features(x: jax.Array, images: ImageFeatures) -> jax.Array:
+    """Replace the embeddings x [B, 1, P, D] of image tokens by the images' features."""
+    chosen = jnp.take_along_axis(images.features, jnp.maximum(images.places, 0)[..., None], axis=1)
+    return jnp.where((images.places >= 0)[:, None, :, None], chosen[:, None].astype(x.dtype), x)
+
+
+def last_of_image(places: jax.Array) -> jax.Array:
+    """Return the index of the last token of each token's image, or of the token itself for text, [B, P] int32.
+
+    Consecutive image tokens belong to one image.
+
+    Example:
+      >>> last_of_image(jnp.array([[-1, 0, 1, -1, 2, -1]])).tolist()
+      [[0, 2, 2, 3, 4, 5]]
+    """
+    index = jnp.broadcast_to(jnp.arange(places.shape[1]), places.shape)
+    next_text = jax.lax.cummin(jnp.where(places < 0, index, places.shape[1]), axis=1, reverse=True)
+    return jnp.where(places < 0, index, next_text - 1)
 
 
 def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:

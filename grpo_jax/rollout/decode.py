@@ -90,7 +90,7 @@ def _read_prompts(
     """Prefill the prompts, once per group, and draw the first tokens. The returned stream does not have a cache yet."""
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
-    last, prefix = model.apply({"params": params}, prompts.tokens, prompts.lengths, method="prefill")
+    last, prefix = model.apply({"params": params}, prompts, method="prefill")
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, settings.sampling)

@@ -25,6 +25,7 @@ from grpo_jax.hub.policy import init_policy
 from grpo_jax.hub.tensors import tensor_plan
 from grpo_jax.models.context import empty_cache
 from grpo_jax.models.experts import router_loss
+from grpo_jax.types import Prompts
 from grpo_jax.update.optimizer import is_decayed
 
 GOLDEN = Path(__file__).parent / "golden" / "families.json"
@@ -221,7 +222,7 @@ def torch_logits(model, **kwargs):
 def greedy(model, params, tokens, lengths, steps):
     """Return greedy tokens [B, steps] and their logits [B, steps, V] from prefill and cached decode."""
     variables = {"params": params}
-    last, prefix = model.apply(variables, tokens, lengths, method="prefill")
+    last, prefix = model.apply(variables, Prompts(tokens, lengths), method="prefill")
 
     def step(carry, index):
         cache, logits = carry

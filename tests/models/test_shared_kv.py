@@ -56,7 +56,7 @@ def test_sampled_log_probs_equal_scores_in_every_slot():
 @pytest.mark.quick
 def test_layer_with_shared_keys_has_no_cache():
     read = functools.partial(Transformer(SHAPE).apply, method="prefill")
-    _, prefix = jax.eval_shape(read, {"params": params()}, PROMPTS.tokens, PROMPTS.lengths)
+    _, prefix = jax.eval_shape(read, {"params": params()}, PROMPTS)
     cache = empty_cache(prefix.layers, 3, 5)
     assert [len(layer) for layer in prefix.layers] == [len(layer) for layer in cache] == [2, 2, 0]
     assert [layer[0].shape[1:4:2] for layer in cache[:2]] == [(2, 6), (1, 10)]

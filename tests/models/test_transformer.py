@@ -14,6 +14,7 @@ from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.rope import Rope, check_rope_length, rope_frequencies
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.types import Prompts
 
 PLAIN = TransformerConfig(*(40, 32, 48, 2, 4, 2, 8), qk_norm="head", initializer_range=0.3)
 # All switches that affect attention, in one model.
@@ -107,7 +108,7 @@ def test_inputs_affect_only_logits_at_their_position_and_after(config):
 def group_logits(model, params, prompt, rows, lengths=LENGTHS):
     """Return logits [B, G, T+1, V] for the last prompt token and every completion token, with a shared prompt."""
     variables = {"params": params}
-    last, prefix = model.apply(variables, prompt, lengths, method="prefill")
+    last, prefix = model.apply(variables, Prompts(prompt, lengths), method="prefill")
     hidden, _ = model.apply(variables, rows, prefix, method="hidden")
     last = jnp.broadcast_to(last[:, None, None], (*hidden.shape[:2], 1, hidden.shape[-1]))
     return model.apply(variables, jnp.concatenate([last, hidden], axis=2), method="unembed")
