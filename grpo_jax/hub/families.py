@@ -262,7 +262,7 @@ def family_of(raw: Json) -> Family:
 
 def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
     """Convert a config.json to a `TransformerConfig`. Raises ValueError for a missing key or unsupported value."""
-    family, raw = family_of(raw), text_config(raw)
+    family, whole, raw = family_of(raw), raw, text_config(raw)
     keys = Keys(raw, family.defaults)
     for key in REQUIRED:
         if not isinstance(keys[key], int) or keys[key] < 1:
@@ -289,6 +289,9 @@ def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
         "initializer_range": keys["initializer_range"],
         "dtype": dtype,
     }
+    if whole is not raw:  # a vision-language model
+        fields["image_token_id"] = whole.get("image_token_index", whole.get("image_token_id"))
+        fields["bidirectional_images"] = whole["architectures"] == ["Gemma3ForConditionalGeneration"]
     fields |= family.fields(keys)
     if "activation" not in fields:
         fields["activation"] = activation_of(keys, "hidden_act")

@@ -103,7 +103,9 @@ class Context(flax.struct.PyTreeNode):
         assert self.last is not None
         tables = tuple((self.pick(own), self.pick(other)) for own, other in self.tables)
         growth = None if self.growth is None else self.pick(self.growth)
-        return self.replace(tables=tables, growth=growth, index=self.index + self.last, last=None, write=None, reach=None)
+        return self.replace(
+            tables=tables, growth=growth, index=self.index + self.last, last=None, write=None, reach=None
+        )
 
 
 def num_slots(layers: Cache) -> int:

@@ -24,7 +24,6 @@ class Rope:
     scaling: tuple[tuple[str, Any], ...] = ()  # settings for the scaling, as hashable (name, value) pairs
     fraction: float = 1.0  # fraction of a head's channels to rotate, starting at the first channel
     pairs: bool = False  # whether channels 2i and 2i + 1 rotate together, not i and i + r/2 for r rotated channels
-    sections: tuple[int, ...] = ()  # channel pairs that rotate by time, height and width in images; () for none
     growth: tuple[float, int] = (0.0, 1)  # (β, n): factor 1 + β log(1 + ⌊p / n⌋) on queries at position p (Llama 4)
     sections: tuple[int, ...] = ()  # numbers of frequencies for time, height and width (Qwen2.5-VL)
 

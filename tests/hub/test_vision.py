@@ -3,11 +3,10 @@
 import jax
 import numpy as np
 import pytest
-import tiny_vision
 from tiny_vision import FAMILIES, write_vision_model
 
-from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
-from grpo_jax.hub.vision import image_token_id, load_tower, tower_tensors
+from grpo_jax.hub.huggingface import from_pretrained
+from grpo_jax.hub.vision import load_tower
 from grpo_jax.models.qwen_vision import window_inputs
 
 SIZES = [(28, 14), (42, 56), (70, 28), (41, 33)]  # heights and widths; the window is 28 x 28 pixels
