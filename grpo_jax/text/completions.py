@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.text.images import IMAGE_COLUMNS, opened_images
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.types import Messages, Row, Tokenizer
 
@@ -62,8 +63,12 @@ def reward_inputs(
         prompts=[_without_prefill(prompt) for prompt in prompts for _ in range(group)],
         completions=messages if is_conversation(prompts[0]) else texts,
         completion_ids=ids,
-        columns={name: [row[name] for row in rows for _ in range(group)] for name in rows[0] if name != "prompt"},
+        columns={name: [x for x in _column(rows, name) for _ in range(group)] for name in rows[0] if name != "prompt"},
     )
+
+
+def _column(rows: Sequence[Row], name: str) -> list[Any]:
+    return [opened_images(row[name]) if name in IMAGE_COLUMNS else row[name] for row in rows]
 
 
 def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:

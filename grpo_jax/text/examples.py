@@ -9,7 +9,8 @@
 | `input_ids` and `assistant_masks`, `completion_mask`, or both | where the masks are 1 |
 
 If `completion_only_loss=False`, `completion_mask` is ignored. An EOS is appended to strings. It is also appended to
-a final assistant message if the template ends a turn with the token that opens the next turn (GLM-4).
+a final assistant message if the template ends a turn with the token that opens the next turn (GLM-4). Rows may have
+images (see `text.images`), which must precede the tokens in the loss.
 """
 
 from __future__ import annotations
@@ -20,13 +21,22 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import show
 from grpo_jax.text.completions import common_length, special_tokens
+from grpo_jax.text.images import (
+    ImageSource,
+    encode_texts,
+    has_images,
+    image_parts,
+    image_sizes,
+    place_images,
+    row_images,
+)
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, template_messages
 from grpo_jax.text.rows import (
     Columns,
@@ -40,6 +50,9 @@ from grpo_jax.text.rows import (
 from grpo_jax.text.sources import Dataset
 from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
+
+if TYPE_CHECKING:
+    from grpo_jax.hub.processor import ImageProcessor, Size
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
 _IGNORED = -100  # label of tokens excluded from the loss in PyTorch
@@ -95,6 +108,7 @@ class Examples(EncodedPrompts):
 class _Example(NamedTuple):
     ids: list[int]
     mask: list[bool]
+    images: tuple[ImageSource, ...] = ()
 
 
 def load_examples(
@@ -115,7 +129,8 @@ def load_examples(
         if not columns:
             return f"has none of {_KINDS}; rename one of its columns {sorted(map(str, row))} or add one"
         if columns == ("input_ids",):
-            return _ids_fault(row) or content_fault(row, first)
+            images = "has images next to 'input_ids'; use strings or messages instead" if has_images(row) else ""
+            return _ids_fault(row) or images or content_fault(row, first)
         faults = [messages_fault(row[name], name) for name in columns]
         if columns == ("messages",) and isinstance(row["messages"], str):
             faults.append(f"has a string in 'messages'; rename the column to {text_field!r}")
@@ -138,18 +153,20 @@ def encode_examples(
     *,
     eos_token_ids: Sequence[int] = (),
     packing: bool = False,
+    processor: ImageProcessor | None = None,
     argument: str = "dataset",
 ) -> Examples:
     """Tokenize rows from `load_examples`, compute their loss masks and truncate them to `config.max_length`.
 
     Examples without tokens in the loss are dropped. If `packing`, examples are packed into blocks of `max_length`
     tokens with best fit decreasing. Both match TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
-    Raises ValueError if a row lacks columns that the config requires, or if the assistant's turns cannot be located.
+    Rows with images require a `processor` from `find_processor`. Raises ValueError if a row lacks columns that the
+    config requires, if the assistant's turns cannot be located, or if an image is included in the loss.
     """
-    length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids)
+    length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids, processor)
     found = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
-    truncated = sum(length is not None and len(ids) > length for ids, _ in found)
-    found = [_Example(ids[:length], mask[:length]) for ids, mask in found]
+    truncated = sum(length is not None and len(ids) > length for ids, *_ in found)
+    found = [_Example(ids[:length], mask[:length], images) for ids, mask, images in found]
     kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # the first token is never predicted
     dropped = sorted(set(range(len(rows))) - set(kept))
     if not kept:
@@ -164,7 +181,8 @@ def encode_examples(
     token_ids = [found[i].ids for i in kept]
     lengths = [len(ids) for ids in token_ids]
     blocks = fill_blocks(lengths, length) if packing and length else [[i] for i in range(len(kept))]
-    return Examples([rows[i] for i in kept], token_ids, dropped, [found[i].mask for i in kept], blocks)
+    images = None if processor is None else [found[i].images for i in kept]
+    return Examples([rows[i] for i in kept], token_ids, dropped, [found[i].mask for i in kept], blocks, images=images)
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -206,12 +224,26 @@ def _ids_fault(row: Json) -> str:
 class _Encoder:
     """Tokenizer for single rows; see `encode_examples` for the arguments."""
 
-    def __init__(self, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int]):
-        self.tokenizer, self.config, self.ends = tokenizer, config, set(eos_token_ids)
+    def __init__(
+        self, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int], processor: ImageProcessor | None
+    ):
+        self.tokenizer, self.config, self.ends, self.processor = tokenizer, config, set(eos_token_ids), processor
         self.seen: set[object] = set()  # see `template_messages`
 
     def encode(self, row: Row, where: str) -> _Example:
-        """Tokenize a row and compute its loss mask."""
+        """Tokenize a row and compute its loss mask. Raises ValueError if the loss includes tokens before an image."""
+        example = self.encode_row(row, where)
+        if self.processor is not None and example.images:
+            end = len(example.ids) - example.ids[::-1].index(self.processor.image_token_id)
+            if any(example.mask[:end]):
+                raise ValueError(
+                    f"{where}: token {example.mask.index(True)} is included in the loss, but the last image ends at"
+                    f" token {end}; use 'prompt' and 'completion' without completion_only_loss=False, or messages with"
+                    " assistant_only_loss=True. Split conversations with images in later turns into a row per turn"
+                )
+        return example
+
+    def encode_row(self, row: Row, where: str) -> _Example:
         columns, config = _columns_of(row, self.config.dataset_text_field), self.config
         if columns == ("input_ids",):
             return self.encode_ids(row, where)
@@ -227,10 +259,18 @@ class _Encoder:
         whole, prompt = row[columns[-1]], row["prompt"] if len(columns) == 2 else ""
         if self.tokenizer.eos_token and not whole.endswith(self.tokenizer.eos_token):
             whole += self.tokenizer.eos_token
-        ids, start = list(self.tokenizer(prompt + whole)["input_ids"]), 0
+        images = row_images(row, self.processor, where)
+        sizes = image_sizes(images, row, where)
+        ids, start = self.tokenize(prompt + whole, sizes, where, special=True), 0
         if len(columns) == 2 and config.completion_only_loss is not False:
-            start = common_length(self.tokenizer(prompt)["input_ids"], ids)
-        return _Example(ids, [i >= start for i in range(len(ids))])
+            start = common_length(self.tokenize(prompt, sizes, where, special=True), ids)
+        return _Example(ids, [i >= start for i in range(len(ids))], tuple(images))
+
+    def tokenize(self, text: str, sizes: Sequence[Size], where: str, *, special: bool) -> list[int]:
+        if self.processor is None:
+            return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        (ids,) = encode_texts([text], [sizes], self.tokenizer, self.processor, [where], add_special_tokens=special)
+        return ids
 
     def encode_ids(self, row: Row, where: str) -> _Example:
         ids, config = list(row["input_ids"]), self.config
@@ -249,23 +289,34 @@ class _Encoder:
         tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
         keywords: Json = {**(self.config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
         keywords = {**keywords, "tools": tools} if tools else keywords
-        messages = [message for name in columns for message in row[name]]
+        messages, images = (
+            [message for name in columns for message in row[name]],
+            row_images(row, self.processor, where),
+        )
+        if self.processor is not None:
+            messages, images = place_images(messages, images, where)
+        sizes = image_sizes(images, row, where)
         messages = template_messages(messages, self.tokenizer, keywords, where=where, seen=self.seen)
 
-        def apply(messages: Messages, how: Json) -> Mapping[str, list[int]]:
-            how = {**keywords, "tokenize": True, "return_dict": True, **how}
-            encoded: Mapping[str, list[int]] = apply_template(messages, self.tokenizer, how, where=where)
-            return encoded
+        def apply(messages: Messages, how: Json) -> Any:
+            return apply_template(messages, self.tokenizer, {**keywords, **how}, where=where)
 
         def ids_of(messages: Messages, *, opens: bool = False) -> list[int]:
-            return list(apply(messages, {"add_generation_prompt": opens})["input_ids"])
+            text = apply(messages, {"add_generation_prompt": opens, "tokenize": False})
+            return self.tokenize(text, sizes[: len(image_parts(messages))], where, special=False)
 
         ids = ids_of(messages)
         mask = [True] * len(ids)
         if self.config.assistant_only_loss:
             template = keywords.get("chat_template") or self.tokenizer.get_chat_template(tools=tools)
             if re.search(r"\{%-?\s*generation\s*-?%\}", template):
-                mask = [bool(x) for x in apply(messages, {"return_assistant_tokens_mask": True})["assistant_masks"]]
+                how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+                found = apply(messages, how)
+                learned = [bool(x) for x in found["assistant_masks"]]
+                # The ids differ up to the last image, since these have a single placeholder per image.
+                same = common_length(found["input_ids"][::-1], ids[::-1])
+                before, after = learned[: len(learned) - same], learned[len(learned) - same :]
+                mask = [any(before)] * (len(ids) - same) + after
             else:
                 mask = self.assistant_mask(messages, ids, ids_of, where)
             if not any(mask):
@@ -275,7 +326,7 @@ class _Encoder:
             start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
             mask = [learned and i >= start for i, learned in enumerate(mask)]
         self.learn_openings(ids, mask, messages[-1], keywords)
-        return _Example(ids, mask)
+        return _Example(ids, mask, tuple(images))
 
     def assistant_mask(
         self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str

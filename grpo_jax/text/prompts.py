@@ -11,14 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.text.calls import decode_arguments, map_calls
+from grpo_jax.text.images import ImageSource, encode_texts, image_parts, image_sizes, place_images, row_images
 from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
+
+if TYPE_CHECKING:
+    from grpo_jax.hub.processor import ImageProcessor
 
 # Keywords of `apply_chat_template` that `encode_prompts` sets.
 _RESERVED_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
@@ -75,6 +79,7 @@ class EncodedPrompts:
 
     `dropped` contains the indices of rows that were removed because their prompt is too long. If several datasets were
     joined, `parts` maps each dataset's name to its number of rows. `masks` and `blocks` are set only for SFT examples.
+    `images` contains the images of each row in the order of their tokens, or is None if no row has images.
     """
 
     rows: list[Row]
@@ -83,13 +88,15 @@ class EncodedPrompts:
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict, kw_only=True)
     masks: list[list[bool]] | None = dataclasses.field(default=None, kw_only=True)
     blocks: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
+    images: list[tuple[ImageSource, ...]] | None = dataclasses.field(default=None, kw_only=True)
 
     def by_part(self) -> dict[str, EncodedPrompts]:
         """Split joined datasets into a dict, keyed by name. A single dataset has the name ""."""
         parts, found, end = self.parts or {"": len(self.rows)}, {}, 0
         for name, count in parts.items():
             part, end = slice(end, end + count), end + count
-            found[name] = EncodedPrompts(self.rows[part], self.token_ids[part], [])
+            images = None if self.images is None else self.images[part]
+            found[name] = EncodedPrompts(self.rows[part], self.token_ids[part], [], images=images)
         return found
 
 
@@ -98,7 +105,9 @@ def join_prompts(encoded: Mapping[str, EncodedPrompts]) -> EncodedPrompts:
     rows = [row for part in encoded.values() for row in part.rows]
     token_ids = [ids for part in encoded.values() for ids in part.token_ids]
     dropped = [index for part in encoded.values() for index in part.dropped]
-    return EncodedPrompts(rows, token_ids, dropped, parts={name: len(part.rows) for name, part in encoded.items()})
+    images = [found for part in encoded.values() for found in part.images or [()] * len(part.rows)]
+    parts = {name: len(part.rows) for name, part in encoded.items()}
+    return EncodedPrompts(rows, token_ids, dropped, parts=parts, images=images if any(images) else None)
 
 
 def encode_prompts(
@@ -109,6 +118,7 @@ def encode_prompts(
     on_long_prompt: str = "error",
     chat_template_kwargs: Json | None = None,
     tools: Sequence[list[Json] | None] | None = None,
+    processor: ImageProcessor | None = None,
     argument: str = "dataset",
 ) -> EncodedPrompts:
     """Tokenize the prompts in rows from `load_rows`.
@@ -116,35 +126,37 @@ def encode_prompts(
     A string is encoded with the tokenizer's special tokens. Messages are rendered with its chat template, including the
     generation prompt and the row's `tools`. A final assistant message is left open and continued by the completion (TRL
     1.16 closes it and starts a new turn). A prompt longer than `max_prompt_length` is an error, or is dropped if
-    `on_long_prompt` is "drop". Prompts are never truncated.
+    `on_long_prompt` is "drop". Prompts are never truncated. Rows with images (see `text.images`) require a `processor`
+    from `find_processor`, which replaces each placeholder with one token per image feature.
 
-    Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt encodes to no tokens, or if
-    the chat template rejects or omits a message. In error messages, `argument` is the name of the dataset.
+    Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt encodes to no tokens, if
+    the chat template rejects or omits a message, or if an image cannot be read or has no placeholder. In error
+    messages, `argument` is the name of the dataset.
     """
     if on_long_prompt not in ("error", "drop"):
         raise ValueError(f"on_long_prompt must be 'error' or 'drop'; got {on_long_prompt!r}")
-    template_kwargs = dict(chat_template_kwargs or {})
     for name in _RESERVED_KWARGS:
-        if name in template_kwargs:
+        if name in (chat_template_kwargs or {}):
             raise ValueError(f"chat_template_kwargs must not contain {name!r}, which encode_prompts sets; remove it")
-    prompts = [row["prompt"] for row in rows]
-    if all(isinstance(prompt, str) for prompt in prompts):
-        token_ids = tokenizer(text=prompts)["input_ids"] if prompts else []
+    where = [f"{argument} row {index}" for index in range(len(rows))]
+    images = [row_images(row, processor, name) for row, name in zip(rows, where, strict=True)]
+    prompts: list[Any] = [row["prompt"] for row in rows]
+    strings = all(isinstance(prompt, str) for prompt in prompts)
+    if processor is not None and not strings:
+        placed = map(place_images, prompts, images, where)
+        prompts, images = map(list, zip(*placed, strict=True))
+    shown = tools or [None] * len(rows)
+    texts = prompts if strings else _render(prompts, tokenizer, chat_template_kwargs or {}, shown, where)
+    if processor is not None:
+        sizes = [image_sizes(*found) for found in zip(images, rows, where, strict=True)]
+        token_ids = encode_texts(texts, sizes, tokenizer, processor, where, add_special_tokens=strings)
     else:
-        seen: set[object] = set()
-        texts = []
-        for index, (prompt, shown) in enumerate(zip(prompts, tools or [None] * len(prompts), strict=True)):
-            prefilled, where = prompt[-1]["role"] == "assistant", f"{argument} row {index}"
-            opening = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
-            keywords = template_kwargs | opening | ({"tools": shown} if shown else {})
-            messages = template_messages(prompt, tokenizer, keywords, where=where, seen=seen)
-            texts.append(apply_template(messages, tokenizer, {**keywords, "tokenize": False}, where=where))
-        token_ids = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
-    for index, ids in enumerate(token_ids):
+        token_ids = tokenizer(text=texts, add_special_tokens=strings)["input_ids"] if texts else []
+    for name, row, ids in zip(where, rows, token_ids, strict=True):
         if len(ids) == 0:
             raise ValueError(
-                f"{argument} row {index}: the prompt {show(prompts[index])} encodes to no tokens; check that it is not"
-                " empty and that the tokenizer belongs to the checkpoint"
+                f"{name}: the prompt {show(row['prompt'])} encodes to no tokens; check that it is not empty and that"
+                " the tokenizer belongs to the checkpoint"
             )
     bound = max_prompt_length if max_prompt_length is not None else max(map(len, token_ids), default=0)
     long = [index for index, ids in enumerate(token_ids) if len(ids) > bound]
@@ -156,7 +168,27 @@ def encode_prompts(
             f" {argument} row {longest}, has {len(token_ids[longest])} tokens. Increase max_prompt_length{drop}"
         )
     kept = [index for index, ids in enumerate(token_ids) if len(ids) <= bound]
-    return EncodedPrompts([rows[index] for index in kept], [token_ids[index] for index in kept], dropped=long)
+    sources = None if processor is None else [tuple(images[index]) for index in kept]
+    return EncodedPrompts([rows[i] for i in kept], [token_ids[i] for i in kept], dropped=long, images=sources)
+
+
+def _render(
+    prompts: Sequence[Messages],
+    tokenizer: Tokenizer,
+    template_kwargs: Json,
+    tools: Sequence[list[Json] | None],
+    where: Sequence[str],
+) -> list[str]:
+    """Render conversations with the chat template, each with its tools, up to the policy's turn."""
+    seen: set[object] = set()
+    texts = []
+    for prompt, shown, name in zip(prompts, tools, where, strict=True):
+        prefilled = prompt[-1]["role"] == "assistant"
+        opening = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
+        keywords = {**template_kwargs, **opening, **({"tools": shown} if shown else {})}
+        messages = template_messages(prompt, tokenizer, keywords, where=name, seen=seen)
+        texts.append(apply_template(messages, tokenizer, {**keywords, "tokenize": False}, where=name))
+    return texts
 
 
 def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
@@ -200,8 +232,13 @@ def template_messages(
         content, mark = message["content"], f"Zq{index}w"
         if not message.get("tool_calls") and any(str(part).strip() for part in content or ()):
             marks[mark] = index, ""
-            message["content"] = mark if isinstance(content, str) else [{"type": "text", "text": mark}]
-    structure = (*((str(m["role"]), type(m["content"])) for m in marked), *marks, "tools" in keywords)
+            text = [{"type": "text", "text": mark}]
+            message["content"] = mark if isinstance(content, str) else image_parts([message]) + text
+    structure = (
+        *((str(m["role"]), type(m["content"]), len(image_parts([m]))) for m in marked),
+        *marks,
+        "tools" in keywords,
+    )
     if structure in seen:
         return messages
     seen.add(structure)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.messages import show
+from grpo_jax.text.images import column_fault, part_fault
 from grpo_jax.text.sources import Dataset, read_rows, without_arrays
 from grpo_jax.types import Json, Messages, Row
 
@@ -85,14 +86,13 @@ def _row_fault(row: object, first: Json) -> str:
 
 def content_fault(row: Json, first: Json) -> str:
     """Describe why a row's columns are invalid. Returns "" if they are valid."""
-    for name in ("image", "images"):
-        if row.get(name) is not None and row[name] != []:
-            return f"has a column {name!r}, but models support text only; remove the column"
+    if fault := column_fault(row):
+        return fault
     for name, value in row.items():
         if not isinstance(name, str):
             return f"has a column {name!r}; column names must be strings, since they are keywords of reward functions"
         try:
-            json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
+            json.dumps(value, ensure_ascii=False, default=_text, skipkeys=True).encode()
         except UnicodeEncodeError:
             return (
                 f"has a lone surrogate in column {name!r}, which cannot be encoded; replace it with"
@@ -102,6 +102,10 @@ def content_fault(row: Json, first: Json) -> str:
         missing, extra = (sorted(x - y, key=str) for x, y in ((first.keys(), row.keys()), (row.keys(), first.keys())))
         return f"and row 0 have different columns (missing: {missing}, extra: {extra}); use None for missing values"
     return ""
+
+
+def _text(value: object) -> str:
+    return "" if isinstance(value, bytes) else str(value)  # images may have millions of bytes
 
 
 def messages_fault(value: object, column: str) -> str:
@@ -129,9 +133,8 @@ def _message_fault(message: object) -> str:
     if not all(isinstance(function, Mapping) for function in functions):
         return "its 'tool_calls' must be a list of dicts whose 'function' is a dict with 'name' and 'arguments'"
     parts = message["content"] if isinstance(message["content"], list) else []
-    others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}
-    if others:
-        return f"it has a part of type {min(others)!r}, but models support text only; use parts of type 'text'"
+    if fault := next(filter(None, map(part_fault, parts)), ""):
+        return fault
     # None is valid only in a message with tool calls. In other messages, templates render it as "None".
     if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
         return "its 'content' must be a string or a list of parts"

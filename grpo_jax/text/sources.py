@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from grpo_jax.messages import one_line, show
+from grpo_jax.text.images import IMAGE_COLUMNS
 from grpo_jax.types import Json
 
 _MAX_ROWS = 10**7
@@ -41,7 +42,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
         return _read_described(dataset, argument)
     if isinstance(dataset, str | os.PathLike):
         if isinstance(dataset, str) and is_hub_name(dataset) and not os.path.exists(dataset):
-            return list(_hub_dataset(dataset, None, "train", argument))
+            return list(_encoded(_hub_dataset(dataset, None, "train", argument)))
         return _read_file(Path(dataset), argument)
     package = type(dataset).__module__.partition(".")[0]
     if package == "pandas" and hasattr(dataset, "to_dict"):
@@ -53,7 +54,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     limit = _MAX_ROWS + 1 if max_rows is None else max_rows
     if isinstance(dataset, RandomAccess):
         _check_size(len(dataset), argument)
-        limit, dataset = len(dataset), map(dataset.__getitem__, range(len(dataset)))
+        limit, dataset = len(dataset), _encoded(dataset)
     if not isinstance(dataset, Iterable):
         raise ValueError(
             f"{argument} must be a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
@@ -66,6 +67,19 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     _check_size(len(rows), argument)
     # grain returns None for rows that a filter removed.
     return [row for row in rows if row is not None] if package == "grain" else rows
+
+
+def _encoded(dataset: Any) -> Iterable[object]:
+    """Iterate over a sequence of rows. A `datasets.Dataset` yields its images as files, not pixels, to save memory."""
+    if type(dataset).__module__.partition(".")[0] != "datasets" or dataset.format["type"] is not None:
+        return map(dataset.__getitem__, range(len(dataset)))
+    names = [name for name in IMAGE_COLUMNS if name in dataset.column_names]
+    others = [name for name in dataset.column_names if name not in names]
+    # In Arrow's format, an image is a dict with `bytes` or `path`.
+    tables = dataset.select_columns(names).with_format("arrow") if names else ()
+    images = (table.to_pylist()[0] for table in tables)
+    rows = iter(dataset.select_columns(others)) if others else itertools.repeat({}, len(dataset))
+    return ({**row, **found} for row, found in zip(rows, images, strict=True)) if names else rows
 
 
 def _check_size(size: int, argument: str) -> None:
@@ -127,7 +141,7 @@ def _read_described(source: Json, argument: str) -> list[object]:
     if "path" in source:
         return read_rows(source["path"], argument, count)[:count]
     found = _hub_dataset(source["name"], source.get("config"), source.get("split", "train"), argument)
-    return list(itertools.islice(found, count))
+    return list(itertools.islice(_encoded(found), count))
 
 
 def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> Iterable[object]:

@@ -87,7 +87,7 @@ def to_json(value: object) -> JSON:
         return [to_json(item) for item in value]
     if hasattr(value, "tolist"):
         return to_json(value.tolist())
-    return str(value)
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)  # an encoded image
 
 
 def hide_secrets(arguments: Sequence[str]) -> list[str]:

@@ -61,11 +61,10 @@ def test_grain_sources_give_the_same_rows():
         load_rows(source.repeat())
 
 
-def test_rows_with_images_are_refused():
-    picture = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
-    for row in ({"prompt": "a", "image": "b.png"}, {"prompt": picture}):
-        with pytest.raises(ValueError, match="models support text only"):
-            load_rows([row])
+def test_parts_other_than_text_and_images_are_refused():
+    video = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "a"}]}]
+    with pytest.raises(ValueError, match=r"row 0 has .* it has a part of type 'video'.*'text' and 'image'"):
+        load_rows([{"prompt": video}])
 
 
 def test_infinite_stream_is_refused(monkeypatch):

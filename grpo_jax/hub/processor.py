@@ -1,0 +1,198 @@
+"""Image processors of vision-language models: the text of an image in a prompt, and the tower's inputs.
+
+transformers resizes and normalizes images with Pillow, without PyTorch. An image's text depends only on its size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from grpo_jax.hub.files import PROCESSOR_FILES, reading
+from grpo_jax.hub.policy import quiet_import
+from grpo_jax.messages import import_extra
+from grpo_jax.policy import Policy
+from grpo_jax.types import Json
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Size = tuple[int, int]
+"""Height and width of an image in pixels."""
+
+Transform: TypeAlias = Any
+"""An image processor from transformers."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageProcessor:
+    """The image processor of a checkpoint. An image of Gemma 3 is resized to one square tile.
+
+    Attributes:
+      image_token_id: token whose embeddings are replaced with image features, one per token.
+      image_token: text of this token.
+      placeholder: text that the chat template writes once per image.
+      start: text before the image tokens of a tile, and `end` the text after them.
+      tile_tokens: number of image tokens per tile.
+      vision: `vision_config` of config.json.
+      transform: the image processor in transformers.
+    """
+
+    image_token_id: int
+    image_token: str
+    placeholder: str
+    start: str
+    end: str
+    tile_tokens: int
+    vision: Json
+    transform: Transform
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Return the number of image tokens, and features, of an image with the given size in pixels."""
+        return self.tile_tokens
+
+    def expand(self, height: int, width: int) -> str:
+        """Return the text that replaces the placeholder of an image with the given size in pixels."""
+        return f"{self.start}{self.image_token * self.num_tokens(height, width)}{self.end}"
+
+    def inputs(self, image: Image.Image) -> dict[str, np.ndarray]:
+        """Return the tower's inputs for an RGB image. Their leading axis is the image's tiles."""
+        pixels = np.asarray(self.transform(image, return_tensors="np")["pixel_values"], np.float32)
+        return {"pixels": np.moveaxis(pixels.reshape(-1, *pixels.shape[-3:]), 1, -1)}
+
+    def positions(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> np.ndarray | None:
+        """Return rotary positions [3, P] int32 of a prompt's tokens, or None if they are 0..P−1 along all axes."""
+        return None
+
+
+class _Idefics3(ImageProcessor):
+    """An image becomes rows × columns of tiles, followed by the whole image as one tile."""
+
+    def num_tokens(self, height: int, width: int) -> int:
+        return (math.prod(self.grid(height, width)) + 1) * self.tile_tokens
+
+    def expand(self, height: int, width: int) -> str:
+        rows, columns = self.grid(height, width)
+        tile, lines = self.image_token * self.tile_tokens, list[str]()
+        for r in range(1, rows + 1):
+            names = (f"<row_{r}_col_{c}>" for c in range(1, columns + 1))
+            lines.append("".join(f"{self.end}{name}{tile}" for name in names))
+        return "\n".join([*lines, *[""] * (rows > 0), f"{self.start}{tile}{self.end}"])
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the number of rows and columns of tiles. Both are 0 if the image is not split."""
+        _, rows, columns = self.transform.get_number_of_image_patches(height, width, {})
+        return (rows, columns) if rows * columns > 1 else (0, 0)
+
+
+class _Qwen2VL(ImageProcessor):
+    """An image keeps its aspect ratio. Each group of `merge_size`² patches becomes one token."""
+
+    def num_tokens(self, height: int, width: int) -> int:
+        return math.prod(self.grid(height, width))
+
+    def inputs(self, image: Image.Image) -> dict[str, np.ndarray]:
+        from grpo_jax.models.qwen_vision import window_inputs
+
+        found = self.transform(image, return_tensors="np")
+        _, rows, columns = np.asarray(found["image_grid_thw"])[0].tolist()
+        return window_inputs(np.asarray(found["pixel_values"], np.float32), (rows, columns), self.vision)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the number of rows and columns of tokens. Raises ValueError if a side is 200 times the other."""
+        unit, size = self.transform.patch_size * self.transform.merge_size, self.transform.size
+        resize = importlib.import_module(type(self.transform).__module__).smart_resize
+        pixels = resize(height, width, unit, size["shortest_edge"], size["longest_edge"])
+        return pixels[0] // unit, pixels[1] // unit
+
+    def positions(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> np.ndarray:
+        """Return positions [3, P] int32 of a prompt's tokens along time, height and width.
+
+        A text token is one after the previous token's largest position, along all axes. The tokens of an image start
+        there, and differ by their rows and columns. All positions are shifted so that a completion starts at P.
+        """
+        ids = np.asarray(token_ids)
+        found, index, position = np.zeros((3, len(ids)), np.int32), 0, 0
+        for size in sizes:
+            rows, columns = self.grid(*size)
+            start = index + int(np.argmax(ids[index:] == self.image_token_id))
+            found[:, index:start] = position + np.arange(start - index)
+            position, index = position + start - index, start + rows * columns
+            found[:, start:index] = position + np.indices((1, rows, columns)).reshape(3, -1)
+            position += max(rows, columns)
+        found[:, index:] = position + np.arange(len(ids) - index)
+        return found + np.int32(index - position)
+
+
+_FAMILIES: dict[str, tuple[str, type[ImageProcessor]]] = {
+    "Gemma3ForConditionalGeneration": ("Gemma3ImageProcessor", ImageProcessor),
+    "Idefics3ForConditionalGeneration": ("Idefics3ImageProcessor", _Idefics3),
+    "SmolVLMForConditionalGeneration": ("SmolVLMImageProcessor", _Idefics3),
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen2VLImageProcessor", _Qwen2VL),
+}
+"""Maps architectures to the image processor's class in transformers and here."""
+
+
+def load_processor(policy: Policy) -> ImageProcessor:
+    """Create the image processor of a vision-language policy from its configs and tokenizer.
+
+    Raises ValueError if the architecture does not take images, the checkpoint has no preprocessor_config.json, or
+    Pillow is not installed.
+
+    Example:
+      >>> load_processor(Policy(model=None, params={}, config={"architectures": ["LlamaForCausalLM"]}))
+      Traceback (most recent call last):
+      ValueError: LlamaForCausalLM does not take images; load a Gemma3ForConditionalGeneration, ...
+    """
+    name = (policy.config.get("architectures") or [type(policy.model).__name__])[0]
+    if name not in _FAMILIES:
+        raise ValueError(f"{name} does not take images; load a {', '.join(_FAMILIES)}.")
+    policy.check_tokenizer()
+    import_extra("PIL.Image", "pillow")
+    class_name, kind = _FAMILIES[name]
+    settings = _settings(policy.files)
+    with quiet_import():
+        import transformers
+    with reading("preprocessor_config.json"):
+        # Before transformers 5.4, the class that uses Pillow has no suffix.
+        found = getattr(transformers, f"{class_name}Pil", None) or getattr(transformers, class_name)
+        transform = found.from_dict(settings)
+    with reading("config.json"):
+        raw, vision = policy.config, policy.config["vision_config"]
+        token = raw.get("image_token_index", raw.get("image_token_id"))
+        image, tokens = policy.tokenizer.decode([token]), 1
+        placeholder, start, end = image, "", ""
+        if kind is _Idefics3:
+            start, end = "<fake_token_around_image><global-img>", "<fake_token_around_image>"
+            tokens = _tile_size(transform) // vision["patch_size"] // raw["scale_factor"]
+            tokens *= tokens
+        elif kind is ImageProcessor:
+            placeholder, end = (policy.tokenizer.decode([raw[f"{x}_token_index"]]) for x in ("boi", "eoi"))
+            start, end, tokens = f"\n\n{placeholder}", f"{end}\n\n", raw["mm_tokens_per_image"]
+    return kind(token, image, placeholder, start, end, tokens, vision, transform)
+
+
+def _tile_size(transform: Transform) -> int:
+    tile, edge = transform.max_image_size["longest_edge"], transform.size["longest_edge"]
+    if transform.do_image_splitting and edge % tile:
+        # `get_number_of_image_patches` in transformers differs from the actual number then.
+        raise ValueError(f"size.longest_edge={edge} must be a multiple of max_image_size.longest_edge={tile}")
+    return tile
+
+
+def _settings(files: Mapping[str, bytes]) -> Json:
+    """Return the image processor's settings. transformers 5 nests them in processor_config.json."""
+    plain, nested = (json.loads(files.get(name, b"{}")) for name in PROCESSOR_FILES)
+    settings: Json = nested.get("image_processor") or plain
+    if not settings:
+        raise ValueError(
+            "policy.files has no preprocessor_config.json, which describes how images are resized; copy it from the"
+            " original checkpoint into the model's directory, and load the policy again."
+        )
+    return settings

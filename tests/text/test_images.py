@@ -1,0 +1,332 @@
+"""Images in prompts: ids and pixels of transformers' processors, TRL's columns, and rows that are refused."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_prompts import make_tokenizer
+from tiny import tiny_policy
+from tiny_vision import FAMILIES, PREPROCESSOR, PROCESSOR, write_vision_model
+
+from grpo_jax.config.sft import SFTConfig
+from grpo_jax.hub.huggingface import from_pretrained
+from grpo_jax.hub.processor import load_processor
+from grpo_jax.text.completions import reward_inputs
+from grpo_jax.text.examples import encode_examples, load_examples
+from grpo_jax.text.images import find_processor, image_sizes, open_image, place_images
+from grpo_jax.text.prompts import encode_prompts, join_prompts
+from grpo_jax.text.rows import load_rows
+
+PART = {"type": "image"}
+
+
+def text(text):
+    return {"type": "text", "text": text}
+
+
+def user(*parts):
+    """Return a conversation of one message whose content is a string, or a list of parts."""
+    return [{"role": "user", "content": parts[0] if isinstance(parts[0], str) else list(parts)}]
+
+
+def noise(height, width, seed=0):
+    """Return a random image."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image, kind="PNG", **keywords):
+    file = io.BytesIO()
+    image.save(file, kind, **keywords)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Return a function that writes a tiny checkpoint of a family, and loads it with its image processor."""
+    found = {}
+
+    def policy_of(family):
+        if family not in found:
+            directory = write_vision_model(tmp_path_factory.mktemp(family), family)
+            policy = from_pretrained(directory)
+            found[family] = directory, policy, load_processor(policy)
+        return found[family]
+
+    return policy_of
+
+
+def their_processor(directory, family, monkeypatch):
+    """Return transformers' processor without its video processor, which requires torchvision and num2words."""
+    import transformers
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    kind = getattr(transformers, PREPROCESSOR[family]["processor_class"])
+
+    class Processor(kind):
+        def get_attributes(self):
+            return ["image_processor", "tokenizer"]
+
+        def check_argument_for_proper_class(self, *arguments):
+            return None
+
+    settings = {name: x for name, x in (PROCESSOR[family] or {}).items() if name != "processor_class"}
+    images = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
+    video = {} if family in ("gemma3", "idefics3") else {"video_processor": None}
+    return Processor(images, transformers.AutoTokenizer.from_pretrained(directory), **video, **settings)
+
+
+@pytest.mark.quick
+def test_ids_and_pixels_equal_those_of_transformers(family, load, monkeypatch):
+    directory, policy, processor = load(family)
+    theirs = their_processor(directory, family, monkeypatch)
+    sizes = [(40, 61), (28, 28), (100, 30), (15, 90), (57, 56)]
+    images = [noise(*size, seed) for seed, size in enumerate(sizes)]
+    contents = [(text("What? "), PART, PART, text("\nWhy?")), (PART, text("Hi")), (text("1"), PART, text(" "), PART)]
+    given = [images[:2], images[2:3], images[3:]]
+    rows = [{"prompt": user(*x), "images": found} for x, found in zip(contents, given, strict=True)]
+    rows.append({"prompt": user("No image"), "images": []})
+    data = encode_prompts(rows, policy.tokenizer, processor=processor)
+    assert data.images == [*map(tuple, given), ()]
+    for row, ids, found in zip(rows, data.token_ids, data.images, strict=True):
+        shown = theirs.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        wanted = theirs(images=list(found) or None, text=shown, add_special_tokens=False)
+        assert ids == wanted["input_ids"][0]
+        counts = [processor.num_tokens(*image.size[::-1]) for image in found]
+        assert ids.count(processor.image_token_id) == sum(counts)
+        if found and family != "qwen2_5_vl":
+            inputs = [processor.inputs(open_image(image)) for image in found]
+            ours = np.concatenate([x["pixels"] for x in inputs])
+            assert [len(x["pixels"]) * processor.tile_tokens for x in inputs] == counts
+            pixels = np.reshape(np.asarray(wanted["pixel_values"]), (-1, 3, *ours.shape[1:3]))
+            np.testing.assert_array_equal(np.moveaxis(ours, -1, 1), pixels)
+
+
+def test_positions_equal_those_of_transformers_up_to_a_shift(load):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    directory, policy, processor = load("qwen2_5_vl")
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory)
+    images = [noise(40, 61), noise(15, 60), noise(70, 14)]
+    rows = [
+        {"prompt": user(text("a"), PART, text("bc"), PART), "images": images[:2]},
+        {"prompt": "<|image_pad|>", "images": images[2:]},
+        {"prompt": "only text", "images": None},
+    ]
+    for row in rows:
+        sizes = [image.size[::-1] for image in row["images"] or ()]
+        (ids,) = encode_prompts([row], policy.tokenizer, processor=processor).token_ids
+        grid = [[1, 2 * rows, 2 * columns] for rows, columns in (processor.grid(*size) for size in sizes)]
+        tokens = torch.tensor([ids])
+        kinds = (tokens == processor.image_token_id).int()
+        theirs, deltas = model.model.get_rope_index(tokens, kinds, image_grid_thw=torch.tensor(grid) if grid else None)
+        # transformers continues at `length + delta`, which becomes `length`.
+        np.testing.assert_array_equal(processor.positions(ids, sizes), theirs[:, 0].numpy() - int(deltas))
+
+
+@pytest.mark.quick
+def test_images_are_placed_as_in_trl():
+    first, second = "1.png", "2.png"
+    dialog = [{"role": "system", "content": "be brief"}, *user("a"), *user("b")]
+    placed, found = place_images(dialog, [first, second], "row")
+    assert found == [first, second]
+    assert [message["content"] for message in placed] == ["be brief", [PART, PART, text("a")], "b"]
+    assert dialog[1]["content"] == "a", "the row is unchanged"
+    assert place_images(user(text("a")), [first], "row")[0] == user(PART, text("a"))
+    # Parts with their own image keep it. Parquet adds None for keys that occur only in other parts.
+    parts = user({**PART, "image": second, "text": None}, {**text("a"), "image": None}, {**PART, "image": None})
+    assert place_images(parts, [first], "row") == (user(PART, text("a"), PART), [second, first])
+    assert place_images(user("a"), [], "row") == (user("a"), [])
+
+
+@pytest.mark.quick
+def test_every_kind_of_source_gives_the_same_prompt(load, tmp_path):
+    """A path, bytes, dicts of `datasets`, a PIL image, and a message's own image give the same ids and pixels."""
+    _, policy, processor = load("idefics3")
+    image = noise(40, 61)
+    path = tmp_path / "a.png"
+    image.save(path)
+    sources = [str(path), path, path.read_bytes(), {"bytes": path.read_bytes(), "path": "gone.png"}, image]
+    sources.append({"bytes": None, "path": str(path)})
+    rows = [{"prompt": user("Hi"), "image": source, "images": None} for source in sources]
+    rows.append({"prompt": user({**PART, "image": str(path)}, text("Hi")), "image": None, "images": []})
+    rows.append({"prompt": user("Hi"), "image": None, "images": [str(path)]})
+    data = encode_prompts(load_rows(rows), policy.tokenizer, processor=processor)
+    assert [ids == data.token_ids[0] for ids in data.token_ids] == [True] * len(rows)
+    assert all(np.array_equal(open_image(*found), image) for found in data.images)
+    string = [{"prompt": "<image>Hi", "image": path}, {"prompt": "Hi", "image": None}]
+    string = encode_prompts(load_rows(string), policy.tokenizer, processor=processor)
+    assert string.token_ids[0].count(processor.image_token_id) == processor.num_tokens(40, 61)
+    joined = join_prompts({"a": string, "b": encode_prompts([{"prompt": "x"}], policy.tokenizer)})
+    assert joined.images == [(path,), (), ()]
+    assert [part.images for part in joined.by_part().values()] == [[(path,), ()], [()]]
+
+
+@pytest.mark.quick
+def test_photos_are_turned_upright_and_transparent_pixels_are_white():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated by 90 degrees
+    photo = encoded(noise(20, 48), "JPEG", exif=exif)
+    assert open_image(photo).size[::-1] == (48, 20)
+    assert image_sizes([photo, noise(3, 4)], {}, "row") == [(48, 20), (3, 4)]
+    clear = Image.new("RGBA", (2, 2), (200, 0, 0, 0))
+    assert open_image(clear).getpixel((0, 0)) == open_image(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
+    gray = Image.new("L", (2, 2), 7)
+    assert open_image(gray).getpixel((0, 0)) == (7, 7, 7)
+
+
+def test_files_and_datasets_with_images(load, tmp_path):
+    """JSONL with paths, Parquet, and the Image feature of `datasets` (also as a stream) give the same prompts."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    _, policy, processor = load("gemma3")
+    paths = [str(tmp_path / f"{i}.png") for i in range(2)]
+    for i, path in enumerate(paths):
+        noise(20 + i, 30, i).save(path)
+    columns = {"prompt": [user("Hi")] * 2, "image": paths, "answer": ["1", "2"]}
+    records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
+    plain = datasets.Dataset.from_dict(columns)
+    stored = plain.cast_column("image", datasets.Image())
+    listed = plain.map(lambda row: {"images": [row["image"]]}, remove_columns="image")
+    listed = listed.cast_column("images", datasets.Sequence(datasets.Image()))
+    stored.to_parquet(tmp_path / "rows.parquet")
+    sources = [tmp_path / "rows.jsonl", tmp_path / "rows.parquet", plain, stored, stored.to_iterable_dataset(), listed]
+    sources += [stored.with_transform(lambda rows: rows), stored.select([0, 1]).select_columns(["prompt", "image"])]
+    for source in sources:
+        data = encode_prompts(load_rows(source), policy.tokenizer, processor=processor)
+        found = [np.asarray(open_image(*images)) for images in data.images]
+        assert all(np.array_equal(x, Image.open(path)) for x, path in zip(found, paths, strict=True))
+    # Rows contain files. A reward function receives PIL images, one object per prompt.
+    assert set(load_rows(stored)[0]["image"]) == {"bytes", "path"}
+    alone = load_rows(stored.select_columns(["image"]), prompt=user("Hi"))
+    for rows in (load_rows(stored), load_rows(listed), alone):
+        given = reward_inputs(policy.tokenizer, rows, np.ones((2, 3, 4), int), np.ones((2, 3, 4), bool)).columns
+        values = [x[0] if isinstance(x, list) else x for x in given.get("image") or given["images"]]
+        assert [values.index(x) for x in values] == [0, 0, 0, 3, 3, 3]
+        assert all(np.array_equal(values[3 * i], Image.open(path)) for i, path in enumerate(paths))
+
+
+BROKEN = b"\x89PNG\r\n\x1a\n" + bytes(30)
+FAULTS = [
+    ({"image": 3}, r"dataset row 1 has an invalid image in column 'image': 3 is not an image; use a path, bytes"),
+    ({"images": "a.png"}, r"dataset row 1 has 'a.png' in column 'images'; use a list of images"),
+    ({"images": [{"path": None}]}, r"dataset row 1 has an invalid image in column 'images': {'path': None} is not"),
+    ({"image": b"a", "images": [b"b"]}, r"dataset row 1 has images in both 'image' and 'images'; remove one"),
+    ({"prompt": user({**PART, "image": 3})}, r"message 0 of 'prompt'; it has an invalid image: 3 is not an image"),
+    ({"image": "gone.png"}, r"row 1: image 0 \('gone.png', column 'image'\) cannot be read \(FileNotFoundError.*check"),
+    ({"images": [BROKEN]}, r"row 1: image 0 \(.*column 'images'\) cannot be read \(UnidentifiedImageError"),
+    ({"image": encoded(noise(90, 90), "JPEG")[:900]}, r"row 1: image 0 .* cannot be read \(OSError: .*truncated"),
+    ({"prompt": user({**PART, "image": "x.png"})}, r"row 1: image 0 \('x.png', column 'prompt'\) cannot be read"),
+    ({"prompt": user(PART, PART, text("a")), "image": noise(9, 9)}, r"row 1 has 1 images in its columns, but 2 image"),
+    ({"prompt": user(PART, text("a"))}, r"row 1 has 0 images in its columns, but 1 image parts without an image"),
+    ({"prompt": [{"role": "system", "content": "a"}], "image": noise(9, 9)}, r"row 1 has images, but no user message"),
+    ({"prompt": user("<start_of_image>?"), "image": noise(9, 9)}, r"row 1 has 1 images.*'<start_of_image>' 2 times"),
+    ({"prompt": user("<image_soft_token>")}, r"row 1 has 1 image tokens \('<image_soft_token>'\) for images with 0"),
+]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("row", "message"), FAULTS)
+def test_invalid_images_are_refused_with_their_row(load, row, message):
+    _, policy, processor = load("gemma3")
+    rows = [{"prompt": user("Hi"), "image": noise(9, 9), "images": None}, {"prompt": user("Hi"), **row}]
+    rows[1] = {"image": None, "images": None, **rows[1]}
+    with pytest.raises(ValueError, match=message):
+        encode_prompts(load_rows(rows), policy.tokenizer, processor=processor)
+
+
+@pytest.mark.quick
+def test_strings_need_a_placeholder_per_image(load):
+    _, policy, processor = load("gemma3")
+    for prompt, count in (("Hi", 0), ("<start_of_image>" * 2, 2)):
+        with pytest.raises(ValueError, match=rf"row 0 has 1 images.* '<start_of_image>' {count} times; write it once"):
+            encode_prompts([{"prompt": prompt, "image": noise(9, 9)}], policy.tokenizer, processor=processor)
+
+
+@pytest.mark.quick
+def test_too_many_pixels_are_refused(load, monkeypatch):
+    _, policy, processor = load("gemma3")
+    rows = [{"prompt": user("Hi"), "image": encoded(noise(20, 20))}]
+    for limit in (300, 100):  # Pillow warns, or raises an error
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(
+            ValueError, match=rf"row 0: image 0 .* has more pixels than Pillow's limit \({limit}, .*resi"
+        ):
+            encode_prompts(rows, policy.tokenizer, processor=processor)
+
+
+@pytest.mark.quick
+def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
+    _, policy, _ = load("gemma3")
+    rows = [{"prompt": "a", "image": None}, {"prompt": "a", "image": noise(9, 9)}]
+    assert find_processor(tiny_policy(), rows[:1]) is None
+    with pytest.raises(
+        ValueError, match=r"eval row 1 has images, but Qwen3ForCausalLM does not take images; load a Gem"
+    ):
+        find_processor(tiny_policy(), rows, "eval")
+    with pytest.raises(ValueError, match=r"row 1 has images, but policy.files has no preprocessor_config.json"):
+        find_processor(policy.replace(files={}), rows)
+    with pytest.raises(ValueError, match=r"dataset row 1 has images, but no image processor was passed"):
+        encode_prompts(rows, policy.tokenizer)
+    monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
+    with pytest.raises(ValueError, match=r"row 1 has images, but pillow is required .*; pip install pillow"):
+        find_processor(policy, rows)
+    nested = {"image_processor": json.loads(policy.files["preprocessor_config.json"])}
+    monkeypatch.undo()
+    files = {"processor_config.json": json.dumps(nested).encode()}  # as transformers 5 saves it
+    assert find_processor(policy.replace(files=files), rows).transform.size["height"] == 28
+
+
+@pytest.mark.quick
+def test_template_without_image_parts_is_refused(load):
+    _, _, processor = load("gemma3")
+    tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(
+        ValueError, match=r"row 0 has 1 images, but .*'<start_of_image>' 0 times.*template that renders"
+    ):
+        encode_prompts([{"prompt": user("Hi"), "image": noise(9, 9)}], tokenizer, processor=processor)
+
+
+@pytest.mark.quick
+def test_examples_learn_only_after_their_images(load):
+    """The loss of SFT examples covers the completion or the assistant's turns, which come after all images."""
+    _, policy, processor = load("idefics3")
+    image, answer = noise(40, 61), [{"role": "assistant", "content": "Seven"}]
+    chat = {"messages": user("Hi") + answer, "image": image}
+    pair = {"prompt": user("Hi"), "completion": answer, "image": image}
+    string = {"prompt": "<image>Hi", "completion": "Seven", "image": image}
+
+    def encode(row, **fields):
+        rows = load_examples([row])
+        return encode_examples(rows, policy.tokenizer, SFTConfig(**fields), eos_token_ids=(2,), processor=processor)
+
+    tagged = policy.tokenizer.chat_template.replace("{{ part['text'] }}", "{{ part['text'] }}").replace(
+        "{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}"
+    )
+    cases = [(chat, {"assistant_only_loss": True}), (pair, {}), (string, {})]
+    cases.append((chat, {"assistant_only_loss": True, "chat_template_kwargs": {"chat_template": tagged}}))
+    for row, fields in cases:
+        (ids,), (mask,), ((found,),) = (lambda x: (x.token_ids, x.masks, x.images))(encode(row, **fields))
+        learned = policy.tokenizer.decode([i for i, x in zip(ids, mask, strict=True) if x], skip_special_tokens=True)
+        assert learned.strip().removeprefix("Assistant:") == "Seven"
+        assert found is image
+        assert ids.count(processor.image_token_id) == processor.num_tokens(40, 61)
+    prompt = encode_prompts([{"prompt": user("Hi"), "image": image}], policy.tokenizer, processor=processor)
+    (ids,) = encode(pair).token_ids
+    assert ids[: len(prompt.token_ids[0])] == prompt.token_ids[0]
+    later = {"messages": [*user("Hi"), *answer, *user(PART, text("?")), *answer], "image": image}
+    for row, fields in ((chat, {}), (pair, {"completion_only_loss": False}), (later, {"assistant_only_loss": True})):
+        with pytest.raises(
+            ValueError, match=r"dataset row 0: token \d+ is included in the loss, but the last image ends"
+        ):
+            encode(row, **fields)
+    with pytest.raises(ValueError, match="row 0 has images next to 'input_ids'"):
+        load_examples([{"input_ids": [1, 2], "image": image}])
