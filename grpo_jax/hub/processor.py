@@ -16,6 +16,7 @@ import numpy as np
 
 from grpo_jax.hub.files import PROCESSOR_FILES, reading
 from grpo_jax.hub.policy import quiet_import
+from grpo_jax.hub.vision import image_token_id, tower_config
 from grpo_jax.messages import import_extra
 from grpo_jax.policy import Policy
 from grpo_jax.types import Json
@@ -32,15 +33,15 @@ Transform: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageProcessor:
-    """The image processor of a checkpoint. An image of Gemma 3 is resized to one square tile.
+    """The image processor of a checkpoint. An image of Gemma 3 becomes one square tile.
 
     Attributes:
       image_token_id: token whose embeddings are replaced with image features, one per token.
       image_token: text of this token.
       placeholder: text that the chat template writes once per image.
-      start: text before the image tokens of a tile, and `end` the text after them.
-      tile_tokens: number of image tokens per tile.
-      vision: `vision_config` of config.json.
+      start: text before the image tokens of a whole image.
+      end: text after them.
+      tower: configuration of the tower.
       transform: the image processor in transformers.
     """
 
@@ -49,13 +50,12 @@ class ImageProcessor:
     placeholder: str
     start: str
     end: str
-    tile_tokens: int
-    vision: Json
+    tower: Any
     transform: Transform
 
     def num_tokens(self, height: int, width: int) -> int:
         """Return the number of image tokens, and features, of an image with the given size in pixels."""
-        return self.tile_tokens
+        return self.tower.num_features
 
     def expand(self, height: int, width: int) -> str:
         """Return the text that replaces the placeholder of an image with the given size in pixels."""
@@ -75,14 +75,13 @@ class _Idefics3(ImageProcessor):
     """An image becomes rows × columns of tiles, followed by the whole image as one tile."""
 
     def num_tokens(self, height: int, width: int) -> int:
-        return (math.prod(self.grid(height, width)) + 1) * self.tile_tokens
+        return (math.prod(self.grid(height, width)) + 1) * self.tower.num_features
 
     def expand(self, height: int, width: int) -> str:
         rows, columns = self.grid(height, width)
-        tile, lines = self.image_token * self.tile_tokens, list[str]()
-        for r in range(1, rows + 1):
-            names = (f"<row_{r}_col_{c}>" for c in range(1, columns + 1))
-            lines.append("".join(f"{self.end}{name}{tile}" for name in names))
+        tile, lines = self.image_token * self.tower.num_features, list[str]()
+        for row in range(1, rows + 1):
+            lines.append("".join(f"{self.end}<row_{row}_col_{i}>{tile}" for i in range(1, columns + 1)))
         return "\n".join([*lines, *[""] * (rows > 0), f"{self.start}{tile}{self.end}"])
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
@@ -102,7 +101,7 @@ class _Qwen2VL(ImageProcessor):
 
         found = self.transform(image, return_tensors="np")
         _, rows, columns = np.asarray(found["image_grid_thw"])[0].tolist()
-        return window_inputs(np.asarray(found["pixel_values"], np.float32), (rows, columns), self.vision)
+        return window_inputs(np.asarray(found["pixel_values"], np.float32), (rows, columns), self.tower)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of rows and columns of tokens. Raises ValueError if a side is 200 times the other."""
@@ -119,8 +118,8 @@ class _Qwen2VL(ImageProcessor):
         """
         ids = np.asarray(token_ids)
         found, index, position = np.zeros((3, len(ids)), np.int32), 0, 0
-        for size in sizes:
-            rows, columns = self.grid(*size)
+        for height, width in sizes:
+            rows, columns = self.grid(height, width)
             start = index + int(np.argmax(ids[index:] == self.image_token_id))
             found[:, index:start] = position + np.arange(start - index)
             position, index = position + start - index, start + rows * columns
@@ -142,48 +141,40 @@ _FAMILIES: dict[str, tuple[str, type[ImageProcessor]]] = {
 def load_processor(policy: Policy) -> ImageProcessor:
     """Create the image processor of a vision-language policy from its configs and tokenizer.
 
-    Raises ValueError if the architecture does not take images, the checkpoint has no preprocessor_config.json, or
-    Pillow is not installed.
-
-    Example:
-      >>> load_processor(Policy(model=None, params={}, config={"architectures": ["LlamaForCausalLM"]}))
-      Traceback (most recent call last):
-      ValueError: LlamaForCausalLM does not take images; load a Gemma3ForConditionalGeneration, ...
+    Raises ValueError if the model does not support images, its processor files are missing or do not match its tower,
+    or Pillow is not installed.
     """
-    name = (policy.config.get("architectures") or [type(policy.model).__name__])[0]
-    if name not in _FAMILIES:
-        raise ValueError(f"{name} does not take images; load a {', '.join(_FAMILIES)}.")
+    raw, token, tower = policy.config, image_token_id(policy.config), tower_config(policy.config)
     policy.check_tokenizer()
-    import_extra("PIL.Image", "pillow")
-    class_name, kind = _FAMILIES[name]
+    pillow = import_extra("PIL.Image", "pillow")
+    name, kind = _FAMILIES[raw["architectures"][0]]
     settings = _settings(policy.files)
     with quiet_import():
         import transformers
     with reading("preprocessor_config.json"):
         # Before transformers 5.4, the class that uses Pillow has no suffix.
-        found = getattr(transformers, f"{class_name}Pil", None) or getattr(transformers, class_name)
+        found = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
         transform = found.from_dict(settings)
-    with reading("config.json"):
-        raw, vision = policy.config, policy.config["vision_config"]
-        token = raw.get("image_token_index", raw.get("image_token_id"))
-        image, tokens = policy.tokenizer.decode([token]), 1
-        placeholder, start, end = image, "", ""
-        if kind is _Idefics3:
-            start, end = "<fake_token_around_image><global-img>", "<fake_token_around_image>"
-            tokens = _tile_size(transform) // vision["patch_size"] // raw["scale_factor"]
-            tokens *= tokens
-        elif kind is ImageProcessor:
-            placeholder, end = (policy.tokenizer.decode([raw[f"{x}_token_index"]]) for x in ("boi", "eoi"))
-            start, end, tokens = f"\n\n{placeholder}", f"{end}\n\n", raw["mm_tokens_per_image"]
-    return kind(token, image, placeholder, start, end, tokens, vision, transform)
-
-
-def _tile_size(transform: Transform) -> int:
-    tile, edge = transform.max_image_size["longest_edge"], transform.size["longest_edge"]
-    if transform.do_image_splitting and edge % tile:
-        # `get_number_of_image_patches` in transformers differs from the actual number then.
-        raise ValueError(f"size.longest_edge={edge} must be a multiple of max_image_size.longest_edge={tile}")
-    return tile
+        if kind is _Idefics3 and (edge := transform.size["longest_edge"]) % transform.max_image_size["longest_edge"]:
+            # transformers computes the wrong number of tiles for this size
+            raise ValueError(f"size.longest_edge={edge} must be a multiple of max_image_size.longest_edge")
+    image = placeholder = policy.tokenizer.decode([token])
+    start = end = ""
+    if kind is _Idefics3:
+        start, end = "<fake_token_around_image><global-img>", "<fake_token_around_image>"
+    elif kind is ImageProcessor:
+        placeholder, end = (policy.tokenizer.decode([raw[f"{x}_token_index"]]) for x in ("boi", "eoi"))
+        start, end = f"\n\n{placeholder}", f"{end}\n\n"
+    processor = kind(token, image, placeholder, start, end, tower, transform)
+    given = processor.inputs(pillow.new("RGB", (8, 8)))
+    for key, wanted in tower.inputs.items():
+        axes = slice(1 if key == "pixels" else 2, None)  # without the number of images, and of attention windows
+        if given[key].shape[axes] != wanted.shape[axes]:
+            raise ValueError(
+                f"preprocessor_config.json gives {key} of shape {given[key].shape}, but the tower in config.json"
+                f" requires {wanted.shape}; use both files from the same checkpoint."
+            )
+    return processor
 
 
 def _settings(files: Mapping[str, bytes]) -> Json:

@@ -2,7 +2,9 @@
 
 import io
 import json
+import math
 
+import chex
 import numpy as np
 import pytest
 from PIL import Image
@@ -13,6 +15,7 @@ from tiny_vision import FAMILIES, PREPROCESSOR, PROCESSOR, write_vision_model
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.hub.huggingface import from_pretrained
 from grpo_jax.hub.processor import load_processor
+from grpo_jax.models.qwen_vision import window_inputs
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.examples import encode_examples, load_examples
 from grpo_jax.text.images import find_processor, image_sizes, open_image, place_images
@@ -101,10 +104,16 @@ def test_ids_and_pixels_equal_those_of_transformers(family, load, monkeypatch):
         assert ids == wanted["input_ids"][0]
         counts = [processor.num_tokens(*image.size[::-1]) for image in found]
         assert ids.count(processor.image_token_id) == sum(counts)
-        if found and family != "qwen2_5_vl":
-            inputs = [processor.inputs(open_image(image)) for image in found]
+        inputs = [processor.inputs(open_image(image)) for image in found]
+        if family == "qwen2_5_vl":
+            grids = [tuple(map(int, grid[1:])) for grid in wanted.get("image_grid_thw", ())]
+            ends = np.cumsum([math.prod(grid) for grid in grids], dtype=int)
+            for x, grid, end in zip(inputs, grids, ends, strict=True):
+                pixels = np.asarray(wanted["pixel_values"])[end - math.prod(grid) : end]
+                chex.assert_trees_all_equal(x, window_inputs(pixels, grid, processor.tower))
+        elif found:
             ours = np.concatenate([x["pixels"] for x in inputs])
-            assert [len(x["pixels"]) * processor.tile_tokens for x in inputs] == counts
+            assert [len(x["pixels"]) * processor.tower.num_features for x in inputs] == counts
             pixels = np.reshape(np.asarray(wanted["pixel_values"]), (-1, 3, *ours.shape[1:3]))
             np.testing.assert_array_equal(np.moveaxis(ours, -1, 1), pixels)
 
@@ -269,9 +278,15 @@ def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
     rows = [{"prompt": "a", "image": None}, {"prompt": "a", "image": noise(9, 9)}]
     assert find_processor(tiny_policy(), rows[:1]) is None
     with pytest.raises(
-        ValueError, match=r"eval row 1 has images, but Qwen3ForCausalLM does not take images; load a Gem"
+        ValueError, match=r"eval row 1 has images, but Qwen3ForCausalLM does not support images in .* Gemma3For"
     ):
         find_processor(tiny_policy(), rows, "eval")
+    settings = json.loads(policy.files["preprocessor_config.json"])
+    larger = {"preprocessor_config.json": json.dumps({**settings, "size": {"height": 35, "width": 28}}).encode()}
+    with pytest.raises(
+        ValueError, match=r"gives pixels of shape \(1, 35, 28, 3\), but the tower in .*\(1, 28, 28, 3\)"
+    ):
+        find_processor(policy.replace(files=larger), rows)
     with pytest.raises(ValueError, match=r"row 1 has images, but policy.files has no preprocessor_config.json"):
         find_processor(policy.replace(files={}), rows)
     with pytest.raises(ValueError, match=r"dataset row 1 has images, but no image processor was passed"):
@@ -279,7 +294,7 @@ def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     with pytest.raises(ValueError, match=r"row 1 has images, but pillow is required .*; pip install pillow"):
         find_processor(policy, rows)
-    nested = {"image_processor": json.loads(policy.files["preprocessor_config.json"])}
+    nested = {"image_processor": settings}
     monkeypatch.undo()
     files = {"processor_config.json": json.dumps(nested).encode()}  # as transformers 5 saves it
     assert find_processor(policy.replace(files=files), rows).transform.size["height"] == 28
