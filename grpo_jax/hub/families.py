@@ -33,6 +33,19 @@ def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
     return windows if on else None
 
 
+def _qwen2(keys: Keys) -> Fields:
+    fields = {"qkv_bias": True, "windows": _late_windows(keys)}
+    if keys.raw.get("model_type") != "qwen2_5_vl_text":
+        return fields
+    rotary = keys["rope_parameters"] or keys["rope_scaling"] or {}
+    sections, half = rotary.get("mrope_section", [16, 24, 24]), keys["hidden_size"] // keys["num_attention_heads"] // 2
+    if len(sections) != 3 or sum(sections) != half:
+        raise keys.refuse("rope_scaling.mrope_section", sections, f"three integers whose sum is {half}")
+    kind = {"type": "default"} if rotary.get("type") == "mrope" else {}  # that of the frequencies
+    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary, **kind})
+    return {**fields, "rope": dataclasses.replace(rope, sections=tuple(sections))}
+
+
 def _smollm3(keys: Keys) -> Fields:
     layers, rotary = keys["num_hidden_layers"], keys["no_rope_layers"]
     if rotary is None:  # Despite the key's name, 1 marks a layer with a rotary embedding.
@@ -154,9 +167,7 @@ _GEMMA_DEFAULTS = {
 
 
 FAMILIES: dict[str, Family] = {
-    "Qwen2ForCausalLM": Family(
-        "qwen2", lambda keys: {"qkv_bias": True, "windows": _late_windows(keys)}, defaults={"sliding_window": 4096}
-    ),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2, defaults={"sliding_window": 4096}),
     "Qwen3ForCausalLM": Family(
         "qwen3",
         lambda keys: {**biases_of(keys), "qk_norm": "head", "windows": _late_windows(keys)},

@@ -139,9 +139,6 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("su", "yarn") and keys.raw["architectures"] == ["Phi3ForCausalLM"]:
         kind = "longrope"  # called "su" or "yarn" in early Phi-3 files
-    sections = _sections_of(keys, rotary, where)
-    if kind == "mrope" and sections:
-        kind = "default"
     if kind not in ROPE_NUMBERS:
         raise keys.refuse(f"{where}.rope_type", kind, f"one of {', '.join(ROPE_NUMBERS)}")
     scaling = {}
@@ -166,23 +163,8 @@ def rope_of(keys: Keys, rotary: Json) -> Rope:
         supported = f"1.0 unless the architecture is one of {', '.join(PARTIAL_ROTARY)}"
         raise keys.refuse("partial_rotary_factor", fraction, supported)
     return Rope(
-        theta=float(rotary["rope_theta"]),
-        kind=kind,
-        scaling=tuple(sorted(scaling.items())),
-        fraction=float(fraction),
-        sections=sections,
+        theta=float(rotary["rope_theta"]), kind=kind, scaling=tuple(sorted(scaling.items())), fraction=float(fraction)
     )
-
-
-def _sections_of(keys: Keys, rotary: Json, where: str) -> tuple[int, ...]:
-    """Return how many frequencies rotate by an image token's time, row and column (Qwen2.5-VL); otherwise ()."""
-    if keys.raw.get("model_type") != "qwen2_5_vl_text":
-        return ()
-    sections = tuple(rotary.get("mrope_section") or (16, 24, 24))
-    width = keys.raw.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
-    if len(sections) != 3 or 2 * sum(sections) != width:
-        raise keys.refuse(f"{where}.mrope_section", sections, f"three integers whose sum is head_dim / 2 = {width / 2}")
-    return sections
 
 
 def two_ropes(keys: Keys, local_theta: float) -> Fields:
@@ -198,10 +180,6 @@ def two_ropes(keys: Keys, local_theta: float) -> Fields:
     }
 
 
-_IDEFICS3: tuple[dict[str, str], Json] = (
-    {"llama": "LlamaForCausalLM"}, {"model_type": "llama", "max_position_embeddings": 2048},
-)  # fmt: skip
-
 VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
     "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, {"model_type": "gemma3_text",
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -209,8 +187,8 @@ VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
     "Gemma4ForConditionalGeneration": ({"gemma4_text": "Gemma4ForCausalLM"}, {"model_type": "gemma4_text",
         "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
         "num_attention_heads": 8}),
-    "Idefics3ForConditionalGeneration": _IDEFICS3,
-    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "Idefics3ForConditionalGeneration": ({"llama": "LlamaForCausalLM"}, {"model_type": "llama"}),
+    "SmolVLMForConditionalGeneration": ({"llama": "LlamaForCausalLM"}, {"model_type": "llama"}),
     "Mistral3ForConditionalGeneration": ({"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
         {"model_type": "mistral", "sliding_window": None, "rms_norm_eps": 1e-5}),
     "Qwen2_5_VLForConditionalGeneration": ({"qwen2_5_vl_text": "Qwen2ForCausalLM"}, {"model_type": "qwen2_5_vl_text",

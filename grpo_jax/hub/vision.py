@@ -1,4 +1,4 @@
-"""Image encoders ("towers") of vision-language checkpoints: their configuration, and their parameters in both ways."""
+"""Image encoders ("towers") of vision-language checkpoints: configuration, parameters and tensors."""
 
 from __future__ import annotations
 
@@ -21,55 +21,50 @@ from grpo_jax.models.siglip import SiglipConfig, SiglipTower
 from grpo_jax.policy import Policy
 from grpo_jax.types import Json, Params
 
-_SIGLIP = {
+_IDEFICS3: Mapping[str, tuple[str, ...]] = {
+    "proj": ("model.connector.modality_projection.",),
+    "": ("model.vision_model.",),
+}
+TOWERS: dict[str, Mapping[str, tuple[str, ...]]] = {
+    "Gemma3ForConditionalGeneration": {
+        "mm_": ("multi_modal_projector.", "model.multi_modal_projector."),
+        "": tuple(f"{a}vision_tower.{b}" for a in ("", "model.") for b in ("vision_model.", "")),
+    },
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "Qwen2_5_VLForConditionalGeneration": {"": ("visual.", "model.visual.")},
+}
+"""Models with a supported tower: a dict from the start of a parameter's path to possible prefixes of its tensor."""
+
+_RENAMED = {
+    r"(attn|blocks|layers|merger|mlp)_": r"\1.", r"^layers": "encoder.layers", r"^patch_embed\b": "patch_embed.proj",
+    r"^(patch|position)_embedding": r"embeddings.\1_embedding",
+}  # fmt: skip
+"""Regular expressions that convert a module's path, joined by dots, to its name after the prefix, applied in order."""
+
+_SIGLIP_DEFAULTS = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
 }  # fmt: skip
-_IDEFICS3 = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
-_QWEN = {
-    "hidden_size": 3584, "intermediate_size": 3420, "depth": 32, "num_heads": 16, "layer_norm_eps": 1e-6,
-    "in_channels": 3, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112,
-    "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31], "rope_parameters": {},
+_IDEFICS3_DEFAULTS = {**_SIGLIP_DEFAULTS, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+_QWEN_DEFAULTS = {
+    "hidden_size": 3584, "intermediate_size": 3420, "depth": 32, "num_heads": 16, "in_channels": 3, "patch_size": 14,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112, "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31], "layer_norm_eps": 1e-6,
 }  # fmt: skip
-
-_GEMMA3_PREFIXES = {
-    "encoder": (
-        "vision_tower.vision_model.",
-        "vision_tower.",
-        "model.vision_tower.",
-        "model.vision_tower.vision_model.",
-    ),
-    "projector": ("multi_modal_projector.", "model.multi_modal_projector."),
-}
-_IDEFICS3_PREFIXES: dict[str, tuple[str, ...]] = {
-    "encoder": ("model.vision_model.",),
-    "projector": ("model.connector.modality_projection.",),
-}
-PREFIXES: dict[str, dict[str, tuple[str, ...]]] = {
-    "Gemma3ForConditionalGeneration": _GEMMA3_PREFIXES,
-    "Idefics3ForConditionalGeneration": _IDEFICS3_PREFIXES,
-    "SmolVLMForConditionalGeneration": _IDEFICS3_PREFIXES,
-    "Qwen2_5_VLForConditionalGeneration": {"": ("visual.", "model.visual.")},
-}
-"""Supported models: a dict that maps each part of the tower's params to the possible prefixes of its tensors."""
-
-_RENAMED = (
-    (r"^(patch|position)_embedding\b", r"embeddings.\1_embedding"),
-    (r"^layers_(\d+)", r"encoder.layers.\1"),
-    (r"\b(blocks|mlp)_(\d+)", r"\1.\2"),
-    (r"^patch_embed\b", "patch_embed.proj"),
-)
-"""Regular expressions that rename the tower's modules to a checkpoint's, after the prefix."""
 
 
 def image_token_id(raw: Json) -> int:
-    """Return the id of the token whose embeddings are replaced by image features, from a config.json.
+    """Return the id of the token that image features replace, from a vision-language model's config.json.
+
+    Raises:
+      ValueError: if images are not supported for the model, or if the id is missing.
 
     Example:
       >>> image_token_id({"architectures": ["Gemma3ForConditionalGeneration"], "image_token_index": 262144})
       262144
     """
-    _check_supported(raw)
+    _architecture(raw)
     found = raw.get("image_token_index", raw.get("image_token_id"))
     if not isinstance(found, int):
         raise ValueError(f"config key 'image_token_id' must be the id of the image token; got {found!r}.")
@@ -77,157 +72,100 @@ def image_token_id(raw: Json) -> int:
 
 
 def tower_config(raw: Json, dtype: str = "float32") -> SiglipConfig | QwenVisionConfig:
-    """Convert a vision-language model's config.json to the configuration of its tower.
-
-    Args:
-      raw: content of config.json.
-      dtype: compute dtype, "float32" or "bfloat16".
+    """Convert a vision-language model's config.json to the configuration of its tower, with compute dtype `dtype`.
 
     Raises:
-      ValueError: if the model's images are not supported, or if a value in the config is not.
+      ValueError: if images are not supported for the model, or if a value in the config is not supported.
 
     Example:
       >>> vision = {"image_size": 28, "patch_size": 7}
       >>> raw = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": vision, "mm_tokens_per_image": 4}
-      >>> tower_config(raw).num_features
-      4
+      >>> tower_config(raw).block
+      2
     """
-    _check_supported(raw)
-    name = raw["architectures"][0]
-    defaults = {"Gemma3": _SIGLIP, "Qwen2_5_VL": _QWEN}.get(name.removesuffix("ForConditionalGeneration"), _IDEFICS3)
+    name, features = _architecture(raw), text_config(raw)["hidden_size"]
+    qwen, gemma = name.startswith("Qwen"), name.startswith("Gemma")
+    defaults = _QWEN_DEFAULTS if qwen else _SIGLIP_DEFAULTS if gemma else _IDEFICS3_DEFAULTS
     keys = Keys({**(raw.get("vision_config") or {}), "architectures": [name]}, defaults)
-    features = Keys(text_config(raw), {})["hidden_size"]
-    depth, heads = ("depth", "num_heads") if defaults is _QWEN else ("num_hidden_layers", "num_attention_heads")
-    for key in ("hidden_size", "intermediate_size", "patch_size", depth, heads):
-        if not isinstance(keys[key], int) or keys[key] < 1:
-            raise keys.refuse(f"vision_config.{key}", keys[key], "a positive integer")
-    if keys["hidden_size"] % keys[heads]:
-        raise keys.refuse(f"vision_config.{heads}", keys[heads], f"a divisor of hidden_size = {keys['hidden_size']}")
+    depth, count = ("depth", "num_heads") if qwen else ("num_hidden_layers", "num_attention_heads")
+    width, heads, patch = keys["hidden_size"], keys[count], keys["patch_size"]
+    if width % heads:
+        raise keys.refuse(f"vision_config.{count}", heads, f"a divisor of hidden_size = {width}")
+    rope = Rope(theta=float((keys["rope_parameters"] or {}).get("rope_theta", 1e4)))
     encoder = TransformerConfig(
-        vocab_size=0,
-        hidden_size=keys["hidden_size"],
-        intermediate_size=keys["intermediate_size"],
-        num_layers=keys[depth],
-        num_heads=keys[heads],
-        num_kv_heads=keys[heads],
-        head_dim=keys["hidden_size"] // keys[heads],
-        rms_norm_eps=keys["layer_norm_eps"],
-        rope=Rope(theta=float((keys["rope_parameters"] or {}).get("rope_theta", 1e4))),
-        mlp_bias=True,
-        activation=activation_of(keys, "hidden_act"),
-        dtype=dtype,
-    )
-    if defaults is _QWEN:
-        return _qwen_config(keys, encoder, features)
-    side = keys["image_size"] // keys["patch_size"]
-    if defaults is _SIGLIP:
-        tokens = raw.get("mm_tokens_per_image", 256)
-        rows = int(tokens**0.5)
-        if rows**2 != tokens or side % rows:
-            raise keys.refuse("mm_tokens_per_image", tokens, f"the square of a divisor of {side} patches per side")
-        block = side // rows
-    else:
-        block = raw.get("scale_factor", 2)
-        if side % block:
-            raise keys.refuse("scale_factor", block, f"a divisor of {side} patches per side")
-    pooled = defaults is _SIGLIP
-    return SiglipConfig(encoder, keys["image_size"], keys["patch_size"], block, features, pooled)
-
-
-def _qwen_config(keys: Keys, encoder: TransformerConfig, features: int) -> QwenVisionConfig:
-    if keys["out_hidden_size"] != features:
-        raise keys.refuse("vision_config.out_hidden_size", keys["out_hidden_size"], f"the text model's {features}")
-    patch, merge = keys["patch_size"], keys["spatial_merge_size"]
-    channels = keys.raw.get("in_chans") or keys["in_channels"]
-    return QwenVisionConfig(
-        encoder,
-        channels=channels * keys["temporal_patch_size"] * patch**2,
-        merge=merge,
-        window=keys["window_size"] // merge // patch,
-        full_layers=tuple(keys["fullatt_block_indexes"]),
-        features=features,
-    )
+        0, width, keys["intermediate_size"], keys[depth], heads, heads, width // heads, keys["layer_norm_eps"],
+        rope=rope, mlp_bias=True, activation=activation_of(keys, "hidden_act"), dtype=dtype,
+    )  # fmt: skip
+    if qwen:
+        if keys["out_hidden_size"] != features:
+            raise keys.refuse("vision_config.out_hidden_size", keys["out_hidden_size"], f"the text model's {features}")
+        channels = (keys.raw.get("in_chans") or keys["in_channels"]) * keys["temporal_patch_size"] * patch**2
+        window = keys["window_size"] // keys["spatial_merge_size"] // patch
+        full = tuple(keys["fullatt_block_indexes"])
+        return QwenVisionConfig(encoder, channels, keys["spatial_merge_size"], window, full, features)
+    side, tokens = keys["image_size"] // patch, raw.get("mm_tokens_per_image", 256)
+    block = max(side // round(tokens**0.5), 1) if gemma else raw.get("scale_factor", 2)
+    if side % block or (gemma and (side // block) ** 2 != tokens):
+        key, value = ("mm_tokens_per_image", tokens) if gemma else ("scale_factor", block)
+        raise keys.refuse(key, value, f"{'the square of ' * gemma}a divisor of {side} patches per side")
+    return SiglipConfig(encoder, keys["image_size"], patch, block, features, pooled=gemma)
 
 
 def load_tower(policy: Policy) -> tuple[SiglipTower | QwenTower, Params]:
-    """Load the tower of a vision-language model from a policy's `config` and `extra_tensors`.
-
-    Args:
-      policy: policy from `from_pretrained`.
+    """Load the tower of a vision-language model from `policy.config` and `policy.extra_tensors`.
 
     Returns:
       The module and its params, in the text model's compute dtype. `module.apply({"params": params}, inputs)` returns
-      features [N, M, D] for N images.
+      features [N, M, D] for N images; the modules' docstrings define `inputs`.
 
     Raises:
-      ValueError: if the model's images are not supported, or if its tensors do not match config.json.
+      ValueError: if images are not supported for the model, or if its tensors do not match config.json.
     """
-    tower, shapes = _abstract_tower(policy)
-    names = _stored_names(policy, shapes)
-    problems: dict[str, list[str]] = {"missing": [], "of the wrong shape": [], "of an unsupported dtype": []}
-    params = {}
-    for path, shape in shapes.items():
-        stored = policy.extra_tensors.get(names[path])
-        if stored is None:
-            problems["missing"].append(names[path])
+    config = tower_config(policy.config, policy.model.config.dtype)
+    tower = SiglipTower(config) if isinstance(config, SiglipConfig) else QwenTower(config)
+    shapes = flatten_dict(jax.eval_shape(tower.init, jax.random.key(0), config.inputs)["params"])
+    problems, params = [], {}
+    for path, leaf in shapes.items():
+        name = _stored_name(policy, path)
+        if (stored := policy.extra_tensors.get(name)) is None:
+            problems.append(f"{name} is missing")
             continue
         array = stored.reshape(len(stored), -1).T if path[-1] == "kernel" else stored
-        if array.shape != shape:
-            problems["of the wrong shape"].append(f"{names[path]} has shape {list(stored.shape)}")
-        elif stored.dtype not in [STORED[kind] for kind in READ]:
-            problems["of an unsupported dtype"].append(f"{names[path]} has dtype {stored.dtype}")
-        else:
-            params[path] = array
-    found = [f"{what}: {some(names)}" for what, names in problems.items() if names]
-    if found:
-        raise ValueError(f"policy.extra_tensors does not match policy.config: {'; '.join(found)}.")
-    dtype = jnp.dtype(tower.config.encoder.dtype)
-    return tower, unflatten_dict({path: jnp.array(array, dtype) for path, array in params.items()})
+        if array.shape != leaf.shape or stored.dtype not in [STORED[kind] for kind in READ]:
+            wanted = list(leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape)
+            got = f"{list(stored.shape)} and {stored.dtype}"
+            problems.append(f"{name} must have shape {wanted} and dtype {' or '.join(READ)}; got {got}")
+        params[path] = array
+    if problems:
+        raise ValueError(f"policy.extra_tensors does not match policy.config: {some(problems)}.")
+    return tower, unflatten_dict({path: jnp.array(x, config.encoder.dtype) for path, x in params.items()})
 
 
 def tower_tensors(policy: Policy, params: Params) -> dict[str, np.ndarray]:
     """Convert a tower's params to tensors with the names, shapes and dtypes in `policy.extra_tensors`."""
-    leaves = flatten_dict(params)
     tensors = {}
-    for path, name in _stored_names(policy, leaves).items():
-        array, stored = np.asarray(leaves[path]), policy.extra_tensors[name]
+    for path, leaf in flatten_dict(params).items():
+        name = _stored_name(policy, path)
+        stored, array = policy.extra_tensors[name], np.asarray(leaf)
         array = array.T.reshape(stored.shape) if path[-1] == "kernel" else array
         tensors[name] = np.ascontiguousarray(array, stored.dtype)
     return tensors
 
 
-def _abstract_tower(policy: Policy) -> tuple[SiglipTower | QwenTower, dict[tuple[str, ...], tuple[int, ...]]]:
-    """Return the module and the shape of each parameter."""
-    config = tower_config(policy.config, policy.model.config.dtype)
-    tower = SiglipTower(config) if isinstance(config, SiglipConfig) else QwenTower(config)
-    params = jax.eval_shape(tower.init, jax.random.key(0), config.inputs)["params"]
-    return tower, {path: leaf.shape for path, leaf in flatten_dict(params).items()}
+def _stored_name(policy: Policy, path: tuple[str, ...]) -> str:
+    """Return the name of a parameter's tensor, with the first possible prefix if there is no such tensor."""
+    module = ".".join(path[:-1])
+    for pattern, replacement in _RENAMED.items():
+        module = re.sub(pattern, replacement, module)
+    name = (module + SUFFIXES.get(path[-1], f".{path[-1]}")).removeprefix(".")
+    parts = TOWERS[_architecture(policy.config)]
+    prefixes = next(prefixes for start, prefixes in parts.items() if path[0].startswith(start))
+    return next((prefix + name for prefix in prefixes if prefix + name in policy.extra_tensors), prefixes[0] + name)
 
 
-def _stored_names(policy: Policy, paths: Mapping[tuple[str, ...], object]) -> dict[tuple[str, ...], str]:
-    """Return the name of each parameter's tensor, with the first prefix for which `extra_tensors` contains one."""
-    found: dict[tuple[str, ...], str] = {}
-    for part, prefixes in PREFIXES[policy.config["architectures"][0]].items():
-        inside = {path: path[1:] if part else path for path in paths if part in ("", path[0])}
-        names = {path: _name(rest) for path, rest in inside.items()}
-        held = (p for p in prefixes if any(p + name in policy.extra_tensors for name in names.values()))
-        prefix = next(held, prefixes[0])
-        found |= {path: prefix + name for path, name in names.items()}
-    return found
-
-
-def _name(path: tuple[str, ...]) -> str:
-    """Return a parameter's name in a checkpoint, without the prefix."""
-    name = ".".join(path[:-1])
-    for pattern, replacement in _RENAMED:
-        name = re.sub(pattern, replacement, name)
-    return (name + SUFFIXES.get(path[-1], f".{path[-1]}")).removeprefix(".")
-
-
-def _check_supported(raw: Json) -> None:
-    names = raw.get("architectures") or []
-    if len(names) != 1 or names[0] not in PREFIXES:
-        raise ValueError(
-            f"{' '.join(names) or 'the model'} does not support images in prompts; use a model with one of the"
-            f" architectures {', '.join(PREFIXES)}."
-        )
+def _architecture(raw: Json) -> str:
+    """Return a model's architecture. Raises ValueError if its images are not supported."""
+    name = " ".join(raw.get("architectures") or ["a model without 'architectures' in its config.json"])
+    if name not in TOWERS:
+        raise ValueError(f"images are not supported for {name}; use a model with architecture {', '.join(TOWERS)}.")
+    return name

@@ -27,20 +27,10 @@ class QwenVisionConfig:
     features: int  # D, width of the text model
 
     @property
-    def window_patches(self) -> int:
-        """S, number of patches in a window."""
-        return (self.window * self.merge) ** 2
-
-    @property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of the inputs for one image that fits into a window."""
-        shape = (1, 1, self.window_patches)
-        return {
-            "patches": jax.ShapeDtypeStruct((*shape, self.channels), jnp.float32),
-            "positions": jax.ShapeDtypeStruct((*shape, 2), jnp.int32),
-            "valid": jax.ShapeDtypeStruct(shape, jnp.bool_),
-            "order": jax.ShapeDtypeStruct((1, self.window**2), jnp.int32),
-        }
+        """Shapes of the inputs for one image of one square."""
+        patches = np.zeros((self.merge**2, self.channels), np.float32)
+        return jax.eval_shape(lambda: window_inputs(patches, (self.merge, self.merge), self))
 
 
 class QwenTower(nn.Module):
@@ -68,8 +58,11 @@ class QwenTower(nn.Module):
         table = _axial_table(inputs["positions"], layer.rope, layer.head_dim)
         for i in range(layer.num_layers):
             x = _Block(layer, i in c.full_layers, name=f"blocks_{i}")(x, table, inputs["valid"])
-        merged = _Merger(c, name="merger")(x)
-        return jnp.take_along_axis(merged, inputs["order"][:, :, None], axis=1)
+        width = c.merge**2 * layer.hidden_size
+        x = norm(layer, "merger_ln_q")(x).reshape(len(x), -1, width)
+        x = ACTIVATIONS["gelu"](linear(layer, "merger_mlp_0", width, True)(x))
+        x = linear(layer, "merger_mlp_2", c.features, True)(x)
+        return jnp.take_along_axis(x, inputs["order"][:, :, None], axis=1)
 
 
 class _Block(nn.Module):
@@ -78,41 +71,15 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array], valid: jax.Array) -> jax.Array:
-        c = self.config
-        x = x + _Attention(c, self.full, name="attn")(norm(c, "norm1")(x), table, valid)
-        return x + MLP(c, c.intermediate_size, name="mlp")(norm(c, "norm2")(x))
-
-
-class _Attention(nn.Module):
-    config: TransformerConfig
-    full: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array], valid: jax.Array) -> jax.Array:
         c, (n, windows, size, width) = self.config, x.shape
-        shape = (n, windows * size) if self.full else (n * windows, size)
-        qkv = linear(c, "qkv", 3 * width, True)(x).reshape(n, windows, size, 3, c.num_heads, c.head_dim)
-        q, k, v = (
-            part.reshape(*shape, c.num_heads, c.head_dim)
-            for part in (rotate(qkv[:, :, :, 0], table), rotate(qkv[:, :, :, 1], table), qkv[:, :, :, 2])
-        )
-        # Padding attends to all patches with equal weights where a window has none, so that its softmax is finite.
-        y = jax.nn.dot_product_attention(q, k, v, mask=valid.reshape(shape[0], 1, 1, shape[1]))
-        return linear(c, "proj", width, True)(y.reshape(x.shape))
-
-
-class _Merger(nn.Module):
-    """Concatenate the normalized patches of each square, then apply an MLP."""
-
-    config: QwenVisionConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map patches [N, W, S, width] to features [N, W · S / merge², D]."""
-        c, layer = self.config, self.config.encoder
-        width = c.merge**2 * layer.hidden_size
-        x = norm(layer, "ln_q")(x).reshape(len(x), -1, width)
-        return linear(layer, "mlp_2", c.features, True)(ACTIVATIONS["gelu"](linear(layer, "mlp_0", width, True)(x)))
+        qkv = linear(c, "attn_qkv", 3 * width, True)(norm(c, "norm1")(x))
+        q, k, v = jnp.moveaxis(qkv.reshape(n, windows, size, 3, c.num_heads, c.head_dim), 3, 0)
+        b, t = (n, windows * size) if self.full else (n * windows, size)
+        q, k, v = (y.reshape(b, t, c.num_heads, c.head_dim) for y in (rotate(q, table), rotate(k, table), v))
+        # Queries of windows without patches attend to all keys equally; their features are not used.
+        y = jax.nn.dot_product_attention(q, k, v, mask=valid.reshape(b, 1, 1, t)).reshape(x.shape)
+        x = x + linear(c, "attn_proj", width, True)(y)
+        return x + MLP(c, c.intermediate_size, name="mlp")(norm(c, "norm2")(x))
 
 
 def _axial_table(positions: jax.Array, rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
@@ -153,21 +120,20 @@ def window_inputs(pixel_values: np.ndarray, grid: tuple[int, int], config: QwenV
     if len(pixel_values) != grid[0] * grid[1] or grid[0] % m or grid[1] % m:
         raise ValueError(f"grid must be multiples of {m} with a product of {len(pixel_values)} patches; got {grid}.")
     height, width = grid[0] // m, grid[1] // m
-    row, column = np.divmod(np.arange(height * width), width)
-    windows = -(-height // size) * -(-width // size)
-    window = row // size * -(-width // size) + column // size
-    at = window * size**2 + row % size * size + column % size
-    inner = np.stack(np.divmod(np.arange(m * m), m), axis=-1)
-    values = {
-        "patches": pixel_values.reshape(len(at), m * m, -1).astype(np.float32),
-        "positions": (m * np.stack([row, column], axis=-1)[:, None] + inner[None]).astype(np.int32),
-        "valid": np.ones((len(at), m * m, 1), bool),
+    rows, columns = -(-height // size), -(-width // size)
+
+    def grouped(x: np.ndarray) -> np.ndarray:
+        x = x.reshape(height, width, m * m, -1)
+        x = np.pad(x, [(0, rows * size - height), (0, columns * size - width), (0, 0), (0, 0)])
+        x = x.reshape(rows, size, columns, size, m * m, -1).swapaxes(1, 2)
+        return x.reshape(1, rows * columns, (m * size) ** 2, -1)
+
+    positions = np.indices(grid, np.int32).reshape(2, height, m, width, m).transpose(1, 3, 2, 4, 0)
+    slots = np.arange(rows * columns * size**2, dtype=np.int32).reshape(rows, columns, size, size).swapaxes(1, 2)
+    order = slots.reshape(rows * size, columns * size)[:height, :width].ravel()
+    return {
+        "patches": grouped(pixel_values.astype(np.float32)),
+        "positions": grouped(positions),
+        "valid": grouped(np.ones(len(pixel_values), bool))[..., 0],
+        "order": np.pad(order, (0, slots.size - len(order)))[None],
     }
-    inputs = {}
-    for name, value in values.items():
-        padded = np.zeros((windows * size**2, *value.shape[1:]), value.dtype)
-        padded[at] = value
-        inputs[name] = padded.reshape(1, windows, config.window_patches, -1)
-    order = np.zeros((1, windows * size**2), np.int32)
-    order[0, : len(at)] = at
-    return inputs | {"valid": inputs["valid"][..., 0], "order": order}

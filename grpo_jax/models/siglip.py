@@ -42,16 +42,16 @@ class SiglipConfig:
 
 
 class SiglipTower(nn.Module):
-    """Encode images with SigLIP (Zhai et al. 2023) and project them to the text model's width.
+    """Encode square images with SigLIP (Zhai et al. 2023) and project them to the text model's width.
 
-    `inputs` contains `pixels` [N, H, W, 3], and the result is [N, M, D] with M = (side / r)² for blocks of r × r
-    patches, in raster order:
+    `inputs` contains `pixels` [N, H, W, 3], and the result is [N, M, D], with a feature for each block of r × r patches
+    in raster order:
 
-        Gemma 3:    norm(mean(x over a block)) W
-        Idefics 3:  concat(x over a block) W       (pixel shuffle; Shi et al. 2016)
+        Gemma 3:    norm(mean(x over the block)) W
+        Idefics 3:  concat(x over the block) W       (pixel shuffle; Shi et al. 2016)
 
-    Patches have learned positions in raster order. In transformers, rounding gives some patches of Idefics 3 their
-    neighbor's position for some sides (19, 25, 29, 31, …), but not for the published ones (26, 27 and 32).
+    Patches have learned positions in raster order. transformers rounds Idefics 3's positions, and so repeats some of
+    them for a few numbers of patches per side (19, 25, 29, …), but not for the published 26, 27 and 32.
 
     Raises:
       ValueError: if the images do not have the config's size.
@@ -68,29 +68,27 @@ class SiglipTower(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Mapping[str, jax.Array]) -> jax.Array:
-        c, pixels = self.config, inputs["pixels"]
-        if pixels.shape[1:3] != (c.image_size, c.image_size):
+        c, layer, pixels = self.config, self.config.encoder, inputs["pixels"]
+        n, side, p, width = len(pixels), c.side, c.patch_size, layer.hidden_size
+        if pixels.shape[1:] != c.inputs["pixels"].shape[1:]:
             raise ValueError(f"pixels must have shape [N, {c.image_size}, {c.image_size}, 3]; got {pixels.shape}.")
-        x = _Encoder(c, name="encoder")(pixels)
-        n, d, side = len(x), x.shape[-1], c.side // c.block
-        blocks = x.reshape(n, side, c.block, side, c.block, d).transpose(0, 1, 3, 2, 4, 5)
-        return _Projector(c, name="projector")(blocks.reshape(n, side**2, c.block**2, d))
-
-
-class _Encoder(nn.Module):
-    config: SiglipConfig
-
-    @nn.compact
-    def __call__(self, pixels: jax.Array) -> jax.Array:
-        c, layer, p = self.config, self.config.encoder, self.config.patch_size
-        n, length = len(pixels), c.side * p
-        patches = pixels[:, :length, :length].reshape(n, c.side, p, c.side, p, 3).transpose(0, 1, 3, 5, 2, 4)
-        x = linear(layer, "patch_embedding", layer.hidden_size, True)(patches.reshape(n, c.side**2, 3 * p * p))
-        embed = nn.Embed(c.side**2, layer.hidden_size, name="position_embedding")
-        x = x + embed.embedding[None].astype(x.dtype)
+        patches = pixels[:, : side * p, : side * p].reshape(n, side, p, side, p, 3).transpose(0, 1, 3, 5, 2, 4)
+        x = linear(layer, "patch_embedding", width, True)(patches.reshape(n, side**2, 3 * p**2))
+        positions = nn.Embed(side**2, width, name="position_embedding").embedding
+        x = x + positions[None].astype(x.dtype)
         for i in range(layer.num_layers):
             x = _Layer(layer, name=f"layers_{i}")(x)
-        return _layer_norm(layer, "post_layernorm", x)
+        x = _layer_norm(layer, "post_layernorm", x)
+        rows, r = side // c.block, c.block
+        x = x.reshape(n, rows, r, rows, r, width).transpose(0, 1, 3, 2, 4, 5).reshape(n, rows**2, r**2, width)
+        if not c.pooled:
+            return linear(layer, "proj", c.features)(x.reshape(n, rows**2, r**2 * width))
+        x = x.mean(axis=2, dtype=jnp.float32).astype(x.dtype)
+        x = RMSNorm(layer.rms_norm_eps, 1.0, name="mm_soft_emb_norm")(x)
+        # Checkpoints store this matrix as [in, out], unlike the kernels of linear layers.
+        init = nn.initializers.normal(layer.initializer_range)
+        w = self.param("mm_input_projection_weight", init, (width, c.features))
+        return matmul(x.reshape(-1, width), w, None, layer.uses_float32_sums).reshape(n, rows**2, c.features)
 
 
 class _Layer(nn.Module):
@@ -98,50 +96,16 @@ class _Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        x = x + _Attention(c, name="self_attn")(_layer_norm(c, "layer_norm1", x))
-        return x + _MLP(c, name="mlp")(_layer_norm(c, "layer_norm2", x))
-
-
-class _Attention(nn.Module):
-    config: TransformerConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
         c, width = self.config, self.config.hidden_size
+        y = _layer_norm(c, "layer_norm1", x)
         q, k, v = (
-            linear(c, name, width, True)(x).reshape(*x.shape[:2], c.num_heads, c.head_dim)
-            for name in ("q_proj", "k_proj", "v_proj")
+            linear(c, f"self_attn_{name}_proj", width, True)(y).reshape(*x.shape[:2], c.num_heads, c.head_dim)
+            for name in "qkv"
         )
-        return linear(c, "out_proj", width, True)(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
-
-
-class _MLP(nn.Module):
-    config: TransformerConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        return linear(c, "fc2", c.hidden_size, True)(
-            ACTIVATIONS[c.activation](linear(c, "fc1", c.intermediate_size, True)(x))
-        )
-
-
-class _Projector(nn.Module):
-    config: SiglipConfig
-
-    @nn.compact
-    def __call__(self, blocks: jax.Array) -> jax.Array:
-        """Project blocks [N, M, r², width] to features [N, M, D]."""
-        c, layer = self.config, self.config.encoder
-        if not c.pooled:
-            return linear(layer, "proj", c.features)(blocks.reshape(*blocks.shape[:2], -1))
-        x = blocks.astype(jnp.float32).mean(axis=2).astype(blocks.dtype)
-        x = RMSNorm(layer.rms_norm_eps, 1.0, name="mm_soft_emb_norm")(x)
-        init = nn.initializers.normal(layer.initializer_range)
-        # A checkpoint stores this matrix [in, out], unlike those of linear layers.
-        w = self.param("mm_input_projection_weight", init, (x.shape[-1], c.features))
-        return matmul(x.reshape(-1, x.shape[-1]), w, None, layer.uses_float32_sums).reshape(*x.shape[:2], -1)
+        y = jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
+        x = x + linear(c, "self_attn_out_proj", width, True)(y)
+        y = linear(c, "mlp_fc1", c.intermediate_size, True)(_layer_norm(c, "layer_norm2", x))
+        return x + linear(c, "mlp_fc2", width, True)(ACTIVATIONS[c.activation](y))
 
 
 def _layer_norm(config: TransformerConfig, name: str, x: jax.Array) -> jax.Array:

@@ -1,72 +1,171 @@
-"""Image encoders compared with transformers and PyTorch on tiny random checkpoints."""
+"""Image encoders compared with transformers and PyTorch on tiny random checkpoints, and their tensors in both ways."""
 
 import jax
 import numpy as np
 import pytest
-from tiny_vision import FAMILIES, write_vision_model
+from tiny_vision import FAMILIES, QWEN, tower_shapes, vision_config, write_vision_model
 
-from grpo_jax.hub.huggingface import from_pretrained
-from grpo_jax.hub.vision import load_tower
+from grpo_jax.hub.families import read_config
+from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
+from grpo_jax.hub.vision import image_token_id, load_tower, tower_config, tower_tensors
 from grpo_jax.models.qwen_vision import window_inputs
 
-SIZES = [(28, 14), (42, 56), (70, 28), (41, 33)]  # heights and widths; the window is 28 x 28 pixels
-
-
-def images(sizes=SIZES):
-    from PIL import Image
-
-    rng = np.random.default_rng(3)
-    return [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+SIZES = [(28, 14), (42, 56), (70, 28), (41, 33)]  # heights and widths; Qwen's windows have 28 x 28 pixels
+BAD_VALUES = [
+    ("gemma3", {"image_token_index": None}, "'image_token_id' must be the id of the image token; got None"),
+    ("gemma3", {"mm_tokens_per_image": 5}, "'mm_tokens_per_image' must be the square of a divisor of 4 .*; got 5"),
+    ("idefics3", {"scale_factor": 3}, "'scale_factor' must be a divisor of 4 patches per side; got 3"),
+    ("smolvlm", {"vision_config": {"num_attention_heads": 5}}, "heads' must be a divisor of .*1152; got 5"),
+    ("qwen2_5_vl", {"vision_config": {"out_hidden_size": 8}}, "out_hidden_size' must be the text model's 32; got 8"),
+    ("qwen2_5_vl", {"rope_scaling": {"mrope_section": [1, 2]}}, "must be three integers whose sum is 4; got"),
+]
+PREFIXES = {
+    "gemma3": ({}, {"vision_tower.vision_model.": "vision_tower."}, {"multi_modal": "model.multi_modal",
+        "vision_tower.vision_model.": "model.vision_tower.", "language_model.model.": "model.language_model."}),
+    "qwen2_5_vl": ({}, {"visual.": "model.visual.", "model.": "model.language_model."}),
+}  # fmt: skip
+"""Published prefixes of tensor names, and the names in files that transformers writes instead."""
 
 
 def processed(directory):
-    """Return what transformers' image processor returns for each image."""
-    transformers = pytest.importorskip("transformers")
-    processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
-    return [dict(processor(image, return_tensors="np")) for image in images()]
+    """Return the arrays that transformers' image processor returns for each image."""
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    rng = np.random.default_rng(3)
+    images = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in SIZES]
+    processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    return [dict(processor(image, return_tensors="np")) for image in images]
 
 
 def tower_inputs(config, outputs):
-    """Convert the outputs of transformers' image processor for some images to inputs of the tower."""
-    if hasattr(config, "window"):
-        each = [window_inputs(o["pixel_values"], tuple(o["image_grid_thw"][0, 1:]), config) for o in outputs]
-        windows = max(one["patches"].shape[1] for one in each)
-        squares = windows * config.window**2
+    """Convert an image processor's outputs to inputs of the tower. Smaller images get windows of zeros."""
+    if not hasattr(config, "window"):
+        pixels = [output["pixel_values"].reshape(-1, 3, 28, 28) for output in outputs]
+        return {"pixels": np.concatenate(pixels).transpose(0, 2, 3, 1)}
+    images = [
+        window_inputs(output["pixel_values"], tuple(output["image_grid_thw"][0, 1:]), config) for output in outputs
+    ]
+    longest = {name: max(image[name].shape[1] for image in images) for name in images[0]}
 
-        def padded(x, name):
-            rest = squares - x.shape[1] if name == "order" else windows - x.shape[1]
-            return np.pad(x, [(0, 0), (0, rest), *[(0, 0)] * (x.ndim - 2)])
+    def padded(name, x):
+        return np.pad(x, [(0, 0), (0, longest[name] - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
-        return {name: np.concatenate([padded(one[name], name) for one in each]) for name in each[0]}
-    pixels = [o["pixel_values"].reshape(-1, 3, 28, 28).transpose(0, 2, 3, 1) for o in outputs]
-    return {"pixels": np.concatenate(pixels)}
+    return {name: np.concatenate([padded(name, image[name]) for image in images]) for name in longest}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_equal_pytorch(tmp_path, family):
-    """Features equal transformers', for one tile per image, split images, and images with one or several windows."""
+    """Features equal transformers': one tile per image, split images, images in one or several windows."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    directory = write_vision_model(tmp_path / family, family)
+    directory = write_vision_model(tmp_path, family)
     policy = from_pretrained(directory)
     tower, params = load_tower(policy)
     outputs = processed(directory)
-    features = jax.jit(tower.apply)({"params": params}, tower_inputs(tower.config, outputs))
+    inputs = tower_inputs(tower.config, outputs)
+    whole = features = np.asarray(jax.jit(tower.apply)({"params": params}, inputs))
     model = getattr(transformers, policy.config["architectures"][0]).from_pretrained(directory).eval()
-    with torch.no_grad():
-        theirs = []
-        for output in outputs:
-            named = {k: torch.tensor(v) for k, v in output.items() if k in ("pixel_values", "image_grid_thw")}
+    each, used = [], []
+    for output in outputs:
+        named = {k: torch.tensor(output[k]) for k in ("pixel_values", "image_grid_thw") if k in output}
+        with torch.no_grad():
             found = model.model.get_image_features(**named).pooler_output
-            theirs += [found] if family == "gemma3" else found
-    theirs = [x.numpy().reshape(-1, x.shape[-1]) for x in theirs]
-    if family == "qwen2_5_vl":
-        assert len({len(x) for x in theirs}) == 4
-        pairs = list(zip([x[: len(y)] for x, y in zip(features, theirs, strict=True)], theirs, strict=True))
-    else:
-        pairs = [(np.asarray(features).reshape(-1, features.shape[-1]), np.concatenate(theirs))]
-    print(family, max(np.abs(a - b).max() for a, b in pairs), np.abs(theirs[0]).max(), features.shape)
-    for ours, other in pairs:
-        np.testing.assert_allclose(ours, other, atol=1e-5)
+        each.append(np.concatenate([x.numpy().reshape(-1, x.shape[-1]) for x in found]))
+        tiles = 1 if "patches" in inputs else output["pixel_values"].size // (3 * 28 * 28)
+        used.append(features[:tiles].reshape(-1, features.shape[-1])[: len(each[-1])])
+        features = features[tiles:]
+    assert [len(x) for x in each] == {"gemma3": [4] * 4, "smolvlm": [4] * 4, "idefics3": [12, 20, 12, 20],
+        "qwen2_5_vl": [2, 12, 10, 6]}[family]  # fmt: skip
+    np.testing.assert_allclose(np.concatenate(used), np.concatenate(each), atol=1e-5)
+
+    half, params = load_tower(from_pretrained(directory, dtype="bfloat16"))
+    rounded = np.asarray(half.apply({"params": params}, inputs), np.float32)
+    error = np.linalg.norm(rounded - whole) / np.linalg.norm(whole)
+    assert 1e-4 < error < 0.03
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_keep_names_shapes_and_dtypes(tmp_path, family):
+    """A tower converts back to the bytes of its tensors, with published names and with those of other versions."""
+    from safetensors.numpy import load_file, save_file
+
+    published, loaded = load_file(write_vision_model(tmp_path, family) / "model.safetensors"), []
+    for prefixes in PREFIXES.get(family, ({},)):
+        tensors = {}
+        for name, x in published.items():
+            old = next((old for old in prefixes if name.startswith(old)), "")
+            stored = x.astype(np.float16) if x.shape == (16,) else x
+            tensors[prefixes.get(old, "") + name.removeprefix(old)] = stored
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        policy = from_pretrained(tmp_path)
+        loaded.append(load_tower(policy)[1])
+        found = tower_tensors(policy, loaded[-1])
+        assert found.keys() == policy.extra_tensors.keys()
+        assert len(found) == len(tower_shapes(family))
+        for name, x in found.items():
+            assert (x.dtype, x.shape, x.tobytes()) == (
+                tensors[name].dtype,
+                tensors[name].shape,
+                tensors[name].tobytes(),
+            )
+        trained = jax.tree.map(lambda x: x + 1, loaded[-1])
+        changed = policy.replace(extra_tensors={**policy.extra_tensors, **tower_tensors(policy, trained)})
+        save_pretrained(tmp_path / "trained", changed)
+        again = load_tower(from_pretrained(tmp_path / "trained"))[1]
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3), again, trained)
+    jax.tree.map(lambda first, *rest: [np.testing.assert_array_equal(first, x) for x in rest], *loaded)
+
+
+@pytest.mark.quick
+def test_windows_of_an_image_are_padded():
+    """5 x 3 squares of 2 x 2 patches in windows of 2 x 2 squares: patches by window, and features in raster order."""
+    raw = {
+        **vision_config("qwen2_5_vl"),
+        "vision_config": {**QWEN, "temporal_patch_size": 1, "in_chans": 1, "patch_size": 1, "window_size": 4},
+    }
+    config = tower_config(raw)
+    assert (config.channels, config.window, config.merge) == (1, 2, 2)
+    rows, columns = np.indices((10, 6))
+    squares = (rows // 2 * 3 + columns // 2) * 4 + rows % 2 * 2 + columns % 2  # position in the processor's order
+    values = np.zeros((60, 1))
+    values[squares.ravel(), 0] = 100 * rows.ravel() + columns.ravel()
+    inputs = window_inputs(values, (10, 6), config)
+    assert inputs["patches"].shape == (1, 6, 16, 1)
+    assert inputs["patches"][0, 3, :, 0].tolist() == [404, 405, 504, 505, 0, 0, 0, 0, 604, 605, 704, 705, 0, 0, 0, 0]
+    assert inputs["valid"].sum(axis=-1).tolist() == [[16, 8, 16, 8, 8, 4]]
+    at = inputs["positions"] @ [100, 1]
+    np.testing.assert_array_equal(at[inputs["valid"]], inputs["patches"][..., 0][inputs["valid"]])
+    firsts = inputs["patches"].reshape(-1, 4)[inputs["order"][0, :15], 0]
+    assert firsts.tolist() == [200 * row + 2 * column for row in range(5) for column in range(3)]
+    assert inputs["order"][0, 15:].tolist() == [0] * 9
+    with pytest.raises(ValueError, match=r"multiples of 2 with a product of 60 patches; got \(10, 5\)"):
+        window_inputs(values, (10, 5), config)
+
+
+@pytest.mark.quick
+def test_errors_name_the_key_or_the_tensor(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"not supported for Qwen3ForCausalLM; use .* Gemma3ForConditionalGeneration, Idef"
+    ):
+        image_token_id({"architectures": ["Qwen3ForCausalLM"], "image_token_id": 3})
+    for family, changes, message in BAD_VALUES:
+        raw = {**vision_config(family), **changes}
+        with pytest.raises(ValueError, match=message):
+            image_token_id(raw), tower_config(raw), read_config(raw)
+    policy = from_pretrained(write_vision_model(tmp_path, "gemma3"))
+    name = "multi_modal_projector.mm_soft_emb_norm.weight"
+    for tensors, message in (
+        ({}, rf"{name} is missing"),
+        ({name: np.ones(15, np.float32)}, rf"{name} must have shape \[16\] and .*; got \[15\] and float32"),
+        ({name: np.ones(16, np.int8)}, r".* and dtype F32 or F16 or BF16; got \[16\] and int8"),
+    ):
+        others = {key: x for key, x in policy.extra_tensors.items() if key != name}
+        with pytest.raises(ValueError, match=f"extra_tensors does not match policy.config: {message}"):
+            load_tower(policy.replace(extra_tensors=others | tensors))
+    tower, params = load_tower(policy)
+    with pytest.raises(ValueError, match=r"must have shape \[N, 28, 28, 3\]; got \(1, 56, 56, 3\)"):
+        tower.apply({"params": params}, {"pixels": np.zeros((1, 56, 56, 3), np.float32)})
