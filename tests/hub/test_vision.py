@@ -27,15 +27,20 @@ PREFIXES = {
 """Published prefixes of tensor names, and the names in files that transformers writes instead."""
 
 
-def processed(directory):
-    """Return the arrays that transformers' image processor returns for each image."""
+def images(sizes):
+    """Return images of random pixels with the given heights and widths."""
     from PIL import Image
-    from transformers import AutoImageProcessor
 
     rng = np.random.default_rng(3)
-    images = [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in SIZES]
+    return [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+
+
+def processed(directory):
+    """Return the arrays that transformers' image processor returns for each image."""
+    from transformers import AutoImageProcessor
+
     processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
-    return [dict(processor(image, return_tensors="np")) for image in images]
+    return [dict(processor(image, return_tensors="np")) for image in images(SIZES)]
 
 
 def tower_inputs(config, outputs):
@@ -51,7 +56,7 @@ def tower_inputs(config, outputs):
     def padded(name, x):
         return np.pad(x, [(0, 0), (0, longest[name] - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
-    return {name: np.concatenate([padded(name, image[name]) for image in images]) for name in longest}
+    return {name: np.concatenate([padded(name, image[name]) for image in each]) for name in longest}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
