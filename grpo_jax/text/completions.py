@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.text.images import IMAGE_COLUMNS, opened_images
+from grpo_jax.text.images import IMAGE_COLUMNS, decoded_images
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.types import Messages, Row, Tokenizer
 
@@ -68,7 +68,7 @@ def reward_inputs(
 
 
 def _column(rows: Sequence[Row], name: str) -> list[Any]:
-    return [opened_images(row[name]) if name in IMAGE_COLUMNS else row[name] for row in rows]
+    return [decoded_images(row[name]) if name in IMAGE_COLUMNS else row[name] for row in rows]
 
 
 def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:

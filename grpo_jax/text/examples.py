@@ -28,15 +28,7 @@ import numpy as np
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import show
 from grpo_jax.text.completions import common_length, special_tokens
-from grpo_jax.text.images import (
-    ImageSource,
-    encode_texts,
-    has_images,
-    image_parts,
-    image_sizes,
-    place_images,
-    row_images,
-)
+from grpo_jax.text.images import ImageSource, encode_texts, has_images, image_parts, place_images
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, template_messages
 from grpo_jax.text.rows import (
     Columns,
@@ -108,7 +100,7 @@ class Examples(EncodedPrompts):
 class _Example(NamedTuple):
     ids: list[int]
     mask: list[bool]
-    images: tuple[ImageSource, ...] = ()
+    images: Sequence[ImageSource] = ()
 
 
 def load_examples(
@@ -181,7 +173,7 @@ def encode_examples(
     token_ids = [found[i].ids for i in kept]
     lengths = [len(ids) for ids in token_ids]
     blocks = fill_blocks(lengths, length) if packing and length else [[i] for i in range(len(kept))]
-    images = None if processor is None else [found[i].images for i in kept]
+    images = None if processor is None else [tuple(found[i].images) for i in kept]
     return Examples([rows[i] for i in kept], token_ids, dropped, [found[i].mask for i in kept], blocks, images=images)
 
 
@@ -259,18 +251,15 @@ class _Encoder:
         whole, prompt = row[columns[-1]], row["prompt"] if len(columns) == 2 else ""
         if self.tokenizer.eos_token and not whole.endswith(self.tokenizer.eos_token):
             whole += self.tokenizer.eos_token
-        images = row_images(row, self.processor, where)
-        sizes = image_sizes(images, row, where)
-        ids, start = self.tokenize(prompt + whole, sizes, where, special=True), 0
+        text, images, sizes = place_images(row, prompt + whole, self.processor, where)
+        ids, start = self.tokenize(text, sizes, where, special=True), 0
         if len(columns) == 2 and config.completion_only_loss is not False:
             start = common_length(self.tokenize(prompt, sizes, where, special=True), ids)
-        return _Example(ids, [i >= start for i in range(len(ids))], tuple(images))
+        return _Example(ids, [i >= start for i in range(len(ids))], images)
 
     def tokenize(self, text: str, sizes: Sequence[Size], where: str, *, special: bool) -> list[int]:
-        if self.processor is None:
-            return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         (ids,) = encode_texts([text], [sizes], self.tokenizer, self.processor, [where], add_special_tokens=special)
-        return ids
+        return list(ids)
 
     def encode_ids(self, row: Row, where: str) -> _Example:
         ids, config = list(row["input_ids"]), self.config
@@ -289,13 +278,8 @@ class _Encoder:
         tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
         keywords: Json = {**(self.config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
         keywords = {**keywords, "tools": tools} if tools else keywords
-        messages, images = (
-            [message for name in columns for message in row[name]],
-            row_images(row, self.processor, where),
-        )
-        if self.processor is not None:
-            messages, images = place_images(messages, images, where)
-        sizes = image_sizes(images, row, where)
+        whole = [message for name in columns for message in row[name]]
+        messages, images, sizes = place_images(row, whole, self.processor, where)
         messages = template_messages(messages, self.tokenizer, keywords, where=where, seen=self.seen)
 
         def apply(messages: Messages, how: Json) -> Any:
@@ -326,7 +310,7 @@ class _Encoder:
             start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
             mask = [learned and i >= start for i, learned in enumerate(mask)]
         self.learn_openings(ids, mask, messages[-1], keywords)
-        return _Example(ids, mask, tuple(images))
+        return _Example(ids, mask, images)
 
     def assistant_mask(
         self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str

@@ -1,13 +1,11 @@
 """Images of dataset rows: their columns, their parts in messages, and the placeholders in rendered text.
 
 ```
-{"prompt": [user("Which digit?")], "image": "5.png"}   the image goes before the text of the first user message
+{"prompt": [user("Which digit?")], "image": "5.png"}   the image is put before the text of the first user message
 {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}], "images": […]}
 {"prompt": [{"role": "user", "content": [{"type": "image", "image": "5.png"}, …]}]}
-{"prompt": "<image>Which digit?", "images": ["5.png"]}  a string has the model's placeholder once per image
+{"prompt": "<image>Which digit?", "images": ["5.png"]}   a string contains the model's placeholder once per image
 ```
-
-Only the files and their sizes are read before a run. `open_image` decodes pixels whenever they are needed.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from grpo_jax.messages import import_extra, one_line, show
 from grpo_jax.types import Json, Messages, Row, Tokenizer
@@ -30,22 +27,12 @@ if TYPE_CHECKING:
     from grpo_jax.policy import Policy
 
 ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Json | Image.Image"
-"""A path, an encoded image, a dict with `bytes` or `path` as in `datasets`, or an image from Pillow."""
+"""A path, an encoded image, a dict with `bytes` or `path` as in `datasets`, or a PIL image."""
 
 IMAGE_COLUMNS = ("image", "images")
-"""Columns that contain one image, and a list of images. None and empty lists stand for no images."""
+"""Columns that contain an image, or a list of images. None and empty lists stand for no images."""
 
-_SOURCES = "use a path, bytes, a dict with 'bytes' or 'path', or a PIL image"
 _ORIENTATION, _TRANSPOSED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that exchange height and width
-
-
-def image_fault(value: object) -> str:
-    """Describe why a value is not an `ImageSource`. Returns "" if it is one."""
-    if isinstance(value, Mapping):
-        valid = value.get("bytes") is not None or value.get("path") is not None
-    else:
-        valid = isinstance(value, str | bytes | os.PathLike) or _is_pillow(value)
-    return "" if valid else f"{show(value)} is not an image; {_SOURCES}"
 
 
 def column_fault(row: Json) -> str:
@@ -54,47 +41,55 @@ def column_fault(row: Json) -> str:
         return "has images in both 'image' and 'images'; remove one of the columns"
     if not isinstance(row.get("images"), list | tuple | None):
         return f"has {show(row['images'])} in column 'images'; use a list of images, or rename the column to 'image'"
-    for name in IMAGE_COLUMNS:
-        if fault := next(filter(None, map(image_fault, _in_column(row, name))), ""):
-            return f"has an invalid image in column {name!r}: {fault}"
-    return ""
+    fault = next(filter(None, map(_source_fault, _given(row))), "")
+    return f"has an image in column {_column(row)!r} that {fault}" if fault else ""
 
 
 def part_fault(part: object) -> str:
     """Describe why a part of a message's content is not supported. Returns "" if it is."""
-    kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+    kind, image = (part.get("type", "text"), part.get("image")) if isinstance(part, Mapping) else ("text", None)
     if kind not in ("text", "image"):
         return f"it has a part of type {kind!r}, which is not supported; use parts of type 'text' and 'image'"
-    image = part.get("image") if kind == "image" and isinstance(part, Mapping) else None
-    return f"it has an invalid image: {fault}" if image is not None and (fault := image_fault(image)) else ""
+    fault = "" if kind == "text" or image is None else _source_fault(image)
+    return f"it has an image that {fault}" if fault else ""
+
+
+def _source_fault(value: object) -> str:
+    if isinstance(value, Mapping):
+        valid = value.get("bytes") is not None or value.get("path") is not None
+    else:
+        valid = isinstance(value, str | bytes | os.PathLike) or _is_pillow(value)
+    return "" if valid else f"is {show(value)}; use a path, bytes, a dict with 'bytes' or 'path', or a PIL image"
 
 
 def _is_pillow(value: object) -> bool:
     return any(kind.__module__.startswith("PIL.") for kind in type(value).__mro__)
 
 
-def _in_column(row: Json, name: str) -> Sequence[ImageSource]:
-    value = row.get(name)
-    return ((value,) if name == "image" else value) if value is not None else ()
+def _given(row: Json) -> list[ImageSource]:
+    return [*([] if row.get("image") is None else [row["image"]]), *(row.get("images") or ())]
+
+
+def _column(row: Json) -> str:
+    return IMAGE_COLUMNS[row.get("image") is None]
 
 
 def image_parts(messages: str | Messages | None) -> list[Json]:
     """Return the image parts of messages."""
     contents = () if isinstance(messages, str) else (message["content"] for message in messages or ())
-    lists = (content for content in contents if isinstance(content, list))
-    return [part for content in lists for part in content if isinstance(part, Mapping) and part.get("type") == "image"]
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 
 
 def has_images(row: Json) -> bool:
     """Return whether a row has images in its columns or messages."""
-    columns = any(len(_in_column(row, name)) for name in IMAGE_COLUMNS)
-    return columns or any(image_parts(row.get(name)) for name in ("prompt", "completion", "messages"))
+    return bool(_given(row)) or any(image_parts(row.get(name)) for name in ("prompt", "completion", "messages"))
 
 
 def find_processor(policy: Policy, rows: Sequence[Row], argument: str = "dataset") -> ImageProcessor | None:
     """Load the policy's image processor if any row has images, otherwise return None.
 
-    Raises ValueError with the first such row if the policy does not take images or lacks processor files.
+    Raises ValueError with the first such row if the policy does not support images or lacks processor files.
     """
     first = next((i for i, row in enumerate(rows) if has_images(row)), None)
     if first is None:
@@ -107,41 +102,52 @@ def find_processor(policy: Policy, rows: Sequence[Row], argument: str = "dataset
         raise ValueError(f"{argument} row {first} has images, but {error}") from error
 
 
-def row_images(row: Json, processor: ImageProcessor | None, where: str) -> list[ImageSource]:
-    """Return the images in a row's columns. Raises ValueError for a row with images if there is no processor."""
-    if processor is None and has_images(row):
-        raise ValueError(f"{where} has images, but no image processor was passed; use find_processor")
-    return [source for name in IMAGE_COLUMNS for source in _in_column(row, name)]
+class Placed(NamedTuple):
+    """A prompt whose image parts are `{"type": "image"}`, with its images and their sizes in the order of the parts."""
+
+    prompt: Any
+    images: list[ImageSource]
+    sizes: list[Size]
 
 
-def place_images(messages: Messages, given: Sequence[ImageSource], where: str) -> tuple[Messages, list[ImageSource]]:
-    """Return messages whose image parts are `{"type": "image"}`, and the images in the order of these parts.
+def place_images(row: Json, prompt: str | Messages, processor: ImageProcessor | None, where: str) -> Placed:
+    """Assign a row's images to its prompt, and read their sizes.
 
-    The images in `given` fill the parts without an image. If there are no image parts, they are put before the text of
-    the first user message, as in TRL. Keys with the value None, which Parquet adds to parts, are removed.
+    The images in columns fill the parts without an image. If there are no image parts, they are put before the text of
+    the first user message, as in TRL. Raises ValueError with `where` if they do not match, an image cannot be read, or
+    a row with images has no processor.
     """
-    placed = [dict(message) for message in messages]
-    if given and not image_parts(placed):
-        first = next((message for message in placed if message["role"] == "user"), None)
-        if first is None:
-            raise ValueError(f"{where} has images, but no user message that they could be put into; add one")
-        text = first["content"]
-        text = [{"type": "text", "text": text}] if isinstance(text, str) else text
-        first["content"] = [*({"type": "image"} for _ in given), *text]
-    own = [part.get("image") for part in image_parts(placed)]
-    if own.count(None) != len(given):
-        raise ValueError(
-            f"{where} has {len(given)} images in its columns, but {own.count(None)} image parts without an image; use"
-            ' one part {"type": "image"} per image in the columns'
-        )
-    for message in placed:
-        if isinstance(message["content"], list):
-            message["content"] = [_bare(part) for part in message["content"]]
-    free = iter(given)
-    return placed, [next(free) if source is None else source for source in own]
+    images = given = _given(row)
+    if processor is None:
+        if has_images(row):
+            raise ValueError(f"{where} has images, but no processor was passed; use find_processor")
+        return Placed(prompt, [], [])
+    if not isinstance(prompt, str):
+        prompt = [dict(message) for message in prompt]
+        first = next((message for message in prompt if message["role"] == "user"), None)
+        if given and first is not None and not image_parts(prompt):
+            text = first["content"]
+            text = [{"type": "text", "text": text}] if isinstance(text, str) else text
+            first["content"] = [*({"type": "image"} for _ in given), *text]
+        free, own = iter(given), [part.get("image") for part in image_parts(prompt)]
+        if own.count(None) != len(given):
+            raise ValueError(
+                f"{where} has {len(given)} images in its columns, but {own.count(None)} image parts without an image;"
+                ' use one part {"type": "image"} per image in the columns, in a user message'
+            )
+        images = [next(free) if source is None else source for source in own]
+        for message in prompt:
+            if isinstance(message["content"], list):
+                message["content"] = [_bare(part) for part in message["content"]]
+    sizes = []
+    for index, source in enumerate(images):
+        column = _column(row) if any(source is x for x in given) else "prompt"
+        sizes.append(_size(source, f"{where}: image {index} ({show(source)} in {column!r})"))
+    return Placed(prompt, images, sizes)
 
 
 def _bare(part: object) -> object:
+    """Remove an image from its part, and keys with the value None, which Parquet adds for other parts' keys."""
     if not isinstance(part, Mapping):
         return part
     return {name: x for name, x in part.items() if x is not None and (part.get("type") != "image" or name == "type")}
@@ -151,7 +157,7 @@ def encode_texts(
     texts: Sequence[str],
     sizes: Sequence[Sequence[Size]],
     tokenizer: Tokenizer,
-    processor: ImageProcessor,
+    processor: ImageProcessor | None,
     where: Sequence[str],
     *,
     add_special_tokens: bool,
@@ -160,19 +166,26 @@ def encode_texts(
 
     Raises ValueError if a text does not have one placeholder per image, or contains other image tokens.
     """
-    expanded = []
+
+    def encode(strings: Sequence[str]) -> list[list[int]]:
+        return tokenizer(text=strings, add_special_tokens=add_special_tokens)["input_ids"] if strings else []
+
+    if processor is None:
+        return encode(texts)
+    expanded = list[str]()
     for text, found, name in zip(texts, sizes, where, strict=True):
-        first, *rest = text.split(processor.placeholder)
+        start, *rest = text.split(processor.placeholder)
         if len(rest) != len(found):
             raise ValueError(
                 f"{name} has {len(found)} images, but its text contains the placeholder {processor.placeholder!r}"
                 f" {len(rest)} times; write it once per image in a string. In messages, use parts of type 'image', a"
                 " chat template that renders them, and no placeholders in the text"
             )
-        expanded.append(first + "".join(processor.expand(*size) + part for size, part in zip(found, rest, strict=True)))
-    token_ids: list[list[int]] = tokenizer(text=expanded, add_special_tokens=add_special_tokens)["input_ids"]
+        images = (processor.expand(height, width) for height, width in found)
+        expanded.append(start + "".join(image + part for image, part in zip(images, rest, strict=True)))
+    token_ids = encode(expanded)
     for ids, found, name in zip(token_ids, sizes, where, strict=True):
-        count, wanted = list(ids).count(processor.image_token_id), sum(processor.num_tokens(*size) for size in found)
+        count, wanted = list(ids).count(processor.image_token_id), sum(processor.num_tokens(h, w) for h, w in found)
         if count != wanted:
             raise ValueError(
                 f"{name} has {count} image tokens ({processor.image_token!r}) for images with {wanted} features; remove"
@@ -181,17 +194,8 @@ def encode_texts(
     return token_ids
 
 
-def image_sizes(sources: Sequence[ImageSource], row: Json, where: str) -> list[Size]:
-    """Return each image's height and width in pixels. Raises ValueError if an image is too large or damaged."""
-    sizes = []
-    for index, source in enumerate(sources):
-        columns = (name for name in IMAGE_COLUMNS if any(source is x for x in _in_column(row, name)))
-        what = f"{where}: image {index} ({show(source)}, column {next(columns, 'prompt')!r})"
-        sizes.append(_size(source, what))
-    return sizes
-
-
 def _size(source: ImageSource, what: str) -> Size:
+    """Return an image's height and width in pixels. Raises ValueError if it is damaged or too large."""
     pillow = import_extra("PIL.Image", "pillow")
     try:
         with warnings.catch_warnings():
@@ -214,15 +218,15 @@ def _size(source: ImageSource, what: str) -> Size:
 
 @contextlib.contextmanager
 def _opened(source: ImageSource) -> Iterator[Image.Image]:
-    """Open an image without decoding it. Files are closed on exit; images from Pillow are not."""
+    """Open an image without decoding it. Files are closed on exit; PIL images are not."""
     file: Any = source
     if isinstance(source, Mapping):
         file = source["path"] if source.get("bytes") is None else source["bytes"]
-    if isinstance(file, str | os.PathLike | bytes):
+    if _is_pillow(file):
+        yield file
+    else:
         with import_extra("PIL.Image", "pillow").open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
             yield image
-    else:
-        yield file
 
 
 def open_image(source: ImageSource) -> Image.Image:
@@ -236,15 +240,8 @@ def open_image(source: ImageSource) -> Image.Image:
         return pillow.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
 
 
-def opened_images(value: object) -> object:
-    """Open the images in a column that are dicts with `bytes` or `path`, which are PIL images in `datasets`.
-
-    Their pixels are decoded when they are first used, unless the image has to be turned upright.
-    """
+def decoded_images(value: object) -> object:
+    """Decode the images in a column that are dicts with `bytes` or `path`, which are PIL images in `datasets`."""
     if isinstance(value, list | tuple):
-        return [opened_images(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    encoded = Path(value["path"]).read_bytes() if value.get("bytes") is None else value["bytes"]
-    image = import_extra("PIL.Image", "pillow").open(io.BytesIO(encoded))
-    return import_extra("PIL.ImageOps", "pillow").exif_transpose(image) if image.info.get("exif") else image
+        return [decoded_images(item) for item in value]
+    return open_image(value) if isinstance(value, Mapping) else value

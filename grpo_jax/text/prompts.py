@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.text.calls import decode_arguments, map_calls
-from grpo_jax.text.images import ImageSource, encode_texts, image_parts, image_sizes, place_images, row_images
+from grpo_jax.text.images import ImageSource, encode_texts, image_parts, place_images
 from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
 
 if TYPE_CHECKING:
@@ -139,19 +139,13 @@ def encode_prompts(
         if name in (chat_template_kwargs or {}):
             raise ValueError(f"chat_template_kwargs must not contain {name!r}, which encode_prompts sets; remove it")
     where = [f"{argument} row {index}" for index in range(len(rows))]
-    images = [row_images(row, processor, name) for row, name in zip(rows, where, strict=True)]
-    prompts: list[Any] = [row["prompt"] for row in rows]
-    strings = all(isinstance(prompt, str) for prompt in prompts)
-    if processor is not None and not strings:
-        placed = map(place_images, prompts, images, where)
-        prompts, images = map(list, zip(*placed, strict=True))
-    shown = tools or [None] * len(rows)
-    texts = prompts if strings else _render(prompts, tokenizer, chat_template_kwargs or {}, shown, where)
-    if processor is not None:
-        sizes = [image_sizes(*found) for found in zip(images, rows, where, strict=True)]
-        token_ids = encode_texts(texts, sizes, tokenizer, processor, where, add_special_tokens=strings)
-    else:
-        token_ids = tokenizer(text=texts, add_special_tokens=strings)["input_ids"] if texts else []
+    placed = [place_images(row, row["prompt"], processor, name) for row, name in zip(rows, where, strict=True)]
+    texts = [row.prompt for row in placed]
+    strings = all(isinstance(text, str) for text in texts)
+    if not strings:
+        texts = _render(texts, tokenizer, chat_template_kwargs or {}, tools or [None] * len(rows), where)
+    sizes = [row.sizes for row in placed]
+    token_ids = encode_texts(texts, sizes, tokenizer, processor, where, add_special_tokens=strings)
     for name, row, ids in zip(where, rows, token_ids, strict=True):
         if len(ids) == 0:
             raise ValueError(
@@ -168,8 +162,8 @@ def encode_prompts(
             f" {argument} row {longest}, has {len(token_ids[longest])} tokens. Increase max_prompt_length{drop}"
         )
     kept = [index for index, ids in enumerate(token_ids) if len(ids) <= bound]
-    sources = None if processor is None else [tuple(images[index]) for index in kept]
-    return EncodedPrompts([rows[i] for i in kept], [token_ids[i] for i in kept], dropped=long, images=sources)
+    images = None if processor is None else [tuple(placed[i].images) for i in kept]
+    return EncodedPrompts([rows[i] for i in kept], [token_ids[i] for i in kept], dropped=long, images=images)
 
 
 def _render(

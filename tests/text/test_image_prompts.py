@@ -18,7 +18,7 @@ from grpo_jax.hub.processor import load_processor
 from grpo_jax.models.qwen_vision import window_inputs
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.examples import encode_examples, load_examples
-from grpo_jax.text.images import find_processor, image_sizes, open_image, place_images
+from grpo_jax.text.images import find_processor, open_image, place_images
 from grpo_jax.text.prompts import encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 
@@ -142,18 +142,24 @@ def test_positions_equal_those_of_transformers_up_to_a_shift(load):
 
 
 @pytest.mark.quick
-def test_images_are_placed_as_in_trl():
-    first, second = "1.png", "2.png"
+def test_images_are_placed_as_in_trl(load):
+    _, _, processor = load("gemma3")
+    first, second = noise(3, 4), noise(5, 6)
     dialog = [{"role": "system", "content": "be brief"}, *user("a"), *user("b")]
-    placed, found = place_images(dialog, [first, second], "row")
-    assert found == [first, second]
-    assert [message["content"] for message in placed] == ["be brief", [PART, PART, text("a")], "b"]
+
+    def place(prompt, *images):
+        return place_images({"images": list(images)}, prompt, processor, "row")
+
+    placed = place(dialog, first, second)
+    assert [message["content"] for message in placed.prompt] == ["be brief", [PART, PART, text("a")], "b"]
+    assert placed.images == [first, second]
+    assert placed.sizes == [(3, 4), (5, 6)]
     assert dialog[1]["content"] == "a", "the row is unchanged"
-    assert place_images(user(text("a")), [first], "row")[0] == user(PART, text("a"))
+    assert place(user(text("a")), first).prompt == user(PART, text("a"))
     # Parts with their own image keep it. Parquet adds None for keys that occur only in other parts.
     parts = user({**PART, "image": second, "text": None}, {**text("a"), "image": None}, {**PART, "image": None})
-    assert place_images(parts, [first], "row") == (user(PART, text("a"), PART), [second, first])
-    assert place_images(user("a"), [], "row") == (user("a"), [])
+    assert place(parts, first)[:2] == (user(PART, text("a"), PART), [second, first])
+    assert place(user("a"))[:2] == (user("a"), [])
 
 
 @pytest.mark.quick
@@ -180,12 +186,12 @@ def test_every_kind_of_source_gives_the_same_prompt(load, tmp_path):
 
 
 @pytest.mark.quick
-def test_photos_are_turned_upright_and_transparent_pixels_are_white():
+def test_photos_are_turned_upright_and_transparent_pixels_are_white(load):
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
     photo = encoded(noise(20, 48), "JPEG", exif=exif)
     assert open_image(photo).size[::-1] == (48, 20)
-    assert image_sizes([photo, noise(3, 4)], {}, "row") == [(48, 20), (3, 4)]
+    assert place_images({"image": photo}, "<start_of_image>", load("gemma3")[2], "row").sizes == [(48, 20)]
     clear = Image.new("RGBA", (2, 2), (200, 0, 0, 0))
     assert open_image(clear).getpixel((0, 0)) == open_image(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
     gray = Image.new("L", (2, 2), 7)
@@ -225,18 +231,18 @@ def test_files_and_datasets_with_images(load, tmp_path):
 
 BROKEN = b"\x89PNG\r\n\x1a\n" + bytes(30)
 FAULTS = [
-    ({"image": 3}, r"dataset row 1 has an invalid image in column 'image': 3 is not an image; use a path, bytes"),
+    ({"image": 3}, r"dataset row 1 has an image in column 'image' that is 3; use a path, bytes, a dict"),
     ({"images": "a.png"}, r"dataset row 1 has 'a.png' in column 'images'; use a list of images"),
-    ({"images": [{"path": None}]}, r"dataset row 1 has an invalid image in column 'images': {'path': None} is not"),
+    ({"images": [{"path": None}]}, r"dataset row 1 has an image in column 'images' that is {'path': None}; use a path"),
     ({"image": b"a", "images": [b"b"]}, r"dataset row 1 has images in both 'image' and 'images'; remove one"),
-    ({"prompt": user({**PART, "image": 3})}, r"message 0 of 'prompt'; it has an invalid image: 3 is not an image"),
-    ({"image": "gone.png"}, r"row 1: image 0 \('gone.png', column 'image'\) cannot be read \(FileNotFoundError.*check"),
-    ({"images": [BROKEN]}, r"row 1: image 0 \(.*column 'images'\) cannot be read \(UnidentifiedImageError"),
+    ({"prompt": user({**PART, "image": 3})}, r"message 0 of 'prompt'; it has an image that is 3; use a path"),
+    ({"image": "gone.png"}, r"row 1: image 0 \('gone.png' in 'image'\) cannot be read \(FileNotFoundError.*check"),
+    ({"images": [BROKEN]}, r"row 1: image 0 \(.* in 'images'\) cannot be read \(UnidentifiedImageError"),
     ({"image": encoded(noise(90, 90), "JPEG")[:900]}, r"row 1: image 0 .* cannot be read \(OSError: .*truncated"),
-    ({"prompt": user({**PART, "image": "x.png"})}, r"row 1: image 0 \('x.png', column 'prompt'\) cannot be read"),
+    ({"prompt": user({**PART, "image": "x.png"})}, r"row 1: image 0 \('x.png' in 'prompt'\) cannot be read"),
     ({"prompt": user(PART, PART, text("a")), "image": noise(9, 9)}, r"row 1 has 1 images in its columns, but 2 image"),
     ({"prompt": user(PART, text("a"))}, r"row 1 has 0 images in its columns, but 1 image parts without an image"),
-    ({"prompt": [{"role": "system", "content": "a"}], "image": noise(9, 9)}, r"row 1 has images, but no user message"),
+    ({"prompt": [{"role": "system", "content": "a"}], "image": noise(9, 9)}, r"1 images.*, but 0 image.* user message"),
     ({"prompt": user("<start_of_image>?"), "image": noise(9, 9)}, r"row 1 has 1 images.*'<start_of_image>' 2 times"),
     ({"prompt": user("<image_soft_token>")}, r"row 1 has 1 image tokens \('<image_soft_token>'\) for images with 0"),
 ]  # fmt: skip
@@ -289,7 +295,7 @@ def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
         find_processor(policy.replace(files=larger), rows)
     with pytest.raises(ValueError, match=r"row 1 has images, but policy.files has no preprocessor_config.json"):
         find_processor(policy.replace(files={}), rows)
-    with pytest.raises(ValueError, match=r"dataset row 1 has images, but no image processor was passed"):
+    with pytest.raises(ValueError, match=r"dataset row 1 has images, but no processor was passed"):
         encode_prompts(rows, policy.tokenizer)
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     with pytest.raises(ValueError, match=r"row 1 has images, but pillow is required .*; pip install pillow"):
