@@ -167,5 +167,5 @@ def _architecture(raw: Json) -> str:
     """Return a model's architecture. Raises ValueError if its images are not supported."""
     name = " ".join(raw.get("architectures") or ["a model without 'architectures' in its config.json"])
     if name not in TOWERS:
-        raise ValueError(f"images are not supported for {name}; use a model with architecture {', '.join(TOWERS)}.")
+        raise ValueError(f"{name} does not support images in prompts; use one of the models {', '.join(TOWERS)}.")
     return name

@@ -48,10 +48,8 @@ def tower_inputs(config, outputs):
     if not hasattr(config, "window"):
         pixels = [output["pixel_values"].reshape(-1, 3, 28, 28) for output in outputs]
         return {"pixels": np.concatenate(pixels).transpose(0, 2, 3, 1)}
-    images = [
-        window_inputs(output["pixel_values"], tuple(output["image_grid_thw"][0, 1:]), config) for output in outputs
-    ]
-    longest = {name: max(image[name].shape[1] for image in images) for name in images[0]}
+    each = [window_inputs(output["pixel_values"], tuple(output["image_grid_thw"][0, 1:]), config) for output in outputs]
+    longest = {name: max(image[name].shape[1] for image in each) for name in each[0]}
 
     def padded(name, x):
         return np.pad(x, [(0, 0), (0, longest[name] - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
@@ -154,7 +152,7 @@ def test_windows_of_an_image_are_padded():
 @pytest.mark.quick
 def test_errors_name_the_key_or_the_tensor(tmp_path):
     with pytest.raises(
-        ValueError, match=r"not supported for Qwen3ForCausalLM; use .* Gemma3ForConditionalGeneration, Idef"
+        ValueError, match=r"^Qwen3ForCausalLM does not support images .* Gemma3ForConditionalGeneration, Idef"
     ):
         image_token_id({"architectures": ["Qwen3ForCausalLM"], "image_token_id": 3})
     for family, changes, message in BAD_VALUES:
