@@ -9,8 +9,8 @@ import dataclasses
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,16 +19,12 @@ from grpo_jax.hub.policy import quiet_import
 from grpo_jax.hub.vision import image_token_id, tower_config
 from grpo_jax.messages import import_extra
 from grpo_jax.policy import Policy
-from grpo_jax.types import Json
 
 if TYPE_CHECKING:
     from PIL import Image
 
 Size = tuple[int, int]
 """Height and width of an image in pixels."""
-
-Transform: TypeAlias = Any
-"""An image processor from transformers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,10 +35,9 @@ class ImageProcessor:
       image_token_id: token whose embeddings are replaced with image features, one per token.
       image_token: text of this token.
       placeholder: text that the chat template writes once per image.
-      start: text before the image tokens of a whole image.
-      end: text after them.
+      start: text before the image tokens of a whole image; `end` is the text after them.
       tower: configuration of the tower.
-      transform: the image processor in transformers.
+      transform: image processor from transformers.
     """
 
     image_token_id: int
@@ -51,7 +46,7 @@ class ImageProcessor:
     start: str
     end: str
     tower: Any
-    transform: Transform
+    transform: Any
 
     def num_tokens(self, height: int, width: int) -> int:
         """Return the number of image tokens, and features, of an image with the given size in pixels."""
@@ -144,28 +139,33 @@ def load_processor(policy: Policy) -> ImageProcessor:
     Raises ValueError if the model does not support images, its processor files are missing or do not match its tower,
     or Pillow is not installed.
     """
-    raw, token, tower = policy.config, image_token_id(policy.config), tower_config(policy.config)
     policy.check_tokenizer()
-    pillow = import_extra("PIL.Image", "pillow")
+    raw, decode, tower = policy.config, policy.tokenizer.decode, tower_config(policy.config)
     name, kind = _FAMILIES[raw["architectures"][0]]
-    settings = _settings(policy.files)
+    plain, nested = (json.loads(policy.files.get(file, b"{}")) for file in PROCESSOR_FILES)
+    settings = nested.get("image_processor") or plain  # transformers 5 writes the nested one
+    if not settings:
+        raise ValueError(
+            "policy.files has no preprocessor_config.json, which describes how images are resized; copy it from the"
+            " original checkpoint into the model's directory, and load the policy again."
+        )
+    pillow = import_extra("PIL.Image", "pillow")
     with quiet_import():
         import transformers
     with reading("preprocessor_config.json"):
         # Before transformers 5.4, the class that uses Pillow has no suffix.
-        found = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
-        transform = found.from_dict(settings)
+        transform = (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)).from_dict(settings)
         if kind is _Idefics3 and (edge := transform.size["longest_edge"]) % transform.max_image_size["longest_edge"]:
             # transformers computes the wrong number of tiles for this size
             raise ValueError(f"size.longest_edge={edge} must be a multiple of max_image_size.longest_edge")
-    image = placeholder = policy.tokenizer.decode([token])
+    image = placeholder = decode([image_token_id(raw)])
     start = end = ""
     if kind is _Idefics3:
         start, end = "<fake_token_around_image><global-img>", "<fake_token_around_image>"
     elif kind is ImageProcessor:
-        placeholder, end = (policy.tokenizer.decode([raw[f"{x}_token_index"]]) for x in ("boi", "eoi"))
+        placeholder, end = decode([raw["boi_token_index"]]), decode([raw["eoi_token_index"]])
         start, end = f"\n\n{placeholder}", f"{end}\n\n"
-    processor = kind(token, image, placeholder, start, end, tower, transform)
+    processor = kind(image_token_id(raw), image, placeholder, start, end, tower, transform)
     given = processor.inputs(pillow.new("RGB", (8, 8)))
     for key, wanted in tower.inputs.items():
         axes = slice(1 if key == "pixels" else 2, None)  # without the number of images, and of attention windows
@@ -175,15 +175,3 @@ def load_processor(policy: Policy) -> ImageProcessor:
                 f" requires {wanted.shape}; use both files from the same checkpoint."
             )
     return processor
-
-
-def _settings(files: Mapping[str, bytes]) -> Json:
-    """Return the image processor's settings. transformers 5 nests them in processor_config.json."""
-    plain, nested = (json.loads(files.get(name, b"{}")) for name in PROCESSOR_FILES)
-    settings: Json = nested.get("image_processor") or plain
-    if not settings:
-        raise ValueError(
-            "policy.files has no preprocessor_config.json, which describes how images are resized; copy it from the"
-            " original checkpoint into the model's directory, and load the policy again."
-        )
-    return settings

@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.text.calls import decode_arguments, map_calls
-from grpo_jax.text.images import ImageSource, encode_texts, image_parts, place_images
+from grpo_jax.text.images import ImageSource, encode_texts, place_images
 from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
 
 if TYPE_CHECKING:
@@ -226,13 +226,8 @@ def template_messages(
         content, mark = message["content"], f"Zq{index}w"
         if not message.get("tool_calls") and any(str(part).strip() for part in content or ()):
             marks[mark] = index, ""
-            text = [{"type": "text", "text": mark}]
-            message["content"] = mark if isinstance(content, str) else image_parts([message]) + text
-    structure = (
-        *((str(m["role"]), type(m["content"]), len(image_parts([m]))) for m in marked),
-        *marks,
-        "tools" in keywords,
-    )
+            message["content"] = mark if isinstance(content, str) else [{"type": "text", "text": mark}]
+    structure = (*((str(m["role"]), type(m["content"])) for m in marked), *marks, "tools" in keywords)
     if structure in seen:
         return messages
     seen.add(structure)
