@@ -74,9 +74,10 @@ def _column(row: Json) -> str:
     return IMAGE_COLUMNS[row.get("image") is None]
 
 
-def image_parts(messages: str | Messages | None) -> list[Json]:
-    """Return the image parts of messages."""
-    contents = () if isinstance(messages, str) else (message["content"] for message in messages or ())
+def image_parts(messages: object) -> list[Json]:
+    """Return the image parts of messages. The list is empty if the value is not a list of messages."""
+    found = messages if isinstance(messages, list | tuple) else ()
+    contents = (message.get("content") for message in found if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 

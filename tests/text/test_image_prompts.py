@@ -292,7 +292,8 @@ def test_too_many_pixels_are_refused(load, monkeypatch):
 def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
     _, policy, _ = load("gemma3")
     rows = [{"prompt": "a", "image": None}, {"prompt": "a", "image": noise(9, 9)}]
-    assert find_processor(tiny_policy(), rows[:1]) is None
+    other = {"input_ids": [1, 2], "prompt": [1, 2], "completion": 3.5, "messages": [{}]}  # unused columns of SFT rows
+    assert find_processor(tiny_policy(), [rows[0], other]) is None
     with pytest.raises(ValueError, match=r"eval row 1 has images, but .*Qwen3ForCausalLM.* Gemma3For"):
         find_processor(tiny_policy(), rows, "eval")
     settings = json.loads(policy.files["preprocessor_config.json"])
