@@ -43,17 +43,30 @@ Messages = list[Message]
 """A conversation."""
 
 
-class ImageFeatures(flax.struct.PyTreeNode):
-    """Encoded images in a batch of prompts, which replace the embeddings of image tokens.
+class ImageTiles(flax.struct.PyTreeNode):
+    """Inputs to a vision tower for the images in a batch of prompts, which have up to K tiles each.
 
     Attributes:
-      features: [B, N, D] float outputs of the vision tower, in prompt order; N is the maximum number of image tokens.
+      inputs: dict of arrays [B, K, ...]; unused tiles are zeros.
+      order: [B, N] int32, the index of each feature among the features of a prompt's K tiles.
+    """
+
+    inputs: dict[str, jax.Array]
+    order: jax.Array
+
+
+class PromptImages(flax.struct.PyTreeNode):
+    """The images in a batch of prompts. Their features replace the embeddings of image tokens.
+
+    Attributes:
+      features: [B, N, D] float outputs of the vision tower, in prompt order, for up to N image tokens per prompt; or
+        `ImageTiles` if the tower is trained, from which the model computes the features.
       places: [B, P] int32, the index of the feature that replaces a token's embedding; −1 for text and padding.
       positions: [B, 3, P] int32 positions in time, height and width (Qwen2.5-VL). The completion's tokens continue at
         `Prompts.lengths` in all three. None means that a token's position is its index.
     """
 
-    features: jax.Array
+    features: jax.Array | ImageTiles
     places: jax.Array
     positions: jax.Array | None = None
 
@@ -64,12 +77,12 @@ class Prompts(flax.struct.PyTreeNode):
     Attributes:
       tokens: [B, P] int32, right-padded. Values at and after `lengths` are ignored.
       lengths: [B] int32, in 1..P.
-      images: encoded images, or None if all prompts are text.
+      images: the images in the prompts, or None if all prompts are text.
     """
 
     tokens: jax.Array
     lengths: jax.Array
-    images: ImageFeatures | None = None
+    images: PromptImages | None = None
 
 
 class Completions(flax.struct.PyTreeNode):

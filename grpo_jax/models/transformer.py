@@ -22,12 +22,13 @@ from grpo_jax.models.attention import make_tile_mask
 from grpo_jax.models.block import Layer, apply_layer
 from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Cache, Context, LayerCache, Prefix, RecurrentState, Segments, num_slots
+from grpo_jax.models.images import encode, insert_features, last_of_image
 from grpo_jax.models.layers import Linear, Quantized, RMSNorm, tokens_of
 from grpo_jax.models.matmul import matmul
 from grpo_jax.models.rope import check_rope_length, positions_by_channel, query_growth, rope_table
 from grpo_jax.models.sharding import constrain
 from grpo_jax.models.tiles import MASKED, Kernel, TileMask, implementation
-from grpo_jax.types import ImageFeatures, Params, Prompts
+from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts
 
 
 class Embedding(nn.Module):
@@ -64,6 +65,7 @@ class Transformer(nn.Module):
     """
 
     config: TransformerConfig
+    tower: nn.Module | None = None  # encoder of images in prompts if it is trained; its params are named "tower"
 
     def setup(self) -> None:
         c = self.config
@@ -99,7 +101,7 @@ class Transformer(nn.Module):
         segments: Segments | None = None,
         last: jax.Array | None = None,
         write: jax.Array | None = None,
-        images: ImageFeatures | None = None,
+        images: PromptImages | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Compute hidden states [B, G, T, D] after the final norm for G completions per prompt, and the new cache.
 
@@ -302,7 +304,11 @@ class Transformer(nn.Module):
 
     def prefill(self, prompts: Prompts) -> tuple[jax.Array, Prefix]:
         """Compute the hidden state [B, D] for each prompt's last token, and the prompts' `Prefix`."""
-        hidden, kept = self.hidden(prompts.tokens[:, None], last=prompts.lengths - 1, images=prompts.images)
+        images = prompts.images
+        if images is not None and isinstance(images.features, ImageTiles):
+            assert self.tower is not None, "image tiles are passed only to models with a tower"
+            images = images.replace(features=encode(self.tower, images.features))
+        hidden, kept = self.hidden(prompts.tokens[:, None], last=prompts.lengths - 1, images=images)
 
         def transposed(layer: LayerCache) -> LayerCache:
             if isinstance(layer, RecurrentState) or not layer:
@@ -330,26 +336,6 @@ class Transformer(nn.Module):
             return logits
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
         return jnp.where(ids == image, MASKED, logits)
-
-
-def insert_features(x: jax.Array, images: ImageFeatures) -> jax.Array:
-    """Replace the embeddings x [B, 1, P, D] of image tokens by the images' features."""
-    chosen = jnp.take_along_axis(images.features, jnp.maximum(images.places, 0)[..., None], axis=1)
-    return jnp.where((images.places >= 0)[:, None, :, None], chosen[:, None].astype(x.dtype), x)
-
-
-def last_of_image(places: jax.Array) -> jax.Array:
-    """Return the index of the last token of each token's image, or of the token itself for text, [B, P] int32.
-
-    Consecutive image tokens belong to one image.
-
-    Example:
-      >>> last_of_image(jnp.array([[-1, 0, 1, -1, 2, -1]])).tolist()
-      [[0, 2, 2, 3, 4, 5]]
-    """
-    index = jnp.broadcast_to(jnp.arange(places.shape[1]), places.shape)
-    next_text = jax.lax.cummin(jnp.where(places < 0, index, places.shape[1]), axis=1, reverse=True)
-    return jnp.where(places < 0, index, next_text - 1)
 
 
 def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:

@@ -88,5 +88,7 @@ def with_shape(model: Model, **changes: Any) -> Model:
     """Return a model with changed fields in its `TransformerConfig`. A custom model is returned unchanged."""
     if not isinstance(model, Transformer | LoraModel):
         return model
-    decoder = Transformer(dataclasses.replace(model.config, **changes))
-    return dataclasses.replace(model, model=decoder) if isinstance(model, LoraModel) else decoder
+    config = dataclasses.replace(model.config, **changes)
+    if isinstance(model, LoraModel):
+        return dataclasses.replace(model, model=model.model.clone(config=config))
+    return model.clone(config=config)

@@ -9,10 +9,11 @@ from tiny_vision import FAMILIES, write_vision_model
 from grpo_jax.hub.huggingface import from_pretrained
 from grpo_jax.hub.vision import load_tower
 from grpo_jax.models.scoring import predicting_states, unembed_of
-from grpo_jax.types import ImageFeatures, Prompts
+from grpo_jax.types import PromptImages, Prompts
 
 SIZES = [(28, 14), (42, 56), (56, 42)]
 IMAGES_OF = [[0, 1], [], [2]]  # prompts with two, no and one images
+TYPES = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
 T = 5
 
 
@@ -45,7 +46,7 @@ def encoded(policy, directory):
     lengths = np.array([len(row) for row in rows])
     places = np.where((tokens == token) & (np.arange(p) < lengths[:, None]), np.cumsum(tokens == token, axis=1) - 1, -1)
     stacked = np.stack([np.pad(x, ((0, n - len(x)), (0, 0))) for x in own])
-    return Prompts(tokens, lengths, ImageFeatures(stacked, places)), outputs, rows
+    return Prompts(tokens, lengths, PromptImages(stacked, places)), outputs, rows
 
 
 def with_positions(prompts, model, outputs, rows):
@@ -59,6 +60,15 @@ def with_positions(prompts, model, outputs, rows):
         positions, _ = model.model.get_rope_index(torch.tensor(row)[None], kinds, grids)
         found[i, :, : len(row)] = positions[:, 0].numpy() + len(row) - 1 - int(positions.max())
     return prompts.replace(images=prompts.images.replace(positions=found))
+
+
+def model_inputs(family, outputs, chosen):
+    """Return transformers' inputs for some of the images."""
+    keys = [key for key in ("pixel_values", "image_grid_thw") if key in outputs[0]] if chosen else []
+    found = {key: [outputs[i][key] for i in chosen] for key in keys}
+    if family in ("idefics3", "smolvlm") and chosen:  # [1, tiles, 3, H, W]
+        return {"pixel_values": np.concatenate(found["pixel_values"], axis=1)}
+    return {key: np.concatenate(x) for key, x in found.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,18 +91,9 @@ def test_logits_equal_pytorch_with_two_no_and_one_images(tmp_path, family):
     for i, (row, chosen) in enumerate(zip(rows, IMAGES_OF, strict=True)):
         for g in range(2):
             ids = torch.tensor(np.concatenate([row, completions[i, g]]))[None]
-            more = {}
-            if chosen:
-                keys = [key for key in ("pixel_values", "image_grid_thw") if key in outputs[0]]
-                tiles = [np.concatenate([outputs[j][key].reshape(-1, *outputs[j][key].shape[-3:])
-                    if key == "pixel_values" and family != "qwen2_5_vl" else outputs[j][key] for j in chosen]) for key in keys]  # fmt: skip
-                more = {key: torch.tensor(x) for key, x in zip(keys, tiles, strict=True)}
-                if family in ("idefics3", "smolvlm"):
-                    more["pixel_values"] = more["pixel_values"][None]
-                if family == "gemma3":
-                    more["token_type_ids"] = (ids == token).int()
-                if family == "qwen2_5_vl":
-                    more["mm_token_type_ids"] = (ids == token).int()
+            more = {key: torch.tensor(x) for key, x in model_inputs(family, outputs, chosen).items()}
+            if chosen and family in TYPES:
+                more[TYPES[family]] = (ids == token).int()
             with torch.no_grad():
                 theirs = model(input_ids=ids, **more).logits[0, len(row) - 1 : -1].numpy()
             theirs[:, token] = ours[i, g, :, token]
