@@ -34,7 +34,7 @@ from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards, refill_groups, rollout_metrics
 from grpo_jax.run.run import Run
 from grpo_jax.text.completions import reward_inputs
-from grpo_jax.text.prompts import EncodedPrompts, make_prompts
+from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.types import Batch, Completions, Params, Prompts, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
@@ -319,7 +319,7 @@ def sample(
         )
 
     if interaction is None:
-        prompts = make_prompts([data.token_ids[i] for i in row_indices], length=prompt_length, on_host=True)
+        prompts = data.prompts(row_indices, length=prompt_length)
         result = RolloutResult([data.rows[i] for i in row_indices], prompts, complete(prompts))
     else:
         from grpo_jax.run.multi_turn import sample_episodes

@@ -18,8 +18,10 @@ from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewa
 from grpo_jax.rewards.contract import TrainerState, as_list, check_metrics, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
+from grpo_jax.run.images import with_encoder
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards
+from grpo_jax.text.images import find_processor
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, named_datasets
@@ -149,10 +151,11 @@ def evaluate_rows(
             on_long_prompt=config.on_long_prompt,
             chat_template_kwargs=template_kwargs,
             tools=None if interaction is None else [interaction.schemas(row) for row in some],
+            processor=find_processor(policy, some),
         )
         for name, some in by_part.items()
     }
-    data = join_prompts(encoded)
+    data = join_prompts(with_encoder(policy, encoded, mesh_of(params)))
     fns = turns.with_environments(as_list(reward_fns), interaction)
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler

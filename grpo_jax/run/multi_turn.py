@@ -18,7 +18,7 @@ from grpo_jax.rollout.episodes import Episodes
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import AnswerTurn
 from grpo_jax.run.rollout_result import RolloutResult
-from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, make_prompts
+from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.types import Batch, Completions, Prompts, Row
 
 _jit_turn_advantages = jax.jit(
@@ -70,11 +70,12 @@ def episode_prompts(
                 interaction.tokenizer,
                 chat_template_kwargs=interaction.config.chat_template_kwargs,
                 tools=[interaction.schemas(row)],
+                processor=None if data.add_images is None else data.add_images.processor,
                 argument="after reset,",
             ).token_ids[0]
         ids.append(encoded)
     longest = -(-max(map(len, ids)) // padding) * padding
-    return make_prompts(ids, length=max(length, longest), on_host=True)
+    return data.prompts(rows, length=max(length, longest), token_ids=ids)
 
 
 def credit_turns(

@@ -21,10 +21,12 @@ from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import as_list, check_reward_fns
 from grpo_jax.rollout.ends import TurnEnds
+from grpo_jax.run.images import with_encoder
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
 from grpo_jax.run.policy_checks import check_ends, check_is_policy, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.run import Run
+from grpo_jax.text.images import find_processor
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, is_stream, named_datasets
@@ -97,6 +99,7 @@ def prepare(
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     if isinstance(teacher, Policy):
         teacher = place_policy(teacher.replace(model=with_settings(teacher.model, config, devices, mesh)), mesh)
+    encoded = with_encoder(policy, encoded, mesh)
     data, *eval_data = encoded.values()
     run = dataclasses.replace(
         derive_run(policy, config, data, mesh=mesh, optimizer=optimizer, surrogate=surrogate, teacher=teacher),
@@ -192,6 +195,7 @@ def derive_run(
         policy=policy,
         config=config,
         data=data,
+        images=None if data.add_images is None else data.prompts([0], length=prompt_length).images,
         prompt_length=prompt_length,
         mesh=mesh,
         sizes=sizes,
@@ -294,6 +298,7 @@ def _encode_rows(
         on_long_prompt=config.on_long_prompt,
         chat_template_kwargs=config.chat_template_kwargs,
         tools=None if interaction is None else [interaction.schemas(row) for row in rows],
+        processor=find_processor(policy, rows, argument),
         argument=argument,
     )
     check_tokens(policy, data)

@@ -18,7 +18,7 @@ from grpo_jax.models.sharding import place
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.text.prompts import EncodedPrompts, prompt_indices
-from grpo_jax.types import Batch, Prompts, RewardFn
+from grpo_jax.types import Batch, PromptImages, Prompts, RewardFn
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.step import Updater
 
@@ -38,6 +38,7 @@ class BaseRun:
     P = `prompt_length`, so that each program is compiled only once. `mesh` is None for a single device, and `schedule`
     is None for a custom optimizer. Fields with a default are for `train` only. `reward_fns` include the environments'
     rewards, `interaction` has the tools and environments for multi-turn completions, and `sampler` is an engine.
+    `images` are one prompt's images, of the shapes that all batches have, or None without images.
     """
 
     policy: Policy
@@ -50,6 +51,7 @@ class BaseRun:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule | None
     updater: Updater
+    images: PromptImages | None = None
     reward_fns: Sequence[RewardFn] = ()
     interaction: Interaction | None = None
     sampler: Sampler | None = None
@@ -69,8 +71,9 @@ class BaseRun:
     def zero_batch(self, state: TrainState) -> Batch:
         """Return a minibatch of zeros with the fields that an update reads. Use `jax.eval_shape` for shapes only."""
         (b, g), t = self.batch_shape, self.updater.config.max_completion_length
+        images = jax.tree.map(lambda x: jnp.zeros((b, *x.shape[1:]), x.dtype), self.images)
         return Batch(
-            prompts=Prompts(jnp.zeros((b, self.prompt_length), jnp.int32), jnp.zeros(b, jnp.int32)),
+            prompts=Prompts(jnp.zeros((b, self.prompt_length), jnp.int32), jnp.zeros(b, jnp.int32), images),
             tokens=jnp.zeros((b, g, t), jnp.int32),
             mask=jnp.zeros((b, g, t), bool),
             advantages=jnp.zeros((b, g)),

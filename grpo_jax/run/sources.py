@@ -26,7 +26,6 @@ from grpo_jax.run.collect import OnDemandRollouts, sampling_key, sampling_params
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.run.run import Run
 from grpo_jax.run.signals import Interrupted
-from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Batch, Completions, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Progress
@@ -189,7 +188,7 @@ def _restored(run: Run, cursor: int, completions: Completions, transcript: np.nd
     data, indices = run.data, run.row_indices(cursor, run.sizes.prompts)
     rows = [data.rows[i] for i in indices]
     if run.interaction is None or transcript is None:
-        prompts = make_prompts([data.token_ids[i] for i in indices], length=run.prompt_length, on_host=True)
+        prompts = data.prompts(indices, length=run.prompt_length)
         return RolloutResult(rows, prompts, completions)
     from grpo_jax.rollout.interaction import EpisodeRecord
     from grpo_jax.run.multi_turn import episode_prompts

@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import gather_objects
-from grpo_jax.types import Batch, Completions, Params, Prompts
+from grpo_jax.types import Batch, Completions, ImageTiles, Params, PromptImages, Prompts
 
 _Result = TypeVar("_Result")
 
@@ -78,9 +78,14 @@ def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | Non
     """Return the shapes and dtypes of a tree as JSON."""
     if tree is None:
         return None
-    if isinstance(tree, Batch | Completions | Prompts):
+    if isinstance(tree, dict):
+        return {name: shapes_of(x) for name, x in tree.items()}
+    if dataclasses.is_dataclass(tree):
         return {field.name: shapes_of(getattr(tree, field.name)) for field in dataclasses.fields(tree)}
     return [list(tree.shape), tree.dtype.name]
+
+
+_FIELDS = {"prompts": Prompts, "images": PromptImages, "features": ImageTiles}  # classes of nested fields; or a dict
 
 
 def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> Params:
@@ -88,6 +93,6 @@ def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> 
     if shapes is None:
         return None
     if isinstance(shapes, dict):
-        return kind(**{name: abstract_of(Prompts, some, sharding) for name, some in shapes.items()})
+        return kind(**{name: abstract_of(_FIELDS.get(name, dict), x, sharding) for name, x in shapes.items()})
     shape, dtype = shapes
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)

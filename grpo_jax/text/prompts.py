@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,13 +73,23 @@ def _id_array(ids: object, where: str) -> np.ndarray:
     return array
 
 
+class AddImages(Protocol):
+    """A function that adds images to prompts, given one sequence of images per prompt."""
+
+    @property
+    def processor(self) -> ImageProcessor: ...
+
+    def __call__(self, prompts: Prompts, images: Sequence[Sequence[ImageSource]]) -> Prompts: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompts:
     """Dataset rows with the token ids of their prompts.
 
     `dropped` contains the indices of rows that were removed because their prompt is too long. If several datasets were
     joined, `parts` maps each dataset's name to its number of rows. `masks` and `blocks` are set only for SFT examples.
-    `images` contains the images of each row in the order of their tokens, or is None if no row has images.
+    `images` contains the images of each row in the order of their tokens, or is None if no row has images. `add_images`
+    adds them to prompts (`run.images.ImageEncoder`).
     """
 
     rows: list[Row]
@@ -89,6 +99,20 @@ class EncodedPrompts:
     masks: list[list[bool]] | None = dataclasses.field(default=None, kw_only=True)
     blocks: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
     images: list[tuple[ImageSource, ...]] | None = dataclasses.field(default=None, kw_only=True)
+    add_images: AddImages | None = dataclasses.field(default=None, kw_only=True)
+
+    def prompts(
+        self, indices: Sequence[int], *, length: int, token_ids: Sequence[Sequence[int]] | None = None
+    ) -> Prompts:
+        """Return the prompts at some indices as NumPy arrays, padded to `length`, with their images.
+
+        `token_ids` replaces the rows' own ids, with the same images.
+        """
+        ids = [self.token_ids[i] for i in indices] if token_ids is None else token_ids
+        prompts = make_prompts(ids, length=length, on_host=True)
+        if self.add_images is None:
+            return prompts
+        return self.add_images(prompts, [() if self.images is None else self.images[i] for i in indices])
 
     def by_part(self) -> dict[str, EncodedPrompts]:
         """Split joined datasets into a dict, keyed by name. A single dataset has the name ""."""
@@ -96,7 +120,9 @@ class EncodedPrompts:
         for name, count in parts.items():
             part, end = slice(end, end + count), end + count
             images = None if self.images is None else self.images[part]
-            found[name] = EncodedPrompts(self.rows[part], self.token_ids[part], [], images=images)
+            found[name] = dataclasses.replace(
+                self, rows=self.rows[part], token_ids=self.token_ids[part], dropped=[], parts={}, images=images
+            )
         return found
 
 
@@ -107,7 +133,9 @@ def join_prompts(encoded: Mapping[str, EncodedPrompts]) -> EncodedPrompts:
     dropped = [index for part in encoded.values() for index in part.dropped]
     images = [found for part in encoded.values() for found in part.images or [()] * len(part.rows)]
     parts = {name: len(part.rows) for name, part in encoded.items()}
-    return EncodedPrompts(rows, token_ids, dropped, parts=parts, images=images if any(images) else None)
+    add_images = next((part.add_images for part in encoded.values()), None)
+    kept = images if any(images) else None
+    return EncodedPrompts(rows, token_ids, dropped, parts=parts, images=kept, add_images=add_images)
 
 
 def encode_prompts(
