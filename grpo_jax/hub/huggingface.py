@@ -212,9 +212,14 @@ def save_pretrained(
     _check_plain(policy)
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
-    layout = layout_of(policy.extra_tensors)
+    extra, params = policy.extra_tensors, dict(policy.params)
+    if (tower := params.pop("tower", None)) is not None:  # it was trained
+        from grpo_jax.hub.vision import tower_tensors
+
+        extra = {**extra, **tower_tensors(policy, fetch(tower))}
+    layout = layout_of(extra)
     plan = tensor_plan(policy.config, policy.model.config, layout, stacked=policy.stacked_experts)
-    leaves = flatten_dict(policy.params)
+    leaves = flatten_dict(params)
     check_params(plan, leaves)
     if jax.process_count() > 1:
         leaves = fetch(leaves)
@@ -223,7 +228,7 @@ def save_pretrained(
     stored = np.dtype(dtype or next(iter(leaves.values())).dtype)
     tensors = {tensor.name: tensor for tensor in plan}
     split = split_state_dict_into_shards_factory(
-        {**tensors, **policy.extra_tensors},
+        {**tensors, **extra},
         get_storage_size=lambda x: math.prod(x.shape) * (x if isinstance(x, np.ndarray) else stored).itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
@@ -234,7 +239,7 @@ def save_pretrained(
                 arrays = {
                     name: stored_array(tensors[name], leaves).astype(stored, copy=False)
                     if name in tensors
-                    else policy.extra_tensors[name]
+                    else extra[name]
                     for name in names
                 }
                 save_file(arrays, scratch / filename, metadata={"format": "pt"})

@@ -36,6 +36,7 @@ _jit_rounded = jax.jit(lambda arrays, dtype: {at: x.astype(dtype) for at, x in a
 
 def decode_variables(model: CachedModel, params: Params) -> Variables:
     """Convert params to variables for `decode`: with column-major kernels on a CPU, else in the compute dtype."""
+    params = _without_tower(params)
     if _by_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params), _dtype(model))}
     wide = _wide_kernels(model, params)
@@ -44,6 +45,7 @@ def decode_variables(model: CachedModel, params: Params) -> Variables:
 
 def variables_shape(model: CachedModel, params: Params) -> Variables:
     """Return the result of `decode_variables` as `ShapeDtypeStruct`s."""
+    params = _without_tower(params)
     if _by_columns(params):
         columns, base = functools.partial(kernels_by_columns, dtype=_dtype(model)), getattr(model, "base", params)
         return {"params": jax.eval_shape(lambda x: x, params), "columns": jax.eval_shape(columns, base)}
@@ -59,8 +61,13 @@ def copies(model: CachedModel, params: Params) -> tuple[Params, Params]:
     if "columns" in variables:
         base = abstract(getattr(model, "base", params))
         return {at: x for at, x in projections(base) if not isinstance(x, Quantized)}, variables["columns"]
-    wide, rounded = _wide_kernels(model, abstract(params)), flatten_dict(variables["params"])
+    wide, rounded = _wide_kernels(model, abstract(_without_tower(params))), flatten_dict(variables["params"])
     return wide, {at: rounded[at] for at in wide}
+
+
+def _without_tower(params: Params) -> Params:
+    """Remove a trained vision tower, which only prefill needs."""
+    return {name: x for name, x in params.items() if name != "tower"} if isinstance(params, dict) else params
 
 
 def _by_columns(params: Params) -> bool:

@@ -155,7 +155,7 @@ def evaluate_rows(
         )
         for name, some in by_part.items()
     }
-    data = join_prompts(with_encoder(policy, encoded, mesh_of(params)))
+    data = join_prompts(with_encoder(policy, encoded, mesh_of(params), params))
     fns = turns.with_environments(as_list(reward_fns), interaction)
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import flax.linen as nn
@@ -13,6 +13,7 @@ import numpy as np
 
 from grpo_jax.models.images import encode
 from grpo_jax.models.sharding import fetch, place, shard_count, split
+from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.text.images import ImageSource, open_image
 from grpo_jax.text.prompts import EncodedPrompts
@@ -22,9 +23,10 @@ if TYPE_CHECKING:  # at runtime, imported only if prompts have images
     from grpo_jax.hub.processor import ImageProcessor
 
 Encoded = TypeVar("Encoded", bound=EncodedPrompts)
+Key = TypeVar("Key")
 
-TILES = 8
-"""Number of tiles that a device encodes at a time."""
+VALUES = 3 * 2**20
+"""Number of input values, such as pixels × 3, that a device encodes at a time. It limits the attention scores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class ImageEncoder:
         """Return prompts (NumPy arrays) with `PromptImages` for the images of each prompt."""
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         is_image = tokens == self.processor.image_token_id
-        places = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
+        places: Any = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
         opened = [[open_image(source) for source in sources] for sources in images]
         sizes = [[(image.height, image.width) for image in found] for found in opened]
         tiles = self._tiles([[self.processor.inputs(image) for image in found] for found in opened], sizes)
@@ -74,9 +76,9 @@ class ImageEncoder:
             widths = [x.shape[1] // shape.shape[1] for found in each for x in found]  # attention windows, or 1
             width = shape.shape[1] * _power_of_two(max(widths, default=1))
             arrays[name] = np.zeros((len(inputs), most, width, *shape.shape[2:]), shape.dtype)
-            for row, found in zip(arrays[name], each, strict=True):
+            for row, xs in zip(arrays[name], each, strict=True):
                 tile = 0
-                for x in found:
+                for x in xs:
                     row[tile : tile + len(x), : x.shape[1]] = x
                     tile += len(x)
         per_tile = arrays["order"].shape[2] if "order" in arrays else self.processor.tower.num_features
@@ -90,9 +92,9 @@ class ImageEncoder:
 
     def _encode(self, tiles: ImageTiles) -> np.ndarray:
         """Compute features [B, N, D], for a few prompts at a time."""
-        b, k = next(iter(tiles.inputs.values())).shape[:2]
-        devices = shard_count(self.mesh)
-        size = min(max(1, TILES // k), -(-b // devices)) * devices
+        b, devices = len(tiles.order), shard_count(self.mesh)
+        values = sum(x[0].size for x in tiles.inputs.values())  # of a prompt
+        size = min(max(1, VALUES // values), -(-b // devices)) * devices
         at = [np.minimum(np.arange(start, start + size), b - 1) for start in range(0, b, size)]
         parts = (jax.tree.map(lambda x, at=chosen: x[at], tiles) for chosen in at)
         found = [fetch(_encode_tiles(self.tower, self.params, split(part, self.mesh))) for part in parts]
@@ -101,7 +103,10 @@ class ImageEncoder:
 
 @functools.partial(jax.jit, static_argnames="tower")
 def _encode_tiles(tower: nn.Module, params: Params, tiles: ImageTiles) -> jax.Array:
-    return encode(functools.partial(tower.apply, {"params": params}), tiles)
+    def apply(inputs: Mapping[str, jax.Array]) -> Any:
+        return tower.apply({"params": params}, inputs)
+
+    return encode(apply, tiles)
 
 
 def _count(inputs: dict[str, np.ndarray]) -> int:
@@ -114,20 +119,44 @@ def _power_of_two(count: int) -> int:
     return 1 << (max(1, count) - 1).bit_length()
 
 
+def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: bool) -> Policy:
+    """Add the vision tower to a policy's model and params, unless it is frozen.
+
+    Raises ValueError if a trained tower would be lost, or if the tower cannot be trained.
+    """
+    if freeze:
+        if "tower" in policy.params:
+            raise ValueError(
+                "freeze_vision = True, but policy.params contain a trained vision tower; use freeze_vision=False, or"
+                " write the policy with save_pretrained and load it again"
+            )
+        return policy
+    if not isinstance(policy.model, Transformer) or not any(part.images for part in parts.values()):
+        reason = "the dataset has no images" if isinstance(policy.model, Transformer) else "the policy has adapters"
+        raise ValueError(f"freeze_vision = False, but {reason}; use freeze_vision=True")
+    from grpo_jax.hub.vision import load_tower
+
+    tower, params = load_tower(policy)
+    params = {"tower": params, **policy.params}  # a tower in `policy.params` was trained in a previous run
+    return policy.replace(model=policy.model.clone(tower=tower), params=params)
+
+
 def with_encoder(
-    policy: Policy, parts: dict[str, Encoded], mesh: jax.sharding.Mesh | None = None
-) -> dict[str, Encoded]:
-    """Add an `ImageEncoder` to the datasets that have images. It uses the policy's trained tower, if it has one."""
+    policy: Policy, parts: Mapping[Key, Encoded], mesh: jax.sharding.Mesh | None = None, params: Params = None
+) -> dict[Key, Encoded]:
+    """Add an `ImageEncoder` to encoded datasets if any of them has images.
+
+    The encoder uses the tower in `params`, if they contain a trained one, instead of the checkpoint's.
+    """
     if not any(part.images for part in parts.values()):
-        return parts
+        return dict(parts)
     from grpo_jax.hub.processor import load_processor
     from grpo_jax.hub.vision import load_tower
 
-    processor = load_processor(policy)
-    tower = getattr(policy.model, "tower", None)
-    params = None
-    if tower is None:
-        tower, params = load_tower(policy)
+    processor, trained = load_processor(policy), getattr(policy.model, "tower", None)
+    tower, frozen = (trained, None) if trained is not None else load_tower(policy)
+    if frozen is not None:
+        frozen = place(params["tower"] if params is not None and "tower" in params else frozen, mesh)
     counts = [ids.count(processor.image_token_id) for part in parts.values() for ids in part.token_ids]
-    encoder = ImageEncoder(processor, tower, None if params is None else place(params, mesh), max(counts), mesh)
+    encoder = ImageEncoder(processor, tower, frozen, max(counts), mesh)
     return {name: dataclasses.replace(part, add_images=encoder) for name, part in parts.items()}

@@ -21,7 +21,7 @@ from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import as_list, check_reward_fns
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.images import with_encoder
+from grpo_jax.run.images import with_encoder, with_tower
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
 from grpo_jax.run.policy_checks import check_ends, check_is_policy, check_policy, check_tokens, warn_of_tokens
@@ -141,6 +141,7 @@ def _encode(
         found = errors.check(_encode_rows, policy, given, config, interaction, name) if given else None
         if found is not None:
             encoded[name] = found
+    policy = errors.check(functools.partial(with_tower, freeze=config.freeze_vision), policy, encoded) or policy
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     if interaction is not None:

@@ -21,6 +21,7 @@ from grpo_jax.models.packing import evenly, lengths_of
 from grpo_jax.models.sharding import committed, fetch, shard_count
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
+from grpo_jax.run.images import with_encoder, with_tower
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
 from grpo_jax.run.policy_checks import check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.prepare import check_optimizer
@@ -28,6 +29,7 @@ from grpo_jax.run.resume import describe
 from grpo_jax.run.run import SFTRun, new_state
 from grpo_jax.run.session import check_run_dir, open_session
 from grpo_jax.text.examples import Examples, encode_examples, load_examples
+from grpo_jax.text.images import find_processor
 from grpo_jax.text.prompts import prompt_indices
 from grpo_jax.text.sources import Dataset, is_stream, named_datasets
 from grpo_jax.types import Batch, Json, Params, Row, is_cached
@@ -152,6 +154,8 @@ def prepare_sft(
     found = {name: some for name, some in rows.items() if some is not None}
     encoded = {name: errors.check(_encode, policy, some, config, name) for name, some in found.items()}
     mesh, config = errors.check(run_mesh, policy, config) or (None, config)
+    images = {name: some for name, some in encoded.items() if some is not None}
+    policy = errors.check(functools.partial(with_tower, freeze=config.freeze_vision), policy, images) or policy
     longest = max((len(ids) for some in encoded.values() if some is not None for ids in some.token_ids), default=2)
     shape = shape_of(policy)
     context = None if shape is None else shape.max_position_embeddings
@@ -171,6 +175,7 @@ def prepare_sft(
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     policy = place_policy(policy.replace(model=with_settings(policy.model, config, devices, mesh)), mesh)
+    data, *held_out = with_encoder(policy, dict(enumerate((data, *held_out))), mesh).values()
     eval_data = dict(zip(named_datasets(eval_dataset), held_out, strict=True))
     return derive_sft(policy, config, data, eval_data, mesh=mesh, longest=longest, context=context, optimizer=optimizer)
 
@@ -193,9 +198,17 @@ def derive_sft(
     rows = sum(sorted(list(map(len, data.blocks)) * repeats, reverse=True)[: sizes.prompts])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
     # The common prefix of all examples serves as their prompt, which a model with a cache computes only once.
-    shared = min(some.shared for some in (data, *eval_data.values())) if is_cached(policy.model) else 0
-    start = max(1, shared)
-    length = -(-(longest - start) // config.padding) * config.padding
+    parts = (data, *eval_data.values())
+    if images := data.add_images is not None:
+        starts = [start for some in parts for start in some.starts]
+        start, shared = -(-max(starts) // config.padding) * config.padding, 0
+        ends = (len(ids) for some in parts for ids in some.token_ids)
+        rest = max(end - own for end, own in zip(ends, starts, strict=True))
+    else:
+        shared = min(some.shared for some in parts) if is_cached(policy.model) else 0
+        start = max(1, shared)
+        rest = longest - start
+    length = -(-rest // config.padding) * config.padding
     length = length if context is None else min(length, context - start)
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
@@ -214,6 +227,7 @@ def derive_sft(
         eval_data=eval_data,
         prompt_length=start,
         num_groups=shard_count(mesh) if shared else None,
+        images=data.batch([0], rows=1, length=length, prompt_length=start).prompts.images if images else None,
         mesh=mesh,
         sizes=sizes._replace(prompts_per_update=rows),
         total_steps=total_steps,
@@ -241,7 +255,15 @@ def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
 def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: str) -> Examples:
     """Tokenize rows and check the token ids against the model's vocabulary."""
     ends, packing = policy.eos_token_ids, config.packing and argument == "dataset"
-    data = encode_examples(rows, policy.tokenizer, config, eos_token_ids=ends, packing=packing, argument=argument)
+    data = encode_examples(
+        rows,
+        policy.tokenizer,
+        config,
+        eos_token_ids=ends,
+        packing=packing,
+        processor=find_processor(policy, rows, argument),
+        argument=argument,
+    )
     check_tokens(policy, data)
     return data
 

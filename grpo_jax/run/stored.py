@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import gather_objects
-from grpo_jax.types import Batch, Completions, ImageTiles, Params, PromptImages, Prompts
+from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts
 
 _Result = TypeVar("_Result")
 
@@ -74,7 +73,7 @@ def as_target(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def shapes_of(tree: Batch | Completions | Prompts | jax.Array | np.ndarray | None) -> Shapes:
+def shapes_of(tree: Params) -> Shapes:
     """Return the shapes and dtypes of a tree as JSON."""
     if tree is None:
         return None

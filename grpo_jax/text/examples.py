@@ -70,22 +70,33 @@ class Examples(EncodedPrompts):
                 shared = common_length(first[:shared], ids)
         return shared
 
+    @property
+    def starts(self) -> list[int]:
+        """Index of each example's first token in the loss. An example's images precede it."""
+        return [mask.index(True, 1) for mask in self.masks]
+
     def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
         """Convert the examples in the given blocks to a `Batch` [rows, 1, length] of NumPy arrays.
 
-        The first `prompt_length` tokens of each example become the prompt, and the remaining tokens a completion with
-        advantage 1 and `sampling_log_probs` 0. Unused rows are masked out.
+        The first `prompt_length` tokens of each example become the prompt, or with images, all tokens before the first
+        token in the loss, padded to `prompt_length`. The remaining tokens become a completion with advantage 1 and
+        `sampling_log_probs` 0. Unused rows are masked out.
         """
         examples = [index for block in blocks for index in self.blocks[block]]
         first, tokens = np.zeros((rows, prompt_length), np.int32), np.zeros((rows, 1, length), np.int32)
-        mask = np.zeros(tokens.shape, bool)
+        mask, lengths = np.zeros(tokens.shape, bool), np.full(rows, prompt_length, np.int32)
         for row, index in enumerate(examples):
             ids, learned = self.token_ids[index], self.masks[index]
-            first[row], rest = ids[:prompt_length], len(ids) - prompt_length
-            tokens[row, 0, :rest], mask[row, 0, :rest] = ids[prompt_length:], learned[prompt_length:]
+            start = prompt_length if self.images is None else self.starts[index]
+            first[row, :start], lengths[row], rest = ids[:start], start, len(ids) - start
+            tokens[row, 0, :rest], mask[row, 0, :rest] = ids[start:], learned[start:]
         as_arrays: Any = np.asarray  # the fields of `Batch` are annotated as JAX arrays
+        prompts = Prompts(as_arrays(first), as_arrays(lengths))
+        if self.images is not None and self.add_images is not None:
+            unused: list[tuple[ImageSource, ...]] = [()] * (rows - len(examples))
+            prompts = self.add_images(prompts, [self.images[index] for index in examples] + unused)
         return Batch(
-            prompts=Prompts(as_arrays(first), as_arrays(np.full(rows, prompt_length, np.int32))),
+            prompts=prompts,
             tokens=as_arrays(tokens),
             mask=as_arrays(mask),
             advantages=as_arrays(np.ones((rows, 1), np.float32)),
