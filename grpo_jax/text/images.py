@@ -32,6 +32,7 @@ ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Json | Image.Image"
 IMAGE_COLUMNS = ("image", "images")
 """Columns that contain an image, or a list of images. None and empty lists stand for no images."""
 
+_SOURCES = "the path or bytes of an image file, a dict with 'bytes' or 'path', or a PIL image"
 _ORIENTATION, _TRANSPOSED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that exchange height and width
 
 
@@ -41,29 +42,7 @@ def column_fault(row: Json) -> str:
         return "has images in both 'image' and 'images'; remove one of the columns"
     if not isinstance(row.get("images"), list | tuple | None):
         return f"has {show(row['images'])} in column 'images'; use a list of images, or rename the column to 'image'"
-    fault = next(filter(None, map(_source_fault, _given(row))), "")
-    return f"has an image in column {_column(row)!r} that {fault}" if fault else ""
-
-
-def part_fault(part: object) -> str:
-    """Describe why a part of a message's content is not supported. Returns "" if it is."""
-    kind, image = (part.get("type", "text"), part.get("image")) if isinstance(part, Mapping) else ("text", None)
-    if kind not in ("text", "image"):
-        return f"it has a part of type {kind!r}, which is not supported; use parts of type 'text' and 'image'"
-    fault = "" if kind == "text" or image is None else _source_fault(image)
-    return f"it has an image that {fault}" if fault else ""
-
-
-def _source_fault(value: object) -> str:
-    if isinstance(value, Mapping):
-        valid = value.get("bytes") is not None or value.get("path") is not None
-    else:
-        valid = isinstance(value, str | bytes | os.PathLike) or _is_pillow(value)
-    return "" if valid else f"is {show(value)}; use a path, bytes, a dict with 'bytes' or 'path', or a PIL image"
-
-
-def _is_pillow(value: object) -> bool:
-    return any(kind.__module__.startswith("PIL.") for kind in type(value).__mro__)
+    return ""
 
 
 def _given(row: Json) -> list[ImageSource]:
@@ -203,17 +182,17 @@ def _size(source: ImageSource, what: str) -> Size:
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
             with _opened(source) as image:
                 width, height = image.size
-                if not _is_pillow(source):
+                if image is not source:
                     image.draft(None, (1, 1))  # decode JPEG files at an eighth of their size
                 image.load()
-                turned = not _is_pillow(source) and image.getexif().get(_ORIENTATION) in _TRANSPOSED
+                turned = image is not source and image.getexif().get(_ORIENTATION) in _TRANSPOSED
     except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
         raise ValueError(
             f"{what} has more pixels than Pillow's limit ({pillow.MAX_IMAGE_PIXELS:,}, against decompression bombs);"
             " resize it, or increase PIL.Image.MAX_IMAGE_PIXELS"
         ) from error
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-        raise ValueError(f"{what} cannot be read ({one_line(error)}); check the path, or replace the file") from error
+        raise ValueError(f"{what} cannot be read ({one_line(error)}); use {_SOURCES}") from error
     return (width, height) if turned else (height, width)
 
 
@@ -223,11 +202,11 @@ def _opened(source: ImageSource) -> Iterator[Image.Image]:
     file: Any = source
     if isinstance(source, Mapping):
         file = source["path"] if source.get("bytes") is None else source["bytes"]
-    if _is_pillow(file):
-        yield file
-    else:
+    if isinstance(file, str | bytes | os.PathLike):
         with import_extra("PIL.Image", "pillow").open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
             yield image
+    else:
+        yield file
 
 
 def open_image(source: ImageSource) -> Image.Image:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.messages import show
-from grpo_jax.text.images import column_fault, part_fault
+from grpo_jax.text.images import column_fault
 from grpo_jax.text.sources import Dataset, read_rows, without_arrays
 from grpo_jax.types import Json, Messages, Row
 
@@ -133,8 +133,9 @@ def _message_fault(message: object) -> str:
     if not all(isinstance(function, Mapping) for function in functions):
         return "its 'tool_calls' must be a list of dicts whose 'function' is a dict with 'name' and 'arguments'"
     parts = message["content"] if isinstance(message["content"], list) else []
-    if fault := next(filter(None, map(part_fault, parts)), ""):
-        return fault
+    others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}
+    if others - {"image"}:
+        return f"it has a part of type {min(others - {'image'})!r}; use parts of type 'text' and 'image'"
     # None is valid only in a message with tool calls. In other messages, templates render it as "None".
     if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
         return "its 'content' must be a string or a list of parts"

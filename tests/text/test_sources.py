@@ -63,7 +63,9 @@ def test_grain_sources_give_the_same_rows():
 
 def test_parts_other_than_text_and_images_are_refused():
     video = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "a"}]}]
-    with pytest.raises(ValueError, match=r"row 0 has .* it has a part of type 'video'.*'text' and 'image'"):
+    with pytest.raises(
+        ValueError, match=r"row 0 has .* it has a part of type 'video'; use parts of type 'text' and 'image'"
+    ):
         load_rows([{"prompt": video}])
 
 
