@@ -18,7 +18,7 @@ from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewa
 from grpo_jax.rewards.contract import TrainerState, as_list, check_metrics, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
-from grpo_jax.run.images import with_encoder
+from grpo_jax.run.images import check_text_only, with_encoder
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards
 from grpo_jax.text.images import find_processor
@@ -161,6 +161,7 @@ def evaluate_rows(
         from grpo_jax.run.sampler import check_sampler
 
         check_sampler(sampler, interaction, ends)
+        check_text_only(by_part, "sampler", sampler)
     environment_columns = () if interaction is None else turns.REWARD_COLUMNS
     check_reward_fns(fns, [*data.rows[0], *environment_columns], rows=rows)
     check_tokens(policy, data, config.max_completion_length)

@@ -15,9 +15,9 @@ from grpo_jax.models.images import encode
 from grpo_jax.models.sharding import fetch, place, shard_count, split
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.text.images import ImageSource, open_image
+from grpo_jax.text.images import ImageSource, has_images, open_image
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts
+from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts, Row
 
 if TYPE_CHECKING:  # at runtime, imported only if prompts have images
     from grpo_jax.hub.processor import ImageProcessor
@@ -117,6 +117,14 @@ def _count(inputs: dict[str, np.ndarray]) -> int:
 def _power_of_two(count: int) -> int:
     """Return the smallest power of two ≥ count, at least 1."""
     return 1 << (max(1, count) - 1).bit_length()
+
+
+def check_text_only(rows: Mapping[str, Sequence[Row] | None], argument: str, value: object) -> None:
+    """Raise ValueError if `value` is given and a row has images, which the argument's feature does not receive."""
+    for name, part in rows.items() if value is not None else ():
+        found = next((i for i, row in enumerate(part or ()) if has_images(row)), None)
+        if found is not None:
+            raise ValueError(f"{argument} does not receive images, but {name} row {found} has images; omit {argument}")
 
 
 def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: bool) -> Policy:

@@ -21,7 +21,7 @@ from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import as_list, check_reward_fns
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.images import with_encoder, with_tower
+from grpo_jax.run.images import check_text_only, with_encoder, with_tower
 from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
 from grpo_jax.run.policy_checks import check_ends, check_is_policy, check_policy, check_tokens, warn_of_tokens
@@ -86,6 +86,8 @@ def prepare(
 
         has_rewards = fns is None or bool(fns) or environment_factory is not None
         errors.check(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
+    errors.check(check_text_only, rows, "sampler", sampler)
+    errors.check(check_text_only, rows, "teacher", teacher)
     # If the environments failed to load, do not also report missing reward functions.
     if fns is not None and (fns or interaction is not None or environment_factory is None):
         fns = _check_functions(fns, rows, config, interaction, errors, required=teacher is None)

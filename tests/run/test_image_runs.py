@@ -1,0 +1,188 @@
+"""Runs on prompts with images: sampler and trainer agree, images are encoded once per prompt, and runs resume."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_vision import images
+from tiny_vision import FAMILIES, write_vision_model
+
+from grpo_jax import GRPOConfig, SFTConfig, evaluate, from_pretrained, save_pretrained, sft, train
+from grpo_jax.hub.peft import add_lora
+from grpo_jax.maths.sampling import Sampling
+from grpo_jax.models.scoring import score_completions
+from grpo_jax.run.images import with_encoder, with_tower
+from grpo_jax.text.images import find_processor
+from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.watch.monitor import StopRun
+
+SETTINGS = {
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "learning_rate": 1e-2,
+    "logging_steps": 1, "max_steps": 1, "beta": 0.1,
+}  # fmt: skip
+
+
+def rows():
+    """Return rows with one, no, two and one images."""
+    pictures = images([(28, 14), (42, 56), (56, 42), (28, 28)])
+    of_rows = [pictures[:1], [], pictures[1:3], pictures[3:]]
+    return [{"prompt": [{"role": "user", "content": f"a{i}"}], "images": some} for i, some in enumerate(of_rows)]
+
+
+def count_images(completions, images):
+    """Reward short completions more, and more so for prompts with images."""
+    return [len(some) - 0.1 * len(text[0]["content"]) for text, some in zip(completions, images, strict=True)]
+
+
+class Echo:
+    """Environment with three turns."""
+
+    def reset(self, **row):
+        self.turns = 0
+
+    def respond(self, text):
+        self.turns += 1
+        return "go on" if self.turns < 3 else None
+
+
+@functools.cache
+def checkpoint(family, root):
+    return write_vision_model(root / family, family)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return lambda family: from_pretrained(checkpoint(family, root))
+
+
+def run(policy, run_dir=None, callbacks=(), **settings):
+    """Train on the rows in dataset order, as far as they go; return the final state and the logged lines."""
+    lines, more = [], {name: settings.pop(name) for name in ("environment_factory",) if name in settings}
+    callbacks = [lambda step, line: lines.append(line), *callbacks]
+    state = train(
+        policy, rows(), count_images, GRPOConfig(**SETTINGS | settings), run_dir=run_dir, callbacks=callbacks, **more
+    )
+    return state, lines
+
+
+@pytest.mark.parametrize(("family", "turns"), [*((family, 1) for family in FAMILIES), ("gemma3", 3), ("qwen2_5_vl", 3)])
+def test_sampler_and_trainer_agree(policies, family, turns):
+    """Log-probs from sampling equal the update's, with one and three turns after prompts with and without images."""
+    more = {} if turns == 1 else {"environment_factory": Echo, "max_turn_length": 3, "max_completion_length": 120}
+    _, lines = run(policies(family), per_device_train_batch_size=16, **more)
+    assert 0 <= lines[-1]["sampler_gap"] < 2e-5
+    assert turns == 1 or lines[-1]["turns/mean"] == 3
+
+
+def encoded(policy, freeze):
+    """Return the policy, with a trained tower unless `freeze`, and the prompts [4, P] with images."""
+    data = {"dataset": encode_prompts(rows(), policy.tokenizer, processor=find_processor(policy, rows()))}
+    policy = with_tower(policy, data, freeze=freeze)
+    data = with_encoder(policy, data)["dataset"]
+    return policy, data.prompts(range(4), length=64)
+
+
+def gradient(policy, prompts, tokens):
+    """Return the compiled gradient of the mean log-prob of completions."""
+
+    def loss(params, prompts):
+        return score_completions(policy.model, params, prompts, tokens, tokens > 0, Sampling()).log_probs.mean()
+
+    return jax.jit(jax.value_and_grad(loss)).lower(policy.params, prompts).compile()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_frozen_and_trained_towers_have_equal_losses_and_decoder_gradients(policies, family):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(20, 90, (4, 2, 5)))
+    results = []
+    for freeze in (True, False):
+        policy, prompts = encoded(policies(family), freeze)
+        results.append(gradient(policy, prompts, tokens)(policy.params, prompts))
+    (loss, grads), (other, more) = results
+    assert float(loss) == pytest.approx(float(other), abs=1e-5)
+    tower = more.pop("tower")
+    chex.assert_trees_all_close(grads, more, atol=2e-5)
+    assert all(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(tower))
+
+
+def test_a_frozen_tower_costs_nothing_in_the_update(policies):
+    """XLA counts the FLOPs of one encoding per prompt, in the rollout only; a trained tower adds three per update."""
+
+    def flops(program):
+        return program.cost_analysis()["flops"]
+
+    frozen, prompts = encoded(policies("gemma3"), True)
+    trained, tiles = encoded(policies("gemma3"), False)
+    encode = jax.jit(lambda params, tiles: trained.model.apply({"params": params}, tiles, method="prefill"))
+    one = flops(encode.lower(trained.params, tiles).compile()) - flops(encode.lower(trained.params, prompts).compile())
+    text = prompts.replace(images=None)
+    for g in (2, 8):
+        tokens = jnp.ones((4, g, 5), jnp.int32)
+        of_text, of_frozen = (gradient(frozen, x, tokens) for x in (text, prompts))
+        assert flops(of_frozen) == pytest.approx(flops(of_text), rel=0.02)
+        assert (flops(gradient(trained, tiles, tokens)) - flops(of_frozen)) / one == pytest.approx(3, abs=0.3)
+        memory = [x.memory_analysis().temp_size_in_bytes for x in (of_text, of_frozen)]
+        features = prompts.images.features.nbytes + prompts.images.places.nbytes
+        assert memory[1] - memory[0] < 8 * features
+
+
+def test_a_mesh_gives_the_same_run(policies):
+    settings = {"per_device_train_batch_size": 16, "learning_rate": 1e-3}
+    state, lines = run(policies("qwen2_5_vl"), **settings)
+    for mesh in ({"data": 2}, {"fsdp": 2}):
+        other, more = run(policies("qwen2_5_vl"), mesh=mesh, **settings | {"per_device_train_batch_size": 8})
+        assert more[-1]["reward"] == lines[-1]["reward"]
+        chex.assert_trees_all_close(jax.tree.map(np.asarray, other.params), state.params, atol=1e-5)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_resumed_run_equals_an_uninterrupted_one(policies, tmp_path, freeze):
+    """A run that stops between two updates on the same batch resumes with the same images."""
+
+    def stop(step, line):
+        if step == 1:
+            raise StopRun
+
+    settings = {"max_steps": 4, "num_iterations": 2, "freeze_vision": freeze, "save_steps": 1}
+    policy = policies("gemma3")
+    whole, _ = run(policy, tmp_path / "whole", **settings)
+    run(policy, tmp_path / "cut", callbacks=[stop], **settings)
+    resumed, _ = run(policy, tmp_path / "cut", **settings)
+    chex.assert_trees_all_equal(resumed.params, whole.params)
+
+
+def test_a_trained_tower_is_exported_and_a_frozen_one_unchanged(policies, tmp_path):
+    examples = [{**row, "completion": [{"role": "assistant", "content": "b"}]} for row in rows()]
+    policy = policies("idefics3")
+    for freeze in (True, False):
+        lines, config = [], SFTConfig(max_steps=6, learning_rate=3e-3, logging_steps=1, freeze_vision=freeze)
+        state = sft(policy, examples, config, callbacks=[lambda step, line: lines.append(line.get("loss"))])
+        assert lines[-1] < lines[0]
+        trained = policy.replace(params=state.params)
+        save_pretrained(tmp_path / "model", trained)
+        again = from_pretrained(tmp_path / "model")
+        same = [np.array_equal(x, again.extra_tensors[name]) for name, x in policy.extra_tensors.items()]
+        assert all(same) if freeze else not any(same)
+        texts = [[row["completion"] for row in evaluate(x, rows(), count_images, max_completion_length=4)[1]]
+            for x in (trained, again)]  # fmt: skip
+        assert texts[0] == texts[1]
+    with pytest.raises(ValueError, match=r"freeze_vision = True, but policy\.params contain a trained vision tower"):
+        sft(trained, examples, SFTConfig(max_steps=1))
+
+
+def test_unsupported_combinations_are_rejected(policies):
+    policy = policies("gemma3")
+    with pytest.raises(ValueError, match="teacher does not receive images, but dataset row 0 has images"):
+        train(policy, rows(), count_images, GRPOConfig(distillation_coef=1.0, max_steps=1), teacher=policy)
+    with pytest.raises(ValueError, match="sampler does not receive images"):
+        evaluate(policy, rows(), count_images, sampler=lambda **keywords: None)
+    adapted = add_lora(policy, jax.random.key(0), rank=2)
+    run(adapted, per_device_train_batch_size=16)
+    with pytest.raises(ValueError, match="freeze_vision = False, but the policy has adapters"):
+        run(adapted, freeze_vision=False)
+    with pytest.raises(ValueError, match="freeze_vision = False, but the dataset has no images"):
+        sft(policy, [{"prompt": "a", "completion": "b"}], SFTConfig(freeze_vision=False, max_steps=1))
