@@ -216,7 +216,7 @@ RUN_METRICS = {
 """Metrics that the run itself logs. `log_metric` rejects these names; `check_metrics` rejects rollout metrics."""
 
 RUN_METRIC_PREFIXES = ("eval/", "seconds/", "sampler/", "dynamic_sampling/")
-RUN_COLUMNS = ("step", "prompt", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
+RUN_COLUMNS = ("step", "prompt", "images", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
 """Columns in `completions.jsonl` that the run itself writes, so that `log_extra` rejects them."""
 
 

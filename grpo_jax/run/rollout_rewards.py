@@ -17,6 +17,7 @@ from grpo_jax.rewards.calls import Rewards, mean_of_scored, reward_stats, total_
 from grpo_jax.rewards.contract import copy_containers, reward_names
 from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.run.rollout_result import RolloutResult
+from grpo_jax.text.images import images_of
 from grpo_jax.types import Batch, RewardFn
 
 _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
@@ -95,7 +96,7 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
     """Return a dict per completion for `completions.jsonl`, prompt-major. In evaluations, `advantages` is None."""
     rows, ended = rollout.rows, rollout.completions.ended
-    g = ended.shape[1]
+    g, images = ended.shape[1], [images_of(row, row["prompt"]) for row in rows]
     turns = [
         [{"by": "policy" if by_policy else "environment", "text": text} for by_policy, text in episode.turns]
         for episode in rollout.episodes or ()
@@ -109,6 +110,7 @@ def completion_rows(
         {
             **rewards.columns[i],
             "prompt": copy_containers(rows[i // g]["prompt"]),
+            **({"images": images[i // g]} if images[i // g] else {}),
             "completion": text,
             **({"turns": turns[i]} if turns else {}),
             "rewards": dict(zip(names, rewards.values[i // g, i % g].tolist(), strict=True)),

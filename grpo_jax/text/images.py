@@ -82,6 +82,12 @@ def find_processor(policy: Policy, rows: Sequence[Row], argument: str = "dataset
         raise ValueError(f"{argument} row {first} has images, but {error}") from error
 
 
+def images_of(row: Json, prompt: str | Messages) -> list[ImageSource]:
+    """Return a row's images in the order of the prompt's image parts. Images in columns fill the parts without one."""
+    free, own = iter(_given(row)), [part.get("image") for part in image_parts(prompt)]
+    return [*(next(free) if source is None else source for source in own), *free]
+
+
 class Placed(NamedTuple):
     """A prompt whose image parts are `{"type": "image"}`, with its images and their sizes in the order of the parts."""
 
@@ -109,13 +115,13 @@ def place_images(row: Json, prompt: str | Messages, processor: ImageProcessor | 
             text = first["content"]
             text = [{"type": "text", "text": text}] if isinstance(text, str) else text
             first["content"] = [*({"type": "image"} for _ in given), *text]
-        free, own = iter(given), [part.get("image") for part in image_parts(prompt)]
+        own = [part.get("image") for part in image_parts(prompt)]
         if own.count(None) != len(given):
             raise ValueError(
                 f"{where} has {len(given)} images in its columns, but {own.count(None)} image parts without an image;"
                 ' use one part {"type": "image"} per image in the columns, in a user message'
             )
-        images = [next(free) if source is None else source for source in own]
+        images = images_of(row, prompt)
         for message in prompt:
             if isinstance(message["content"], list):
                 message["content"] = [_bare(part) for part in message["content"]]
@@ -218,6 +224,14 @@ def open_image(source: ImageSource) -> Image.Image:
             return upright.convert("RGB")
         white = pillow.new("RGBA", upright.size, "white")
         return pillow.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+
+
+def thumbnail(source: ImageSource, size: int = 96) -> bytes:
+    """Encode an image as a JPEG file whose sides have at most `size` pixels."""
+    image, file = open_image(source), io.BytesIO()
+    image.thumbnail((size, size))
+    image.save(file, "JPEG")
+    return file.getvalue()
 
 
 def decoded_images(value: object) -> object:

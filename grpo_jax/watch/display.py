@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from grpo_jax.watch.summary import held_out_scores
-from grpo_jax.watch.writer import CompletionRow
+from grpo_jax.watch.writer import CompletionRow, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -232,5 +232,5 @@ def _format(value: float | None, decimals: int | None) -> str:
 def _join(text: str | Iterable[Mapping[str, object]]) -> str:
     """Format a string or a list of messages (as "role: content" lines), with control characters escaped."""
     if not isinstance(text, str):
-        text = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in text)
+        text = "\n".join(f"{message.get('role', '')}: {to_json(message.get('content', ''))}" for message in text)
     return escape_controls(text)

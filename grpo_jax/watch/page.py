@@ -6,6 +6,8 @@ inserted as text, never as markup. Its size is limited by `POINTS` per curve, `S
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import html
 import json
 import os
@@ -130,18 +132,28 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
                 size += len(_embedded(row))
                 if size > COMPLETION_BYTES // STEPS and groups:
                     break
-                prompt = row.pop("prompt")
+                prompt, images = row.pop("prompt"), [_data_url(path.parent, x) for x in row.pop("images", ())]
                 del row["step"]
                 if row.get("turns"):
                     del row["completion"]  # the turns contain the same text
                 # Consecutive groups may have the same prompt.
-                if not groups or groups[-1]["prompt"] != prompt or len(groups[-1]["rows"]) == num_generations:
-                    groups.append({"prompt": prompt, "rows": []})
+                same = groups and (groups[-1]["prompt"], groups[-1]["images"]) == (prompt, images)
+                if not same or len(groups[-1]["rows"]) == num_generations:
+                    groups.append({"prompt": prompt, "images": images, "rows": []})
+                    size += sum(map(len, images))
                 groups[-1]["rows"].append(row)
                 kept += 1
         steps.append({"step": step, "groups": groups})
     found = f"{total:,} completions from {len(at):,} steps" if kept < total else "no other completions"
     return steps, f"completions.jsonl contains {found}"
+
+
+def _data_url(run_dir: Path, image: Mapping[str, str]) -> str:
+    """Return the thumbnail of an image as a data URL, or "" if there is no such file."""
+    with contextlib.suppress(OSError):  # `name`: a line cannot refer to files in other directories
+        content = (run_dir / "images" / Path(image["thumbnail"]).name).read_bytes()
+        return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
+    return ""
 
 
 def _line_offsets(path: Path) -> dict[int, list[int]]:

@@ -5,6 +5,7 @@
 | `run.json` | the config, package versions and the command line |
 | `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
 | `completions.jsonl` | one JSON object per completion; see `CompletionRow` |
+| `images/` | thumbnails of the images in prompts, as JPEG files |
 | `warnings.jsonl` | one JSON object per warning: step, category, message |
 | `report.html`, `report.png` | the report, written by `page.write_report` |
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -28,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from grpo_jax.config.sft import Config
+from grpo_jax.text.images import ImageSource, thumbnail
 
 JSON = bool | int | float | str | None | list["JSON"] | dict[str, "JSON"]
 """A JSON value."""
@@ -38,8 +41,9 @@ Line = Mapping[str, float | None]
 CompletionRow = Mapping[str, Any]
 """A line of `completions.jsonl`: "prompt" and "completion" (strings or messages), "rewards" (dict that maps functions
 to rewards, or to None if not scored), "advantage", "ended", and columns added by reward functions with `log_extra`.
-Completions with several turns also have "turns", `[{"by": "policy" or "environment", "text": …}, …]`, and may have
-"turn_rewards" (dict that maps functions to one reward per turn)."""
+Prompts with images have "images", `[{"source": path or description, "thumbnail": file in images/}, …]`. Completions
+with several turns also have "turns", `[{"by": "policy" or "environment", "text": …}, …]`, and may have "turn_rewards"
+(dict that maps functions to one reward per turn)."""
 
 _LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
@@ -87,7 +91,8 @@ def to_json(value: object) -> JSON:
         return [to_json(item) for item in value]
     if hasattr(value, "tolist"):
         return to_json(value.tolist())
-    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)  # an encoded image
+    text = f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)  # bytes: an encoded image
+    return re.sub(r" at 0x[0-9A-Fa-f]+>$", ">", text)  # addresses differ between runs
 
 
 def hide_secrets(arguments: Sequence[str]) -> list[str]:
@@ -153,7 +158,11 @@ class RunWriter:
 
     def completions(self, step: int, rows: Iterable[CompletionRow]) -> None:
         """Append one line per completion to `completions.jsonl`, with "step" as the first key."""
-        self._append("completions.jsonl", [{"step": step, **row} for row in rows])
+        rows = list(rows) if self.run_dir is not None else []
+        images = {id(row["images"]): row["images"] for row in rows if "images" in row}  # a group shares its list
+        saved = {key: {"images": [self._save_image(x) for x in found]} for key, found in images.items()}
+        lines = [{"step": step, **row, **saved.get(id(row.get("images")), {})} for row in rows]
+        self._append("completions.jsonl", lines)
 
     def warning(self, step: int, category: str, message: str) -> None:
         """Append a line to `warnings.jsonl`."""
@@ -175,6 +184,14 @@ class RunWriter:
                         break
                     end = start_of_next
                 file.truncate(end)
+
+    def _save_image(self, source: ImageSource) -> dict[str, object]:
+        """Write an image's thumbnail, with a name derived from its content, and return the image's entry."""
+        content = thumbnail(source)
+        path = self.path("images") / f"{hashlib.sha256(content).hexdigest()[:16]}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        return {"source": source, "thumbnail": path.name}
 
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
         if self.run_dir is not None:

@@ -115,7 +115,8 @@ def test_reward_parts_cover_the_completions_of_all_processes(monkeypatch):
 
 def test_completion_columns_are_reserved():
     played = [EpisodeRecord([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
-    sampled = RolloutResult(ROWS[:2], PROMPTS, completions(2), played)
+    rows = [{**row, "image": "digit.png"} for row in ROWS[:2]]
+    sampled = RolloutResult(rows, PROMPTS, completions(2), played)
     parts, columns = [RewardParts(i, 0, False, [0.0]) for i in range(2 * G)], [{"number": i} for i in range(2 * G)]
     scores = Rewards(np.zeros((2, G, 1), np.float32), {}, parts, {}, columns, [""] * 2 * G)
     for row in completion_rows(scores, ["length"], sampled, np.zeros((2, G))):

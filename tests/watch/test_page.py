@@ -1,18 +1,22 @@
 """The report page embeds the data in the run's files, works in a browser and is not broken by untrusted text."""
 
+import base64
 import html
 import html.parser
+import io
 import json
 import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from grpo_jax import GRPOConfig
-from grpo_jax.watch.page import COMPLETION_BYTES, STEPS, TEXT, html_report, write_report
+from grpo_jax.watch.page import COMPLETION_BYTES, STEPS, TEXT, _data_url, html_report, write_report
 from grpo_jax.watch.plots import POINTS
-from grpo_jax.watch.writer import RunWriter
+from grpo_jax.watch.writer import RunWriter, read_lines
 
 BROWSERS = ("chromium", "google-chrome", "chrome")
 NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 \u202e %TITLE% %DATA% 数字"
@@ -85,7 +89,7 @@ def test_data_adds_no_markup_and_no_requests(run_dir):
     assert not {"i", "b", "link", "img", "iframe"} & set(tags)
     assert not [attributes for _, attributes in found if {"src", "href", "action", "data"} & attributes.keys()]
     (policy,) = [a["content"] for _, a in found if a.get("http-equiv") == "Content-Security-Policy"]
-    assert policy.startswith("default-src 'none'")
+    assert policy.startswith("default-src 'none'; img-src data:; ")
 
 
 def dialogue(*texts):
@@ -111,6 +115,36 @@ def test_consecutive_groups_with_equal_prompts_are_separate(tmp_path):
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
     writer.completions(1, [completion(i, prompt="same") for i in range(4)])
     assert [len(group["rows"]) for group in embedded(tmp_path)["steps"][0]["groups"]] == [2, 2]
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """Completions for an image in a message, given by path, a PIL image, and no image; the prompts have equal text."""
+    writer = RunWriter(tmp_path_factory.mktemp("shown"))
+    writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=6))
+    path, wide = str(writer.path("digit.png")), Image.new("RGB", (400, 200), "blue")
+    Image.fromarray(np.eye(8, dtype=np.uint8) * 255).save(path)
+    parts = [{"type": "image", "image": path}, {"type": "text", "text": "Which digit?"}]
+    rows = [completion(i, prompt=[{"role": "user", "content": parts}], images=[path]) for i in range(2)]
+    rows.append(completion(2, prompt="Which color?", images=[wide, wide]))
+    writer.completions(1, [*rows, *(completion(i, prompt="Which color?") for i in range(2))])
+    return writer.run_dir
+
+
+@pytest.mark.quick
+def test_images_are_thumbnails_next_to_their_prompts(shown):
+    lines = list(read_lines(shown / "completions.jsonl"))
+    assert lines[0]["images"] == [{"source": str(shown / "digit.png"), "thumbnail": lines[1]["images"][0]["thumbnail"]}]
+    assert lines[2]["images"][0]["source"] == "<PIL.Image.Image image mode=RGB size=400x200>"
+    groups = embedded(shown)["steps"][0]["groups"]
+    assert [len(group["rows"]) for group in groups] == [2, 1, 2]
+    assert all("images" not in row for group in groups for row in group["rows"])
+    urls = [group["images"] for group in groups]
+    sizes = [[Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))).size for url in found] for found in urls]
+    assert sizes == [[(8, 8)], [(96, 48), (96, 48)], []]
+    assert len(list((shown / "images").iterdir())) == 2
+    (shown / "outside.jpg").write_bytes(b"secret")
+    assert _data_url(shown, {"thumbnail": "../outside.jpg"}) == ""
 
 
 @pytest.mark.quick
@@ -165,7 +199,7 @@ def browse(tmp_path):
     return browse
 
 
-def test_page_in_a_browser(run_dir, played, browse):
+def test_page_in_a_browser(run_dir, played, shown, browse):
     """In a browser the report page draws curves, sorts completions and shows untrusted text as plain text."""
     found = browse(
         html_report(run_dir),
@@ -200,6 +234,13 @@ def test_page_in_a_browser(run_dir, played, browse):
     assert texts == [[f"{i} is first", SHOWN, "the last"] for i in range(3)] + [["alone"]]
     kinds = [[kind, name] for kind, name, _ in turns[0]]
     assert kinds == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
+    found = browse(
+        html_report(shown),
+        """return [column("prompt"), [...document.querySelectorAll("#rows tbody tr")].map(
+          tr => tr.querySelectorAll("img").length)]""",
+    )
+    assert found[0] == ["user: [image] Which digit?", "", "Which color?", "Which color?", ""]
+    assert found[1] == [1, 0, 2, 0, 0]
     assert [name for _, name, _ in turns[2]] == ["policy · near 0.5", "environment", "policy · near 1"]
 
 
