@@ -7,8 +7,9 @@ mass. The second selects a token in the block. Each level has a resolution of 2^
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import chex
@@ -121,31 +122,45 @@ def draw_tokens(
     before, vocab, after = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]
     chex.assert_shape(u, (*before, *after, 2))
     blocks, width = vocabulary_blocks(vocab)
-    top = logits.max(axis=axis, keepdims=True)
     padding = [(0, blocks * width - vocab if i == axis else 0) for i in range(logits.ndim)]
-
-    def split(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, padding).reshape((*before, blocks, width, *after))
-
-    weights = split(jnp.exp(logits - top))
-    masses = weights.sum(axis=axis + 1)
+    parts = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*before, blocks, width, *after)
+    in_passes, in_one_pass = (functools.partial(x, axis=axis + 1) for x in (_masses_in_passes, _masses_in_one_pass))
+    top, masses = jax.lax.platform_dependent(parts, cpu=in_passes, default=in_one_pass)
     masses = masses if together is None else together(masses)
-    block = _inverse_cdf(u[..., 0], masses, axis)
-    ones = [1] * len(before), [1] * len(after)
-    if together is not None:
-        chosen = jnp.arange(blocks).reshape((*ones[0], -1, 1, *ones[1])) == jnp.expand_dims(block, (axis, axis + 1))
-        inside = together(jnp.where(chosen, weights, 0).sum(axis=axis))
+    block = jnp.expand_dims(_inverse_cdf(u[..., 0], masses, axis), (axis, axis + 1))
+    if together is None:
+        inside = jnp.take_along_axis(parts, block, axis=axis).squeeze(axis)
     else:
-        inside = jnp.take_along_axis(weights, jnp.expand_dims(block, (axis, axis + 1)), axis=axis).squeeze(axis)
-    place = _inverse_cdf(u[..., 1], inside, axis)
-    tokens = (block * width + place).astype(jnp.int32)
-    if together is not None:
-        own = jnp.arange(width).reshape((*ones[0], -1, *ones[1])) == jnp.expand_dims(place, axis)
-        drawn = jnp.where(chosen & jnp.expand_dims(own, axis), split(logits), 0).sum(axis=(axis, axis + 1))
-        drawn = jnp.expand_dims(together(drawn), axis)
-    else:
-        drawn = jnp.take_along_axis(logits, jnp.expand_dims(tokens, axis), axis=axis)
-    return tokens, (drawn - top).squeeze(axis) - jnp.log(masses.sum(axis=axis))
+        index = jax.lax.broadcasted_iota(jnp.int32, parts.shape, axis)
+        inside = together(jnp.where(index == block, parts, 0).sum(axis=axis))
+    place = _inverse_cdf(u[..., 1], jnp.exp(inside - top), axis)
+    drawn = jnp.take_along_axis(inside, jnp.expand_dims(place, axis), axis=axis)
+    tokens = block.squeeze((axis, axis + 1)) * width + place
+    return tokens.astype(jnp.int32), (drawn - top).squeeze(axis) - jnp.log(masses.sum(axis=axis))
+
+
+def _masses_in_passes(parts: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Return the largest logit of each row and Σ exp(logit − largest) over `axis`, the entries of each block.
+
+    CPUs vectorize these two passes.
+    """
+    top = parts.max(axis=(axis - 1, axis), keepdims=True)
+    return top.squeeze(axis), jnp.exp(parts - top).sum(axis=axis)
+
+
+def _masses_in_one_pass(parts: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Compute `_masses_in_passes` from each block's own largest logit, so that accelerators read the logits once."""
+
+    def merge(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        largest = jnp.maximum(x[0], y[0])
+        own, other = (s * jnp.exp(jnp.where(m == -jnp.inf, 0.0, m - largest)) for m, s in (x, y))
+        return largest, own + other
+
+    values = parts, (parts != -jnp.inf).astype(parts.dtype)
+    initial = jnp.array(-jnp.inf, parts.dtype), jnp.array(0, parts.dtype)
+    largest, total = jax.lax.reduce(values, initial, merge, (axis,))
+    top = largest.max(axis=axis - 1, keepdims=True)
+    return top, total * jnp.exp(largest - top)
 
 
 def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ import pytest
 from absl.testing import parameterized
 from scipy import stats
 
+from grpo_jax.maths import sampling
 from grpo_jax.maths.sampling import Sampling, draw_tokens, process_logits, sample_tokens
 
 SETTINGS = {
@@ -141,3 +142,15 @@ class Variants(chex.TestCase, parameterized.TestCase):
         np.testing.assert_array_equal(tokens, [int(t) for t, _ in alone])
         np.testing.assert_allclose(log_probs, [float(l) for _, l in alone], atol=1e-6)
         chex.assert_type([tokens, log_probs], [jnp.int32, jnp.float32])
+
+
+@pytest.mark.quick
+def test_masses_of_blocks_in_one_pass_equal_those_in_two():
+    """Accelerators compute the blocks' masses in one pass; excluded tokens and blocks have no mass."""
+    parts = 20 * jax.random.normal(jax.random.key(0), (3, 4, 50))
+    parts = parts.at[0, 1].set(-jnp.inf).at[:, :, ::3].set(-jnp.inf)
+    for axis, x in ((2, parts), (1, jnp.moveaxis(parts, 0, -1))):
+        (top, masses), (same, also) = (f(x, axis) for f in (sampling._masses_in_passes, sampling._masses_in_one_pass))
+        np.testing.assert_array_equal(top, same)
+        np.testing.assert_allclose(masses, also, rtol=2e-6)
+        assert float(jnp.moveaxis(also, 1 - axis, 0).min()) == 0 < float(also.max())
