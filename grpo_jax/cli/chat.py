@@ -13,11 +13,13 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import generate
+from grpo_jax.run.images import with_encoder
 from grpo_jax.run.placement import shape_of, with_settings
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.text.completions import PrecedingText, continuation, preceding_text
-from grpo_jax.text.prompts import encode_prompts, make_prompts
-from grpo_jax.types import Messages, Tokenizer
+from grpo_jax.text.images import find_processor
+from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.types import Json, Messages, Row, Tokenizer
 from grpo_jax.watch.display import escape_controls
 
 
@@ -51,46 +53,62 @@ def read_stdin() -> Iterator[str]:
             yield input("> ")
 
 
+def with_images(lines: Iterable[str]) -> Iterator[tuple[str, list[Json]]]:
+    """Yield prompts, each with the image parts of the lines `/image PATH` before it."""
+    images: list[Json] = []
+    for line in lines:
+        if line.startswith("/image "):
+            images.append({"type": "image", "image": line.removeprefix("/image ").strip()})
+        else:
+            yield line, images
+            images = []
+
+
 def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
     """Complete the prompts one by one, printing each completion as it is sampled at `config.eval_temperature`.
 
     With a chat template, prompts form a conversation; an empty prompt starts a new one. Otherwise, they are separate.
+    A prompt `/image PATH` adds an image to the next prompt. Without a chat template, that prompt has the placeholder.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)
     policy = policy.replace(model=with_settings(policy.model, config, jax.devices()[:1]))
     has_template, messages = policy.tokenizer.chat_template is not None, Messages()
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, images) in enumerate(with_images(prompts)):
         if not prompt.strip():
             messages = Messages()
             continue
         if echo:
-            print(f"> {prompt}", flush=True)
-        messages = [*messages, {"role": "user", "content": prompt}]
-        text = _answer(policy, config, messages if has_template else prompt, index)
+            print(*(f"> /image {part['image']}" for part in images), f"> {prompt}", sep="\n", flush=True)
+        content = [*images, {"type": "text", "text": prompt}] if images else prompt
+        messages = [*messages, {"role": "user", "content": content}]
+        row = {"prompt": prompt, "images": [part["image"] for part in images]}
+        text = _answer(policy, config, {"prompt": messages} if has_template else row, index)
         messages = [*messages, {"role": "assistant", "content": text}]
         print(flush=True)
 
 
-def _answer(policy: Policy, config: GRPOConfig, prompt: str | Messages, index: int) -> str:
-    """Sample, print and return a completion for a prompt. `index` is folded into the PRNG key."""
+def _answer(policy: Policy, config: GRPOConfig, row: Row, index: int) -> str:
+    """Sample, print and return a completion for a row's prompt. `index` is folded into the PRNG key."""
     data = encode_prompts(
-        [{"prompt": prompt}],
+        [row],
         policy.tokenizer,
         max_prompt_length=config.max_prompt_length,
         chat_template_kwargs=config.chat_template_kwargs,
+        processor=find_processor(policy, [row], "the prompt,"),
         argument="the prompt,",
     )
+    data = with_encoder(policy, {"": data}, params=policy.params)[""]
     check_tokens(policy, data, 1)
     if index == 0:
         kwargs = config.chat_template_kwargs
         warn_of_tokens(data, policy, "the prompt", ends=TurnEnds.of(config), template_kwargs=kwargs)
     ids, shape, most = data.token_ids, shape_of(policy), config.max_completion_length
-    printer = Printer(policy.tokenizer, preceding_text(policy.tokenizer, prompt, ids[0]))
+    printer = Printer(policy.tokenizer, preceding_text(policy.tokenizer, row["prompt"], ids[0]))
     completions = generate(
         policy.model,
         policy.params,
-        make_prompts(ids, length=-(-len(ids[0]) // config.padding) * config.padding),
+        data.prompts([0], length=-(-len(ids[0]) // config.padding) * config.padding),
         jax.random.key(config.seed),
         num_generations=1,
         max_completion_length=most if shape is None else min(most, shape.max_position_embeddings - len(ids[0])),

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import yaml
 from cli_files import lines_of, run, write_run
+from PIL import Image
 from tiny import tiny_policy
+from tiny_vision import write_vision_model
 
 from grpo_jax import (
     GRPOConfig,
     add_lora,
+    evaluate,
     from_pretrained,
     generate,
     load_lora,
@@ -190,11 +193,34 @@ def test_conversation_continues_until_an_empty_line(monkeypatch, capsys):
     assert printed == ["", "a", "", "é", "!"]
     seen, tokenizer = [], copy.deepcopy(tiny_policy().tokenizer)
     tokenizer.chat_template = "{{ messages }}"
-    monkeypatch.setattr(chat, "_answer", lambda policy, config, prompt, index: seen.append(prompt) or f"answer {index}")
+    monkeypatch.setattr(
+        chat, "_answer", lambda policy, config, row, index: seen.append(row["prompt"]) or f"answer {index}"
+    )
     chat.talk(tiny_policy().replace(tokenizer=tokenizer), read_run(None).config, ["one", "two", "", "three"])
     roles = [[(message["role"][0], message["content"]) for message in prompt] for prompt in seen]
     first, third = [("u", "one")], [("u", "three")]
     assert roles == [first, [*first, ("a", "answer 0"), ("u", "two")], third]
+
+
+def test_images_are_added_to_the_next_message(tmp_path, folder):
+    """An image stays in the conversation; without a chat template, the prompt contains its placeholder."""
+    model, image = write_vision_model(tmp_path / "model", "smolvlm"), tmp_path / "a digit.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(image)
+    how = {"max_completion_length": 4, "temperature": 0}
+    flags = [f"--{name}={value}" for name, value in how.items()]
+    lines = run("chat", model, "--say", f"/image {image}", "--say", "what?", "--say", "sure?", *flags).split("\n")
+    assert lines[:2] == [f"> /image {image}", "> what?"]
+    policy = from_pretrained(model)
+    said = [{"type": "image", "image": str(image)}, {"type": "text", "text": "what?"}]
+    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": lines[2]}]
+    prompts = [messages[:1], [*messages, {"role": "user", "content": "sure?"}]]
+    rows = [{"prompt": prompt} for prompt in prompts]
+    wanted = evaluate(policy, rows, lambda completions: [0.0] * len(completions), **how)[1]
+    assert [row["completion"][0]["content"] for row in wanted] == [lines[2], lines[4]]
+    (model / "chat_template.jinja").unlink()
+    assert run("chat", model, "--say", f"/image {image}", "--say", "<image>what?", *flags).count("\n") == 3
+    with pytest.raises(SystemExit, match=r"the prompt, row 0 has images, but .* does not support images"):
+        run("chat", folder / "model", "--say", f"/image {image}", "--say", "what?")
 
 
 def test_policy_is_loaded_with_adapters_on_a_quantized_base(tmp_path):
