@@ -269,7 +269,12 @@ def plan(arguments: Namespace) -> None:
 def _load_checkpoint(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:
     """Return the step and the policy of a checkpoint. If `checkpoint` is None, the latest one is used."""
     policy = load_policy(run)
-    step, params = load_params(_last_dir(run, run_dir), policy.params, checkpoint)
+    params, last_dir = policy.params, _last_dir(run, run_dir)
+    if not read_settings(last_dir).get("config", {}).get("freeze_vision", True):
+        from grpo_jax.hub.vision import load_tower
+
+        params = {**params, "tower": load_tower(policy)[1]}
+    step, params = load_params(last_dir, params, checkpoint)
     return step, policy.replace(params=params)
 
 

@@ -223,6 +223,20 @@ def test_images_are_added_to_the_next_message(tmp_path, folder):
         run("chat", folder / "model", "--say", f"/image {image}", "--say", "what?")
 
 
+def test_checkpoints_with_a_trained_tower_are_read(tmp_path):
+    model, image = write_vision_model(tmp_path / "model", "smolvlm"), str(tmp_path / "digit.png")
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(image)
+    (tmp_path / "images.jsonl").write_text(json.dumps({"question": "what?", "answer": "a", "image": image}) + "\n")
+    changes = {"data": "images.jsonl", "eval_data": None, "prompt": [{"role": "user", "content": "{question}"}]}
+    changes |= {"temperature_eval": 0, "freeze_vision": False, "max_steps": 1}
+    run("train", write_run(tmp_path, **changes))
+    run("export", tmp_path / "run", tmp_path / "out")
+    before, after = (from_pretrained(path).extra_tensors for path in (model, tmp_path / "out"))
+    assert not any(np.array_equal(after[name], before[name]) for name in before if name.endswith("proj.weight"))
+    said = ["--say", f"/image {image}", "--say", "what?", "--temperature", 0, "--max_completion_length", 4]
+    assert run("chat", tmp_path / "run", *said) == run("chat", tmp_path / "out", *said)
+
+
 def test_policy_is_loaded_with_adapters_on_a_quantized_base(tmp_path):
     path = write_run(tmp_path, lora={"rank": 2, "alpha": 4}, quantize="int8")
     policy = commands.load_policy(read_run(path, load=("model",)))
