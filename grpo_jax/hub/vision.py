@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
 
 from grpo_jax.hub.files import READ, STORED
 from grpo_jax.hub.keys import Keys, activation_of, text_config
@@ -111,12 +112,12 @@ def tower_config(raw: Json, dtype: str = "float32") -> SiglipConfig | QwenVision
     return SiglipConfig(encoder, keys["image_size"], patch, block, features, pooled=gemma)
 
 
-def load_tower(policy: Policy) -> tuple[SiglipTower | QwenTower, Params]:
+def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTower | QwenTower, Params]:
     """Load the tower of a vision-language model from `policy.config` and `policy.extra_tensors`.
 
     Returns:
-      The module and its params, in the text model's compute dtype. `module.apply({"params": params}, inputs)` returns
-      features [N, M, D] for N images; the modules' docstrings define `inputs`.
+      The module and its params, in `dtype` or the text model's compute dtype. Applied to the inputs of N images, which
+      the modules' docstrings define, the module returns features [N, M, D].
 
     Raises:
       ValueError: if images are not supported for the model, or if its tensors do not match config.json.
@@ -138,7 +139,7 @@ def load_tower(policy: Policy) -> tuple[SiglipTower | QwenTower, Params]:
         params[path] = array
     if problems:
         raise ValueError(f"policy.extra_tensors does not match policy.config: {some(problems)}.")
-    return tower, unflatten_dict({path: jnp.array(x, config.encoder.dtype) for path, x in params.items()})
+    return tower, unflatten_dict({path: jnp.array(x, dtype or config.encoder.dtype) for path, x in params.items()})
 
 
 def tower_tensors(policy: Policy, params: Params) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import flax.linen as nn
 import jax
@@ -69,26 +69,24 @@ class ImageEncoder:
         self, inputs: Sequence[Sequence[dict[str, np.ndarray]]], sizes: Sequence[Sequence[tuple[int, int]]]
     ) -> ImageTiles:
         """Stack the inputs for all images. Numbers of tiles and windows are rounded up, so that few shapes compile."""
-        arrays, order = dict[str, Any](), np.zeros((len(inputs), self.num_tokens), np.int32)
-        most = _power_of_two(max(sum(_count(one) for one in found) for found in inputs))
-        for name, shape in self.processor.tower.inputs.items():
-            each = [[one[name] for one in found] for found in inputs]
-            widths = [x.shape[1] // shape.shape[1] for found in each for x in found]  # attention windows, or 1
-            width = shape.shape[1] * _power_of_two(max(widths, default=1))
-            arrays[name] = np.zeros((len(inputs), most, width, *shape.shape[2:]), shape.dtype)
-            for row, xs in zip(arrays[name], each, strict=True):
-                tile = 0
-                for x in xs:
-                    row[tile : tile + len(x), : x.shape[1]] = x
-                    tile += len(x)
-        per_tile = arrays["order"].shape[2] if "order" in arrays else self.processor.tower.num_features
+        arrays, tower = dict[str, Any](), self.processor.tower
+        for name, shape in tower.inputs.items():
+            rows = [[tile for one in found for tile in one[name]] for found in inputs]
+            windows = max((len(tile) // shape.shape[1] for row in rows for tile in row), default=1)
+            most, width = _power_of_two(max(map(len, rows))), shape.shape[1] * _power_of_two(windows)
+            arrays[name] = np.zeros((len(rows), most, width, *shape.shape[2:]), shape.dtype)
+            for k, row in enumerate(rows):
+                for i, tile in enumerate(row):
+                    arrays[name][k, i, : len(tile)] = tile
+        per_tile = arrays["order"].shape[2] if "order" in arrays else tower.num_features
+        order: Any = np.zeros((len(inputs), self.num_tokens), np.int32)
         for row, found, of_prompt in zip(order, inputs, sizes, strict=True):
             index = tile = 0
-            for one, (height, width) in zip(found, of_prompt, strict=True):
-                count = self.processor.num_tokens(height, width)
+            for one, size in zip(found, of_prompt, strict=True):
+                count = self.processor.num_tokens(*size)
                 row[index : index + count] = tile * per_tile + np.arange(count)
-                index, tile = index + count, tile + _count(one)
-        return ImageTiles(arrays, cast(Any, order))
+                index, tile = index + count, tile + len(next(iter(one.values())))
+        return ImageTiles(arrays, order)
 
     def _encode(self, tiles: ImageTiles) -> np.ndarray:
         """Compute features [B, N, D], for a few prompts at a time."""
@@ -107,11 +105,6 @@ def _encode_tiles(tower: nn.Module, params: Params, tiles: ImageTiles) -> jax.Ar
         return tower.apply({"params": params}, inputs)
 
     return encode(apply, tiles)
-
-
-def _count(inputs: dict[str, np.ndarray]) -> int:
-    """Return the number of tiles of an image."""
-    return len(next(iter(inputs.values())))
 
 
 def _power_of_two(count: int) -> int:
@@ -144,7 +137,7 @@ def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: b
         raise ValueError(f"freeze_vision = False, but {reason}; use freeze_vision=True")
     from grpo_jax.hub.vision import load_tower
 
-    tower, params = load_tower(policy)
+    tower, params = load_tower(policy, policy.params["norm"]["scale"].dtype)
     params = {"tower": params, **policy.params}  # a tower in `policy.params` was trained in a previous run
     return policy.replace(model=policy.model.clone(tower=tower), params=params)
 
