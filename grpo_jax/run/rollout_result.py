@@ -81,15 +81,16 @@ class RolloutResult(NamedTuple):
         return RolloutResult([self.rows[b] for b in groups], prompts, completions, episodes, metrics=self.metrics)
 
     def join(self, other: RolloutResult) -> RolloutResult:
-        """Concatenate two rollouts, without environments. Prompts are padded to the longer of the two lengths."""
-        longest = max(self.prompts.tokens.shape[1], other.prompts.tokens.shape[1])
+        """Concatenate two rollouts, without environments. Prompts and image tiles are padded to the larger shape."""
 
-        def padded(prompts: Prompts) -> Prompts:
-            more = longest - prompts.tokens.shape[1]
-            return prompts.replace(tokens=np.pad(prompts.tokens, ((0, 0), (0, more))))
+        def joined(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+            shape = np.maximum(x.shape, y.shape)[1:]
+            widths = ([(0, 0), *((0, n - size) for n, size in zip(shape, z.shape[1:], strict=True))] for z in (x, y))
+            # Values after a prompt's end are ignored. Edge values mark them as text, not as images.
+            return np.concatenate([np.pad(z, width, mode="edge") for z, width in zip((x, y), widths, strict=True)])
 
-        both = [(padded(x.prompts), x.completions) for x in (self, other)]
-        prompts, completions = jax.tree.map(lambda x, y: np.concatenate((x, y)), both[0], both[1])
+        mine, others = ((x.prompts, x.completions) for x in (self, other))
+        prompts, completions = jax.tree.map(joined, mine, others)
         episodes = None
         if self.episodes is not None and other.episodes is not None:
             episodes = [*self.episodes, *other.episodes]
