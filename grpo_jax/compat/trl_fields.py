@@ -162,7 +162,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_outside("set levels in the module logging and filters in the module warnings", log_level="passive"),
     **_needless("the progress bar is shown only in a terminal", disable_tqdm=None),
     **_absent(_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
-    **_absent("prompts contain only text", log_multimodal=True),
+    **_needless("completions.jsonl and report.html contain thumbnails; trackers receive metrics", log_multimodal=True),
     **_needless("completions.jsonl contains all prompts, and report.html filters them", log_unique_prompts=False),
     **_absent("publish completions.jsonl with huggingface_hub's upload_folder", log_completions_hub_repo=None),
     # Evaluation.
