@@ -273,7 +273,7 @@ def _load_checkpoint(run: RunFile, run_dir: Path, checkpoint: int | None) -> tup
     if not read_settings(last_dir).get("config", {}).get("freeze_vision", True):
         from grpo_jax.hub.vision import load_tower
 
-        params = {**params, "tower": load_tower(policy)[1]}
+        params = {**params, "tower": load_tower(policy, params["norm"]["scale"].dtype)[1]}
     step, params = load_params(last_dir, params, checkpoint)
     return step, policy.replace(params=params)
 
