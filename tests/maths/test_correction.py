@@ -42,6 +42,17 @@ def test_weights_by_hand(mode, clip_max, clip_min, expected):
     np.testing.assert_allclose(alone, expected[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("mode", "expected"), [("token_mask", [[1, 1], [0, 0]]), ("sequence_mask", [1, 0])])
+def test_weights_at_a_bound_are_kept_and_masked_tokens_have_weight_one(mode, expected):
+    """Bounds that exclude 1 apply to sampled tokens only, and a weight equal to a bound is inside."""
+    zeros, mask = jnp.zeros((2, 2)), jnp.array([[0, 0], [1, 1]])
+    for bounds in ({"clip_min": 1.5, "clip_max": None}, {"clip_max": 0.5}):
+        np.testing.assert_array_equal(sampler_weights(zeros, zeros, mask, mode=mode, **bounds), expected)
+    np.testing.assert_array_equal(
+        sampler_weights(zeros, zeros, mask, mode=mode, clip_min=1.0, clip_max=1.0), np.ones_like(expected)
+    )
+
+
 @pytest.mark.parametrize("mode", SAMPLER_WEIGHT_MODES)
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf, 1e30])
 def test_masked_values_are_ignored(mode, rubbish):
