@@ -158,6 +158,8 @@ def load_processor(policy: Policy) -> ImageProcessor:
         if kind is _Idefics3 and (edge := transform.size["longest_edge"]) % transform.max_image_size["longest_edge"]:
             # transformers computes the wrong number of tiles for this size
             raise ValueError(f"size.longest_edge={edge} must be a multiple of max_image_size.longest_edge")
+        if kind is ImageProcessor and transform.do_pan_and_scan:
+            raise ValueError("do_pan_and_scan=true (crops of large images) is not supported; set it to false")
     image = placeholder = decode([image_token_id(raw)])
     start = end = ""
     if kind is _Idefics3:

@@ -305,6 +305,9 @@ def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
     odd = json.loads(split.files["preprocessor_config.json"]) | {"size": {"longest_edge": 60}}
     with pytest.raises(ValueError, match=r"preprocessor_config.json: size.longest_edge=60 must be a multiple of"):
         find_processor(split.replace(files={"preprocessor_config.json": json.dumps(odd).encode()}), rows)
+    cropped = {"preprocessor_config.json": json.dumps({**settings, "do_pan_and_scan": True}).encode()}
+    with pytest.raises(ValueError, match=r"preprocessor_config.json: do_pan_and_scan=true .* is not supported"):
+        find_processor(policy.replace(files=cropped), rows)
     with pytest.raises(ValueError, match=r"row 1 has images, but policy.files has no preprocessor_config.json"):
         find_processor(policy.replace(files={}), rows)
     with pytest.raises(ValueError, match=r"dataset row 1 has images, but no processor was passed"):
