@@ -102,9 +102,9 @@ class EncodedPrompts:
     add_images: AddImages | None = dataclasses.field(default=None, kw_only=True)
 
     def prompts(
-        self, indices: Sequence[int], *, length: int, token_ids: Sequence[Sequence[int]] | None = None
+        self, indices: Sequence[int], *, length: int | None = None, token_ids: Sequence[Sequence[int]] | None = None
     ) -> Prompts:
-        """Return the prompts at some indices as NumPy arrays, padded to `length`, with their images.
+        """Return the prompts at some indices as NumPy arrays, padded as by `make_prompts`, with their images.
 
         `token_ids` replaces the rows' own ids, with the same images.
         """
