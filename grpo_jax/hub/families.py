@@ -300,9 +300,7 @@ def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
         "initializer_range": keys["initializer_range"],
         "dtype": dtype,
     }
-    if whole is not raw:  # a vision-language model
-        fields["image_token_id"] = whole.get("image_token_index", whole.get("image_token_id"))
-        fields["bidirectional_images"] = whole["architectures"] == ["Gemma3ForConditionalGeneration"]
+    fields["bidirectional_images"] = whole["architectures"] == ["Gemma3ForConditionalGeneration"]
     fields |= family.fields(keys)
     if "activation" not in fields:
         fields["activation"] = activation_of(keys, "hidden_act")

@@ -61,6 +61,10 @@ class ImageProcessor:
         pixels = np.asarray(self.transform(image, return_tensors="np")["pixel_values"], np.float32)
         return {"pixels": np.moveaxis(pixels.reshape(-1, *pixels.shape[-3:]), 1, -1)}
 
+    def tiles(self, height: int, width: int) -> tuple[int, int]:
+        """Return the number of tiles of an image, and of attention windows per tile."""
+        return self.num_tokens(height, width) // self.tower.num_features, 1
+
     def positions(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> np.ndarray | None:
         """Return rotary positions [3, P] int32 of a prompt's tokens, or None if they are 0..P−1 along all axes."""
         return None
@@ -104,6 +108,9 @@ class _Qwen2VL(ImageProcessor):
         resize = importlib.import_module(type(self.transform).__module__).smart_resize
         pixels = resize(height, width, unit, size["shortest_edge"], size["longest_edge"])
         return pixels[0] // unit, pixels[1] // unit
+
+    def tiles(self, height: int, width: int) -> tuple[int, int]:
+        return 1, math.prod(-(-side // self.tower.window) for side in self.grid(height, width))
 
     def positions(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> np.ndarray:
         """Return positions [3, P] int32 of a prompt's tokens along time, height and width.

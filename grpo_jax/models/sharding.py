@@ -46,6 +46,7 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
     (r".*/experts/(gate|up)_bias", (None, "tensor")),
     (r".*/sinks", ("tensor",)),
+    (r"(.*/)?tower/.*kernel", ("fsdp", None)),  # of a trained vision tower
 )
 """Regular expressions for full parameter paths, and the mesh axis for each dimension. Others are replicated.
 

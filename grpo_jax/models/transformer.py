@@ -8,8 +8,10 @@ stack. Softmax, norms and logits are computed in float32 regardless of the compu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -307,7 +309,8 @@ class Transformer(nn.Module):
         images = prompts.images
         if images is not None and isinstance(images.features, ImageTiles):
             assert self.tower is not None, "image tiles are passed only to models with a tower"
-            images = images.replace(features=encode(self.tower, images.features))
+            call = nn.remat(_call) if self.config.remat else _call
+            images = images.replace(features=encode(functools.partial(call, self.tower), images.features))
         hidden, kept = self.hidden(prompts.tokens[:, None], last=prompts.lengths - 1, images=images)
 
         def transposed(layer: LayerCache) -> LayerCache:
@@ -336,6 +339,10 @@ class Transformer(nn.Module):
             return logits
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
         return jnp.where(ids == image, MASKED, logits)
+
+
+def _call(module: nn.Module, inputs: Mapping[str, jax.Array]) -> Any:
+    return module(inputs)
 
 
 def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:

@@ -345,6 +345,8 @@ def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | 
     if isinstance(row["prompt"], str):
         return row["prompt"] + openings[0]
     *before, last = row["prompt"]
+    if last["role"] == "user" and isinstance(last["content"], list):
+        return [*before, {**last, "content": [*last["content"], {"type": "text", "text": openings[0]}]}]
     if last["role"] != "user" or not isinstance(last["content"], str):
         raise ValueError(
             f"{episodes[0].where}: the prompt must end with a text message from the role 'user', to which the text"

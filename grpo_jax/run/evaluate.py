@@ -18,7 +18,7 @@ from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewa
 from grpo_jax.rewards.contract import TrainerState, as_list, check_metrics, check_reward_fns, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
-from grpo_jax.run.images import check_text_only, with_encoder
+from grpo_jax.run.images import check_text_only, with_encoder, without_image_token
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards
 from grpo_jax.text.images import find_processor
@@ -156,6 +156,7 @@ def evaluate_rows(
         for name, some in by_part.items()
     }
     data = join_prompts(with_encoder(policy, encoded, mesh_of(params), params))
+    policy = policy if data.images is None else without_image_token(policy)
     fns = turns.with_environments(as_list(reward_fns), interaction)
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler

@@ -11,10 +11,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from grpo_jax.models.images import encode
 from grpo_jax.models.sharding import fetch, place, shard_count, split
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
+from grpo_jax.run.placement import with_shape
 from grpo_jax.text.images import ImageSource, has_images, open_image
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts, Row
@@ -31,13 +31,15 @@ VALUES = 3 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class ImageEncoder:
-    """Adds the images of dataset rows to prompts.
+    """Adds the images of dataset rows to prompts. All prompts of a run get arrays of the same shapes.
 
     Attributes:
       processor: image processor of the checkpoint.
       tower: vision tower.
       params: frozen params of the tower, or None if it is trained. Then prompts get the tower's inputs.
       num_tokens: N, maximum number of image tokens in a prompt.
+      num_tiles: K, maximum number of tiles in a prompt.
+      num_windows: maximum number of attention windows in a tile.
       mesh: mesh on which tiles are encoded in parallel, or None.
     """
 
@@ -45,6 +47,8 @@ class ImageEncoder:
     tower: nn.Module
     params: Params | None
     num_tokens: int
+    num_tiles: int
+    num_windows: int
     mesh: jax.sharding.Mesh | None = None
 
     def __call__(self, prompts: Prompts, images: Sequence[Sequence[ImageSource]]) -> Prompts:
@@ -54,7 +58,8 @@ class ImageEncoder:
         places: Any = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
         opened = [[open_image(source) for source in sources] for sources in images]
         sizes = [[(image.height, image.width) for image in found] for found in opened]
-        tiles = self._tiles([[self.processor.inputs(image) for image in found] for found in opened], sizes)
+        inputs = [[self.processor.inputs(image) for image in found] for found in opened]
+        counts = [[self.processor.num_tokens(*size) for size in found] for found in sizes]
         positions = [
             self.processor.positions(row[:length].tolist(), size)
             for row, length, size in zip(tokens, lengths, sizes, strict=True)
@@ -62,54 +67,57 @@ class ImageEncoder:
         by_axis: Any = None
         if rows := [x for x in positions if x is not None]:
             by_axis = np.stack([np.pad(x, ((0, 0), (0, tokens.shape[1] - x.shape[1]))) for x in rows])
-        features: Any = tiles if self.params is None else self._encode(tiles)
+        features: Any = (self._tiles if self.params is None else self._features)(inputs, counts)
         return prompts.replace(images=PromptImages(features, places, by_axis))
 
-    def _tiles(
-        self, inputs: Sequence[Sequence[dict[str, np.ndarray]]], sizes: Sequence[Sequence[tuple[int, int]]]
-    ) -> ImageTiles:
-        """Stack the inputs for all images. Numbers of tiles and windows are rounded up, so that few shapes compile."""
-        arrays, tower = dict[str, Any](), self.processor.tower
-        for name, shape in tower.inputs.items():
-            rows = [[tile for one in found for tile in one[name]] for found in inputs]
-            windows = max((len(tile) // shape.shape[1] for row in rows for tile in row), default=1)
-            most, width = _power_of_two(max(map(len, rows))), shape.shape[1] * _power_of_two(windows)
-            arrays[name] = np.zeros((len(rows), most, width, *shape.shape[2:]), shape.dtype)
-            for k, row in enumerate(rows):
-                for i, tile in enumerate(row):
-                    arrays[name][k, i, : len(tile)] = tile
-        per_tile = arrays["order"].shape[2] if "order" in arrays else tower.num_features
+    def _stacked(self, images: Sequence[dict[str, np.ndarray]], count: int) -> dict[str, Any]:
+        """Stack the images' tiles into arrays [count, ...], padded with zeros."""
+        arrays = dict[str, Any]()
+        for name, shape in self.processor.tower.inputs.items():
+            arrays[name] = np.zeros((count, self.num_windows * shape.shape[1], *shape.shape[2:]), shape.dtype)
+            for i, tile in enumerate(tile for one in images for tile in one[name]):
+                arrays[name][i, : len(tile)] = tile
+        return arrays
+
+    def _tiles(self, inputs: Sequence[Sequence[dict[str, np.ndarray]]], counts: Sequence[Sequence[int]]) -> ImageTiles:
+        each = [self._stacked(found, self.num_tiles) for found in inputs]
+        arrays: dict[str, Any] = {name: np.stack([x[name] for x in each]) for name in each[0]}
+        per_tile = arrays["order"].shape[2] if "order" in arrays else self.processor.tower.num_features
         order: Any = np.zeros((len(inputs), self.num_tokens), np.int32)
-        for row, found, of_prompt in zip(order, inputs, sizes, strict=True):
+        for row, found, numbers in zip(order, inputs, counts, strict=True):
             index = tile = 0
-            for one, size in zip(found, of_prompt, strict=True):
-                count = self.processor.num_tokens(*size)
+            for one, count in zip(found, numbers, strict=True):
                 row[index : index + count] = tile * per_tile + np.arange(count)
                 index, tile = index + count, tile + len(next(iter(one.values())))
         return ImageTiles(arrays, order)
 
-    def _encode(self, tiles: ImageTiles) -> np.ndarray:
-        """Compute features [B, N, D], for a few prompts at a time."""
-        b, devices = len(tiles.order), shard_count(self.mesh)
-        values = sum(x[0].size for x in tiles.inputs.values())  # of a prompt
-        size = min(max(1, VALUES // values), -(-b // devices)) * devices
-        at = [np.minimum(np.arange(start, start + size), b - 1) for start in range(0, b, size)]
-        parts = (jax.tree.map(lambda x, at=chosen: x[at], tiles) for chosen in at)
-        found = [fetch(_encode_tiles(self.tower, self.params, split(part, self.mesh))) for part in parts]
-        return np.concatenate(found)[:b]
+    def _features(
+        self, inputs: Sequence[Sequence[dict[str, np.ndarray]]], counts: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """Compute features [B, N, D], for a few tiles at a time."""
+        images = [one for found in inputs for one in found]
+        total = sum(len(next(iter(one.values()))) for one in images)
+        devices, values = shard_count(self.mesh), sum(x[0].size for x in self._stacked([], 1).values())
+        size = min(max(1, VALUES // values), -(-len(inputs) * self.num_tiles // devices)) * devices  # tiles at a time
+        tiles = self._stacked(images, max(1, -(-total // size)) * size)
+        encoded = []
+        for start in range(0, max(total, 1), size):
+            part = {name: x[start : start + size] for name, x in tiles.items()}
+            encoded.append(fetch(_encode(self.tower, self.params, split(part, self.mesh))))
+        found = np.concatenate(encoded)
+        features, tile = np.zeros((len(inputs), self.num_tokens, found.shape[2]), found.dtype), 0
+        for row, of_prompt, numbers in zip(features, inputs, counts, strict=True):
+            index = 0
+            for one, count in zip(of_prompt, numbers, strict=True):
+                end = tile + len(next(iter(one.values())))
+                row[index : index + count] = found[tile:end].reshape(-1, found.shape[2])[:count]
+                index, tile = index + count, end
+        return features
 
 
 @functools.partial(jax.jit, static_argnames="tower")
-def _encode_tiles(tower: nn.Module, params: Params, tiles: ImageTiles) -> jax.Array:
-    def apply(inputs: Mapping[str, jax.Array]) -> Any:
-        return tower.apply({"params": params}, inputs)
-
-    return encode(apply, tiles)
-
-
-def _power_of_two(count: int) -> int:
-    """Return the smallest power of two ≥ count, at least 1."""
-    return 1 << (max(1, count) - 1).bit_length()
+def _encode(tower: nn.Module, params: Params, inputs: Mapping[str, jax.Array]) -> Any:
+    return tower.apply({"params": params}, inputs)
 
 
 def check_text_only(rows: Mapping[str, Sequence[Row] | None], argument: str, value: object) -> None:
@@ -120,23 +128,41 @@ def check_text_only(rows: Mapping[str, Sequence[Row] | None], argument: str, val
             raise ValueError(f"{argument} does not receive images, but {name} row {found} has images; omit {argument}")
 
 
+def _trained_tower(policy: Policy, params: Params) -> Params | None:
+    """Return the params of a tower that was trained, from `params` or the frozen base of adapters, or None."""
+    held = (tree for tree in (params, getattr(policy.model, "base", None)) if isinstance(tree, Mapping))
+    return next((tree["tower"] for tree in held if "tower" in tree), None)
+
+
+def without_image_token(policy: Policy) -> Policy:
+    """Mask the logit of the image token, so that it is not sampled."""
+    from grpo_jax.hub.vision import image_token_id
+
+    return policy.replace(model=with_shape(policy.model, image_token_id=image_token_id(policy.config)))
+
+
 def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: bool) -> Policy:
-    """Add the vision tower to a policy's model and params, unless it is frozen.
+    """Add the vision tower to a policy's model and params, unless it is frozen. If rows have images, the image token is
+    not sampled.
 
     Raises ValueError if a trained tower would be lost, or if the tower cannot be trained.
     """
-    if freeze:
-        if "tower" in policy.params:
-            raise ValueError(
-                "freeze_vision = True, but policy.params contain a trained vision tower; use freeze_vision=False, or"
-                " write the policy with save_pretrained and load it again"
-            )
-        return policy
-    if not isinstance(policy.model, Transformer) or not any(part.images for part in parts.values()):
+    has_images = any(part.images for part in parts.values())
+    if freeze and "tower" in policy.params:
+        raise ValueError(
+            "freeze_vision = True, but policy.params contain a trained vision tower; use freeze_vision=False, or write"
+            " the policy with save_pretrained and load it again"
+        )
+    if not freeze and not (isinstance(policy.model, Transformer) and (has_images or "tower" in policy.params)):
         reason = "the dataset has no images" if isinstance(policy.model, Transformer) else "the policy has adapters"
         raise ValueError(f"freeze_vision = False, but {reason}; use freeze_vision=True")
+    if not has_images:
+        return policy
     from grpo_jax.hub.vision import load_tower
 
+    policy = without_image_token(policy)
+    if freeze:
+        return policy
     tower, params = load_tower(policy, policy.params["norm"]["scale"].dtype)
     params = {"tower": params, **policy.params}  # a tower in `policy.params` was trained in a previous run
     return policy.replace(model=policy.model.clone(tower=tower), params=params)
@@ -154,10 +180,18 @@ def with_encoder(
     from grpo_jax.hub.processor import load_processor
     from grpo_jax.hub.vision import load_tower
 
-    processor, trained = load_processor(policy), getattr(policy.model, "tower", None)
-    tower, frozen = (trained, None) if trained is not None else load_tower(policy)
-    if frozen is not None:
-        frozen = place(params["tower"] if params is not None and "tower" in params else frozen, mesh)
-    counts = [ids.count(processor.image_token_id) for part in parts.values() for ids in part.token_ids]
-    encoder = ImageEncoder(processor, tower, frozen, max(counts), mesh)
-    return {name: dataclasses.replace(part, add_images=encoder) for name, part in parts.items()}
+    processor, tower, frozen = load_processor(policy), getattr(policy.model, "tower", None), None
+    if tower is None:
+        tower, frozen = load_tower(policy)
+        frozen = place(_trained_tower(policy, params) or frozen, mesh)
+    tiles = [[processor.tiles(*size) for size in sizes] for part in parts.values() for sizes in part.image_sizes or ()]
+    encoder = ImageEncoder(
+        processor,
+        tower,
+        frozen,
+        num_tokens=max(ids.count(processor.image_token_id) for part in parts.values() for ids in part.token_ids),
+        num_tiles=max(sum(count for count, _ in row) for row in tiles),
+        num_windows=max(windows for row in tiles for _, windows in row),
+        mesh=mesh,
+    )
+    return {name: dataclasses.replace(part, add_images=encoder, image_sizes=None) for name, part in parts.items()}

@@ -91,4 +91,8 @@ def with_shape(model: Model, **changes: Any) -> Model:
     config = dataclasses.replace(model.config, **changes)
     if isinstance(model, LoraModel):
         return dataclasses.replace(model, model=model.model.clone(config=config))
+    if model.tower is not None:
+        encoder = dataclasses.replace(model.tower.config.encoder, dtype=config.dtype)
+        tower = model.tower.clone(config=dataclasses.replace(model.tower.config, encoder=encoder))
+        model = model.clone(tower=tower)
     return model.clone(config=config)

@@ -168,7 +168,8 @@ def _data_problems(run: Run) -> Iterator[str]:
     if dropped := len(data.dropped):
         total, most = len(data.rows) + dropped, config.max_prompt_length
         yield f"{dropped} of {total} prompts are dropped because they are longer than max_prompt_length = {most}"
-    copies = sum(n - 1 for n in collections.Counter(tuple(ids) for ids in data.token_ids).values())
+    images = [tuple(map(id, found)) for found in data.images or [()] * len(data.rows)]
+    copies = sum(n - 1 for n in collections.Counter(zip(map(tuple, data.token_ids), images, strict=True)).values())
     if copies:
         yield f"{copies} of {len(data.rows)} rows repeat the prompt of another row"
     if sizes.prompts > len(data.rows):

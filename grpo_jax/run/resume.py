@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import warnings
 from array import array
@@ -24,6 +25,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.run.function_sources import fingerprint, reward_sources, source_of
 from grpo_jax.run.run import BaseRun
+from grpo_jax.text.images import image_bytes
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Json, Model, Params, as_argument
 from grpo_jax.update.state import TrainState
@@ -70,7 +72,7 @@ def describe(
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(run.reward_fns),
         "sources": reward_sources(run.reward_fns, run.interaction),
-        "frozen": fingerprint(as_argument(model)),
+        "frozen": fingerprint((as_argument(model), getattr(data.add_images, "params", None))),
         "optimizer": "the caller's" if custom_optimizer else "the config's",
         "sampler": "generate" if run.sampler is None else "the caller's",
         "functions": {name: source_of(function) for name, function in functions.items() if function is not None},
@@ -245,7 +247,7 @@ def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[s
 
 
 def _prompts(data: EncodedPrompts) -> Json:
-    """Return the number of prompts and a hash of their tokens."""
+    """Return the number of prompts and a hash of their tokens and images."""
     tokens = hashlib.sha256()
     for ids in data.token_ids:
         tokens.update(array("q", [len(ids), *ids]).tobytes())
@@ -253,6 +255,8 @@ def _prompts(data: EncodedPrompts) -> Json:
         tokens.update(bytes(mask))
     for block in data.blocks or ():
         tokens.update(array("q", block).tobytes())
+    for image in itertools.chain(*(data.images or ())):
+        tokens.update(image_bytes(image))
     return {"rows": len(data.token_ids), "prompts": tokens.hexdigest()}
 
 

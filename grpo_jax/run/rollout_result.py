@@ -81,12 +81,12 @@ class RolloutResult(NamedTuple):
         return RolloutResult([self.rows[b] for b in groups], prompts, completions, episodes, metrics=self.metrics)
 
     def join(self, other: RolloutResult) -> RolloutResult:
-        """Concatenate two rollouts, without environments. Prompts and image tiles are padded to the larger shape."""
+        """Concatenate two rollouts, without environments. Prompts are padded to the longer of the two lengths."""
 
         def joined(x: np.ndarray, y: np.ndarray) -> np.ndarray:
             shape = np.maximum(x.shape, y.shape)[1:]
             widths = ([(0, 0), *((0, n - size) for n, size in zip(shape, z.shape[1:], strict=True))] for z in (x, y))
-            # Values after a prompt's end are ignored. Edge values mark them as text, not as images.
+            # Values after a prompt's end are ignored. Edge values do not mark them as images.
             return np.concatenate([np.pad(z, width, mode="edge") for z, width in zip((x, y), widths, strict=True)])
 
         mine, others = ((x.prompts, x.completions) for x in (self, other))

@@ -209,7 +209,8 @@ def derive_sft(
         start = max(1, shared)
         rest = longest - start
     length = -(-rest // config.padding) * config.padding
-    length = length if context is None else min(length, context - start)
+    if context is not None:  # each example fits
+        length = min(length, context if images else context - start)
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
     updater = choose_updater(
@@ -227,7 +228,7 @@ def derive_sft(
         eval_data=eval_data,
         prompt_length=start,
         num_groups=shard_count(mesh) if shared else None,
-        images=data.batch([0], rows=1, length=length, prompt_length=start).prompts.images if images else None,
+        images=data.batch([0], rows=len(data.blocks[0]), length=length, prompt_length=start).prompts.images,
         mesh=mesh,
         sizes=sizes._replace(prompts_per_update=rows),
         total_steps=total_steps,

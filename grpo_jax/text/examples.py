@@ -87,14 +87,14 @@ class Examples(EncodedPrompts):
         mask, lengths = np.zeros(tokens.shape, bool), np.full(rows, prompt_length, np.int32)
         for row, index in enumerate(examples):
             ids, learned = self.token_ids[index], self.masks[index]
-            start = prompt_length if self.images is None else self.starts[index]
+            start = prompt_length if self.add_images is None else self.starts[index]
             first[row, :start], lengths[row], rest = ids[:start], start, len(ids) - start
             tokens[row, 0, :rest], mask[row, 0, :rest] = ids[start:], learned[start:]
         as_arrays: Any = np.asarray  # the fields of `Batch` are annotated as JAX arrays
         prompts = Prompts(as_arrays(first), as_arrays(lengths))
-        if self.images is not None and self.add_images is not None:
-            unused: list[tuple[ImageSource, ...]] = [()] * (rows - len(examples))
-            prompts = self.add_images(prompts, [self.images[index] for index in examples] + unused)
+        if self.add_images is not None:
+            images = [() if self.images is None else self.images[index] for index in examples]
+            prompts = self.add_images(prompts, images + [()] * (rows - len(examples)))
         return Batch(
             prompts=prompts,
             tokens=as_arrays(tokens),
@@ -112,6 +112,7 @@ class _Example(NamedTuple):
     ids: list[int]
     mask: list[bool]
     images: Sequence[ImageSource] = ()
+    sizes: Sequence[Size] = ()
 
 
 def load_examples(
@@ -169,7 +170,7 @@ def encode_examples(
     length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids, processor)
     found = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
     truncated = sum(length is not None and len(ids) > length for ids, *_ in found)
-    found = [_Example(ids[:length], mask[:length], images) for ids, mask, images in found]
+    found = [example._replace(ids=example.ids[:length], mask=example.mask[:length]) for example in found]
     kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # the first token is never predicted
     dropped = sorted(set(range(len(rows))) - set(kept))
     if not kept:
@@ -185,7 +186,8 @@ def encode_examples(
     lengths = [len(ids) for ids in token_ids]
     blocks = fill_blocks(lengths, length) if packing and length else [[i] for i in range(len(kept))]
     images = None if processor is None else [tuple(found[i].images) for i in kept]
-    return Examples([rows[i] for i in kept], token_ids, dropped, [found[i].mask for i in kept], blocks, images=images)
+    sizes, masks = [list(found[i].sizes) for i in kept], [found[i].mask for i in kept]
+    return Examples([rows[i] for i in kept], token_ids, dropped, masks, blocks, images=images, image_sizes=sizes)
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -266,7 +268,7 @@ class _Encoder:
         ids, start = self.tokenize(text, sizes, where, special=True), 0
         if len(columns) == 2 and config.completion_only_loss is not False:
             start = common_length(self.tokenize(prompt, sizes, where, special=True), ids)
-        return _Example(ids, [i >= start for i in range(len(ids))], images)
+        return _Example(ids, [i >= start for i in range(len(ids))], images, sizes)
 
     def tokenize(self, text: str, sizes: Sequence[Size], where: str, *, special: bool) -> list[int]:
         (ids,) = encode_texts([text], [sizes], self.tokenizer, self.processor, [where], add_special_tokens=special)
@@ -321,7 +323,7 @@ class _Encoder:
             start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
             mask = [learned and i >= start for i, learned in enumerate(mask)]
         self.learn_openings(ids, mask, messages[-1], keywords)
-        return _Example(ids, mask, images)
+        return _Example(ids, mask, images, sizes)
 
     def assistant_mask(
         self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str

@@ -15,6 +15,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from grpo_jax.messages import import_extra, one_line, show
@@ -79,7 +80,7 @@ def find_processor(policy: Policy, rows: Sequence[Row], argument: str = "dataset
     try:
         return load_processor(policy)
     except ValueError as error:
-        raise ValueError(f"{argument} row {first} has images, but {error}") from error
+        raise ValueError(f"{argument} row {first} has images, but {error} For text, remove the images.") from error
 
 
 def images_of(row: Json, prompt: str | Messages) -> list[ImageSource]:
@@ -167,7 +168,10 @@ def encode_texts(
                 f" {len(rest)} times; write it once per image in a string. In messages, use parts of type 'image', a"
                 " chat template that renders them, and no placeholders in the text"
             )
-        images = (processor.expand(height, width) for height, width in found)
+        try:
+            images = [processor.expand(height, width) for height, width in found]
+        except ValueError as error:  # an aspect ratio that the processor rejects
+            raise ValueError(f"{name} has an image that the processor rejects: {error}; crop or resize it") from error
         expanded.append(start + "".join(image + part for image, part in zip(images, rest, strict=True)))
     token_ids = encode(expanded)
     for ids, found, name in zip(token_ids, sizes, where, strict=True):
@@ -202,17 +206,30 @@ def _size(source: ImageSource, what: str) -> Size:
     return (width, height) if turned else (height, width)
 
 
+def _file(source: ImageSource) -> Any:
+    """Return a path, the bytes of a file, or a PIL image."""
+    if isinstance(source, Mapping):
+        return source["path"] if source.get("bytes") is None else source["bytes"]
+    return source
+
+
 @contextlib.contextmanager
 def _opened(source: ImageSource) -> Iterator[Image.Image]:
     """Open an image without decoding it. Files are closed on exit; PIL images are not."""
-    file: Any = source
-    if isinstance(source, Mapping):
-        file = source["path"] if source.get("bytes") is None else source["bytes"]
+    file = _file(source)
     if isinstance(file, str | bytes | os.PathLike):
         with import_extra("PIL.Image", "pillow").open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
             yield image
     else:
         yield file
+
+
+def image_bytes(source: ImageSource) -> bytes:
+    """Return the content of an image's file, or the mode, size and pixels of a PIL image."""
+    file = _file(source)
+    if isinstance(file, str | os.PathLike):
+        return Path(file).read_bytes()
+    return file if isinstance(file, bytes) else f"{file.mode} {file.size}".encode() + file.tobytes()
 
 
 def open_image(source: ImageSource) -> Image.Image:

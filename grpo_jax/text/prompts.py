@@ -22,7 +22,7 @@ from grpo_jax.text.images import ImageSource, encode_texts, place_images
 from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
 
 if TYPE_CHECKING:
-    from grpo_jax.hub.processor import ImageProcessor
+    from grpo_jax.hub.processor import ImageProcessor, Size
 
 # Keywords of `apply_chat_template` that `encode_prompts` sets.
 _RESERVED_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
@@ -88,8 +88,8 @@ class EncodedPrompts:
 
     `dropped` contains the indices of rows that were removed because their prompt is too long. If several datasets were
     joined, `parts` maps each dataset's name to its number of rows. `masks` and `blocks` are set only for SFT examples.
-    `images` contains the images of each row in the order of their tokens, or is None if no row has images. `add_images`
-    adds them to prompts (`run.images.ImageEncoder`).
+    `images` contains the images of each row in the order of their tokens, or is None if no row has images, and
+    `image_sizes` their heights and widths. `add_images` adds them to prompts (`run.images.ImageEncoder`).
     """
 
     rows: list[Row]
@@ -99,6 +99,7 @@ class EncodedPrompts:
     masks: list[list[bool]] | None = dataclasses.field(default=None, kw_only=True)
     blocks: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
     images: list[tuple[ImageSource, ...]] | None = dataclasses.field(default=None, kw_only=True)
+    image_sizes: list[list[Size]] | None = dataclasses.field(default=None, kw_only=True)
     add_images: AddImages | None = dataclasses.field(default=None, kw_only=True)
 
     def prompts(
@@ -191,7 +192,13 @@ def encode_prompts(
         )
     kept = [index for index, ids in enumerate(token_ids) if len(ids) <= bound]
     images = None if processor is None else [tuple(placed[i].images) for i in kept]
-    return EncodedPrompts([rows[i] for i in kept], [token_ids[i] for i in kept], dropped=long, images=images)
+    return EncodedPrompts(
+        [rows[i] for i in kept],
+        [token_ids[i] for i in kept],
+        dropped=long,
+        images=images,
+        image_sizes=[sizes[i] for i in kept],
+    )
 
 
 def _render(

@@ -132,7 +132,8 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
                 size += len(_embedded(row))
                 if size > COMPLETION_BYTES // STEPS and groups:
                     break
-                prompt, images = row.pop("prompt"), [_data_url(path.parent, x) for x in row.pop("images", ())]
+                prompt, shown = row.pop("prompt"), row.pop("images", ())
+                images = [_data_url(path.parent, x) for x in shown if isinstance(x, dict)]
                 del row["step"]
                 if row.get("turns"):
                     del row["completion"]  # the turns contain the same text

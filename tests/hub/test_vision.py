@@ -27,11 +27,11 @@ PREFIXES = {
 """Published prefixes of tensor names, and the names in files that transformers writes instead."""
 
 
-def images(sizes):
+def images(sizes, seed=3):
     """Return images of random pixels with the given heights and widths."""
     from PIL import Image
 
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(seed)
     return [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
 
 

@@ -12,11 +12,14 @@ from tiny_vision import FAMILIES, write_vision_model
 
 from grpo_jax import GRPOConfig, SFTConfig, evaluate, from_pretrained, save_pretrained, sft, train
 from grpo_jax.hub.peft import add_lora
+from grpo_jax.hub.vision import load_tower
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.run.images import with_encoder, with_tower
+from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.text.images import find_processor
 from grpo_jax.text.prompts import encode_prompts
+from grpo_jax.types import Completions
 from grpo_jax.watch.monitor import StopRun
 
 SETTINGS = {
@@ -25,9 +28,9 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def rows():
+def rows(seed=3):
     """Return rows with one, no, two and one images."""
-    pictures = images([(28, 14), (42, 56), (56, 42), (28, 28)])
+    pictures = images([(28, 14), (42, 56), (56, 42), (28, 28)], seed)
     of_rows = [pictures[:1], [], pictures[1:3], pictures[3:]]
     return [{"prompt": [{"role": "user", "content": f"a{i}"}], "images": some} for i, some in enumerate(of_rows)]
 
@@ -62,9 +65,10 @@ def policies(tmp_path_factory):
 def run(policy, run_dir=None, callbacks=(), **settings):
     """Train on the rows in dataset order, as far as they go; return the final state and the logged lines."""
     lines, more = [], {name: settings.pop(name) for name in ("environment_factory",) if name in settings}
+    dataset = settings.pop("dataset", None) or rows()
     callbacks = [lambda step, line: lines.append(line), *callbacks]
     state = train(
-        policy, rows(), count_images, GRPOConfig(**SETTINGS | settings), run_dir=run_dir, callbacks=callbacks, **more
+        policy, dataset, count_images, GRPOConfig(**SETTINGS | settings), run_dir=run_dir, callbacks=callbacks, **more
     )
     return state, lines
 
@@ -78,11 +82,16 @@ def test_sampler_and_trainer_agree(policies, family, turns):
     assert turns == 1 or lines[-1]["turns/mean"] == 3
 
 
-def encoded(policy, freeze):
-    """Return the policy, with a trained tower unless `freeze`, and the prompts [4, P] with images."""
+def encoded_rows(policy, freeze):
+    """Return the policy, with a trained tower unless `freeze`, and the encoded rows."""
     data = {"dataset": encode_prompts(rows(), policy.tokenizer, processor=find_processor(policy, rows()))}
     policy = with_tower(policy, data, freeze=freeze)
-    data = with_encoder(policy, data)["dataset"]
+    return policy, with_encoder(policy, data)["dataset"]
+
+
+def encoded(policy, freeze):
+    """Return the policy, with a trained tower unless `freeze`, and the prompts [4, P] with images."""
+    policy, data = encoded_rows(policy, freeze)
     return policy, data.prompts(range(4), length=64)
 
 
@@ -151,6 +160,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(policies, tmp_path, freeze):
     policy = policies("gemma3")
     whole, _ = run(policy, tmp_path / "whole", **settings)
     run(policy, tmp_path / "cut", callbacks=[stop], **settings)
+    with pytest.raises(ValueError, match="dataset: the prompts or their order differ"):
+        run(policy, tmp_path / "cut", dataset=rows(seed=1), **settings)
     resumed, _ = run(policy, tmp_path / "cut", **settings)
     chex.assert_trees_all_equal(resumed.params, whole.params)
 
@@ -172,6 +183,37 @@ def test_a_trained_tower_is_exported_and_a_frozen_one_unchanged(policies, tmp_pa
         assert texts[0] == texts[1]
     with pytest.raises(ValueError, match=r"freeze_vision = True, but policy\.params contain a trained vision tower"):
         sft(trained, examples, SFTConfig(max_steps=1))
+
+
+@pytest.mark.filterwarnings("ignore:.* and were truncated")
+def test_rows_without_images_and_of_other_lengths_stand_next_to_each_other(policies):
+    """SFT datasets with and without images, packed examples, and examples of which only each by itself fits."""
+    policy, settings = policies("smolvlm"), {"max_steps": 1, "packing": True, "max_length": 96, "logging_steps": 1}
+    examples = [{**row, "completion": [{"role": "assistant", "content": "b"}]} for row in rows()]
+    plain = [{"prompt": "a" * 20, "completion": "b" * 300}, {"prompt": "c" * 400, "completion": "d"}]
+    for dataset, held_out in ((examples, plain[:1]), (plain[:1], examples), (plain, examples)):
+        lines, config = [], SFTConfig(**settings | ({} if dataset is examples else {"max_length": 512}))
+        sft(policy, dataset, config, eval_dataset=held_out, callbacks=[lambda step, line: lines.append(line)])
+        assert all(np.isfinite(line.get("loss", 0)) for line in lines)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_joined_rollouts_keep_their_images(policies, freeze):
+    """Prompts have the same states alone and after rollouts with different prompt lengths were joined."""
+    policy, data = encoded_rows(policies("qwen2_5_vl"), freeze)
+    empty = Completions(*np.zeros((3, 2, 1, 1)), np.zeros((2, 1)))
+    halves = (RolloutResult([], data.prompts(at, length=p), empty) for at, p in (((0, 1), 64), ((2, 3), 96)))
+    states = jax.jit(lambda prompts: policy.model.apply({"params": policy.params}, prompts, method="prefill")[0])
+    joined = next(halves).join(next(halves)).prompts
+    np.testing.assert_allclose(states(joined), states(data.prompts(range(4), length=80)), atol=1e-5)
+
+
+def test_a_tower_that_was_trained_is_used_under_adapters(policies):
+    policy = policies("gemma3")
+    tower = jax.tree.map(lambda x: 1.1 * x, load_tower(policy)[1])
+    adapted = add_lora(policy.replace(params={**policy.params, "tower": tower}), jax.random.key(0), rank=2)
+    data = {"": encode_prompts(rows(), policy.tokenizer, processor=find_processor(policy, rows()))}
+    chex.assert_trees_all_equal(with_encoder(adapted, data, params=adapted.params)[""].add_images.params, tower)
 
 
 def test_unsupported_combinations_are_rejected(policies):
