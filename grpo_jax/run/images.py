@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # at runtime, imported only if prompts have images
 Encoded = TypeVar("Encoded", bound=EncodedPrompts)
 Key = TypeVar("Key")
 
+Tile = dict[str, np.ndarray]
+"""The tower's inputs for one tile, without the leading axis."""
+
 VALUES = 3 * 2**20
 """Number of input values, such as pixels × 3, that a device encodes at a time. It limits the attention scores."""
 
@@ -53,66 +56,61 @@ class ImageEncoder:
 
     def __call__(self, prompts: Prompts, images: Sequence[Sequence[ImageSource]]) -> Prompts:
         """Return prompts (NumPy arrays) with `PromptImages` for the images of each prompt."""
-        tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
-        is_image = tokens == self.processor.image_token_id
+        tokens, processor, positions = np.asarray(prompts.tokens), self.processor, list[np.ndarray]()
+        is_image = tokens == processor.image_token_id
         places: Any = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
-        opened = [[open_image(source) for source in sources] for sources in images]
-        sizes = [[(image.height, image.width) for image in found] for found in opened]
-        inputs = [[self.processor.inputs(image) for image in found] for found in opened]
-        counts = [[self.processor.num_tokens(*size) for size in found] for found in sizes]
-        positions = [
-            self.processor.positions(row[:length].tolist(), size)
-            for row, length, size in zip(tokens, lengths, sizes, strict=True)
-        ]
-        by_axis: Any = None
-        if rows := [x for x in positions if x is not None]:
-            by_axis = np.stack([np.pad(x, ((0, 0), (0, tokens.shape[1] - x.shape[1]))) for x in rows])
-        features: Any = (self._tiles if self.params is None else self._features)(inputs, counts)
-        return prompts.replace(images=PromptImages(features, places, by_axis))
+        tiles, counts = list[list[Tile]](), list[list[int]]()  # of each prompt; numbers of features per tile
+        for row, length, sources in zip(tokens, np.asarray(prompts.lengths), images, strict=True):
+            opened = [open_image(source) for source in sources]
+            sizes = [(image.height, image.width) for image in opened]
+            inputs = map(processor.inputs, opened)
+            tiles.append(
+                [dict(zip(one, tile, strict=True)) for one in inputs for tile in zip(*one.values(), strict=True)]
+            )
+            numbers = [(processor.num_tokens(*size), processor.tiles(*size)[0]) for size in sizes]
+            counts.append([tokens // k for tokens, k in numbers for _ in range(k)])
+            if (by_axis := processor.positions(row[:length].tolist(), sizes)) is not None:
+                positions.append(np.pad(by_axis, ((0, 0), (0, len(row) - length))))
+        features: Any = self._tiles(tiles, counts) if self.params is None else self._features(tiles, counts)
+        axes: Any = np.stack(positions) if positions else None
+        return prompts.replace(images=PromptImages(features, places, axes))
 
-    def _stacked(self, images: Sequence[dict[str, np.ndarray]], count: int) -> dict[str, Any]:
-        """Stack the images' tiles into arrays [count, ...], padded with zeros."""
-        arrays = dict[str, Any]()
+    def _tiles(self, tiles: Sequence[Sequence[Tile]], counts: Sequence[Sequence[int]]) -> ImageTiles:
+        each = [self._stacked(found, self.num_tiles) for found in tiles]
+        inputs: dict[str, Any] = {name: np.stack([x[name] for x in each]) for name in each[0]}
+        per_tile = inputs["order"].shape[2] if "order" in inputs else self.processor.tower.num_features
+        order: Any = self._order(counts, [0] * len(counts), per_tile)
+        return ImageTiles(inputs, order)
+
+    def _features(self, tiles: Sequence[Sequence[Tile]], counts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Compute features [B, N, D], for a few tiles at a time."""
+        flat, devices = [tile for found in tiles for tile in found], shard_count(self.mesh)
+        values = sum(x.size for x in self._stacked([], 1).values())
+        size = min(max(1, VALUES // values), -(-len(tiles) * self.num_tiles // devices)) * devices
+        encoded = []
+        for start in range(0, max(len(flat), 1), size):
+            part = split(self._stacked(flat[start : start + size], size), self.mesh)
+            encoded.append(fetch(_encode(self.tower, self.params, part)))
+        found = np.concatenate(encoded)
+        first = np.cumsum([0, *map(len, counts)])[:-1]  # tile of each prompt
+        return found.reshape(-1, found.shape[2])[self._order(counts, first.tolist(), found.shape[1])]
+
+    def _stacked(self, tiles: Sequence[Tile], count: int) -> dict[str, np.ndarray]:
+        """Stack tiles into arrays [count, ...], padded with zeros."""
+        arrays = dict[str, np.ndarray]()
         for name, shape in self.processor.tower.inputs.items():
             arrays[name] = np.zeros((count, self.num_windows * shape.shape[1], *shape.shape[2:]), shape.dtype)
-            for i, tile in enumerate(tile for one in images for tile in one[name]):
-                arrays[name][i, : len(tile)] = tile
+            for array, tile in zip(arrays[name], tiles, strict=False):
+                array[: len(tile[name])] = tile[name]
         return arrays
 
-    def _tiles(self, inputs: Sequence[Sequence[dict[str, np.ndarray]]], counts: Sequence[Sequence[int]]) -> ImageTiles:
-        each = [self._stacked(found, self.num_tiles) for found in inputs]
-        arrays: dict[str, Any] = {name: np.stack([x[name] for x in each]) for name in each[0]}
-        per_tile = arrays["order"].shape[2] if "order" in arrays else self.processor.tower.num_features
-        order: Any = np.zeros((len(inputs), self.num_tokens), np.int32)
-        for row, found, numbers in zip(order, inputs, counts, strict=True):
-            index = tile = 0
-            for one, count in zip(found, numbers, strict=True):
-                row[index : index + count] = tile * per_tile + np.arange(count)
-                index, tile = index + count, tile + len(next(iter(one.values())))
-        return ImageTiles(arrays, order)
-
-    def _features(
-        self, inputs: Sequence[Sequence[dict[str, np.ndarray]]], counts: Sequence[Sequence[int]]
-    ) -> np.ndarray:
-        """Compute features [B, N, D], for a few tiles at a time."""
-        images = [one for found in inputs for one in found]
-        total = sum(len(next(iter(one.values()))) for one in images)
-        devices, values = shard_count(self.mesh), sum(x[0].size for x in self._stacked([], 1).values())
-        size = min(max(1, VALUES // values), -(-len(inputs) * self.num_tiles // devices)) * devices  # tiles at a time
-        tiles = self._stacked(images, max(1, -(-total // size)) * size)
-        encoded = []
-        for start in range(0, max(total, 1), size):
-            part = {name: x[start : start + size] for name, x in tiles.items()}
-            encoded.append(fetch(_encode(self.tower, self.params, split(part, self.mesh))))
-        found = np.concatenate(encoded)
-        features, tile = np.zeros((len(inputs), self.num_tokens, found.shape[2]), found.dtype), 0
-        for row, of_prompt, numbers in zip(features, inputs, counts, strict=True):
-            index = 0
-            for one, count in zip(of_prompt, numbers, strict=True):
-                end = tile + len(next(iter(one.values())))
-                row[index : index + count] = found[tile:end].reshape(-1, found.shape[2])[:count]
-                index, tile = index + count, end
-        return features
+    def _order(self, counts: Sequence[Sequence[int]], first: Sequence[int], per_tile: int) -> np.ndarray:
+        """Return each feature's index [B, N] among those of all tiles. `first` has the first tile of each prompt."""
+        order = np.zeros((len(counts), self.num_tokens), np.int32)
+        for row, numbers, start in zip(order, counts, first, strict=True):
+            indices = [per_tile * tile + np.arange(count) for tile, count in enumerate(numbers, start)]
+            row[: sum(numbers)] = np.concatenate([np.zeros(0, np.int32), *indices])
+        return order
 
 
 @functools.partial(jax.jit, static_argnames="tower")

@@ -72,7 +72,9 @@ def model_inputs(family, outputs, chosen):
     return {key: np.concatenate(x) for key, x in found.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.quick if family == "gemma3" else ()) for family in FAMILIES]
+)
 def test_logits_equal_pytorch_with_two_no_and_one_images(tmp_path, family):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     import transformers
