@@ -15,7 +15,6 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.sharding import committed, lower_call
-from grpo_jax.models.transformer import count_parameters
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import OnDemandRollouts, collect
 from grpo_jax.run.memory import rollout_call
@@ -106,13 +105,7 @@ def rehearse(
         run.policy.release_params()
         if donate:
             policy.release_params()
-    sizes = describe_run(
-        config,
-        num_rows=len(run.data.rows),
-        num_parameters=count_parameters(state.params),
-        state_bytes=_bytes(state),
-        device=jax.devices()[0].device_kind,
-    )
+    sizes = describe_run(config, state, num_rows=len(run.data.rows))
     # Dynamic sampling would replace a group with equal rewards and hide the problem.
     config = dataclasses.replace(config, dynamic_sampling=False)
     micro = (1, run.sizes.micro_completions)

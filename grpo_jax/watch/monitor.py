@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TextIO
 import jax
 
 from grpo_jax.config.sft import Config
-from grpo_jax.models.transformer import count_parameters
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.display import Display
 from grpo_jax.watch.summary import describe_run
@@ -213,15 +212,7 @@ class Monitor:
             for line in read_lines(self._writer.path("warnings.jsonl")):
                 self._warned.add((line["category"], line["message"]))
         self._step = progress.step
-        self.say(
-            describe_run(
-                self._config,
-                num_rows=num_rows,
-                num_parameters=count_parameters(state.params),
-                state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
-                device=jax.devices()[0].device_kind,
-            )
-        )
+        self.say(describe_run(self._config, state, num_rows=num_rows))
         if num_dropped:
             self.say(f"dropped {num_dropped} rows whose prompts are longer than max_prompt_length")
         self._complete = resumed and progress.step >= total_steps

@@ -6,7 +6,11 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import jax
+
 from grpo_jax.config.sft import Config, config_class
+from grpo_jax.models.transformer import count_parameters
+from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import JSON, Line
 
 _NOT_REWARDS = {"mean_length", "min_length", "max_length", "clipped_ratio"}
@@ -53,8 +57,10 @@ def short_number(number: float, unit: str = "") -> str:
     return f"{number:.3g} {unit}".rstrip()
 
 
-def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_bytes: int, device: str) -> str:
-    """Describe a run's sizes in three lines. `state_bytes` is the size of the state, `device` the device kind."""
+def describe_run(config: Config, state: TrainState, *, num_rows: int) -> str:
+    """Describe a run's sizes in three lines."""
+    parameters, device = short_number(count_parameters(state.params)), jax.devices()[0].device_kind
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     devices, iterations = math.prod((config.mesh or {}).values()), math.ceil(steps / sizes.updates)
     if config.num_generations == 1:  # SFT: a row of a batch is an example or a packed block
@@ -73,7 +79,7 @@ def describe_run(config: Config, *, num_rows: int, num_parameters: int, state_by
     epochs = float(f"{iterations * sizes.prompts / max(num_rows, 1):.2g}")
     checkpointing = {None: "", True: " · activations recomputed", False: " · activations kept"}
     return (
-        f"{short_number(num_parameters)} parameters · {short_number(state_bytes, 'B')} of training state ·"
+        f"{parameters} parameters · {short_number(state_bytes, 'B')} of training state ·"
         f" {count_of(devices, 'device')} ({device}){checkpointing[config.gradient_checkpointing]}\n"
         f"each {iteration}{micro}\n"
         f"{total} · {count_of(num_rows, row)}, {epochs:g} epoch{'s' * (epochs != 1)}"
