@@ -89,14 +89,6 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
     return totals
 
 
-def _old_log_probs(batch: Batch) -> jax.Array:
-    """Return log-probs [..., T] under the policy that sampled the completions, the denominator of the ratio.
-
-    The sampler stored them (`rollout.draw.draw_next`), or the trainer computed them for completions from an engine.
-    """
-    return batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
-
-
 def loss_of(
     scores: Scores,
     batch: Batch,
@@ -159,7 +151,9 @@ def _grpo_terms(
     selected: jax.Array | None,
 ) -> tuple[jax.Array, MetricSums]:
     """Compute `grpo_loss` plus any distillation loss, and the metric sums for both."""
-    log_probs, old_log_probs = scores.log_probs, None if on_policy else _old_log_probs(batch)
+    log_probs, old_log_probs = scores.log_probs, None
+    if not on_policy:  # log-probs under the policy that sampled the completions, the denominator of the ratio
+        old_log_probs = batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
     has_bonus = has_entropy_bonus(config)
     loss, metrics = grpo_loss_terms(
         log_probs,

@@ -95,7 +95,6 @@ class PackedUpdater(Updater):
         return self.config.max_completion_length
 
     def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        """Return log-probs [B, G, T] of completions under `params`, 0 where mask is 0, without blocking."""
         return self._score(params, prompts, tokens, mask, with_entropy=False)[0]
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -107,7 +106,6 @@ class PackedUpdater(Updater):
         return state, metrics | {"rows": rows, "padding_share": jnp.float32(padding)}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
-        """Compute a minibatch's gradient and metric sums, like `update` without the optimizer step."""
         return self._gradients(state, batch)[:2]
 
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums, float]:
@@ -344,8 +342,7 @@ def sum_metrics(updater: PackedUpdater, state: TrainState, part: Packed, totals:
     """Return the metric sums over the sequences of one part that have no gradient."""
     model, prompts = updater.model, part.batch.prompts
     prompt_states = _prefill(model, state.params, prompts, updater.mesh, dropout_key(model, state, part.index, 0))
-    teacher_prompts = _teacher_states(updater, prompts)
-    loss = functools.partial(_loss, updater, state, part, totals, prompt_states, teacher_prompts)
+    loss = functools.partial(_loss, updater, state, part, totals, prompt_states, _teacher_states(updater, prompts))
     sums = empty_sums(jax.eval_shape(loss, 0)[1])
     return jax.lax.fori_loop(part.num_trained, part.num_used, lambda i, sums: merge_metrics(sums, loss(i)[1]), sums)
 
@@ -374,14 +371,6 @@ def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entrop
     return jax.lax.fori_loop(0, part.num_used, add, (zeros, zeros))
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
-def apply_update(
-    updater: PackedUpdater, state: TrainState, grads: Params, sums: MetricSums
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
-    return constrain_params(state, updater.mesh), metrics
-
-
 @functools.partial(jax.jit, keep_unused=True)  # so that the zeros are committed to a device if the params are
 def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
     """Return zeros for accumulating gradients, with each leaf sharded like its parameter."""
@@ -394,6 +383,7 @@ def _in_order(updater: PackedUpdater, parts: list[tuple[jax.Array, ...]], at: ja
     return jax.tree.map(lambda *x: constrain(jnp.concatenate(x)[at], updater.mesh), *parts)
 
 
+apply_update = jax.jit(apply_gradients, donate_argnames=("state",))
 _count_totals = jax.jit(count_totals)
 _merge = jax.jit(merge_metrics)
 _add = jax.jit(lambda trees: jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *trees))

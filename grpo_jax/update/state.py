@@ -138,11 +138,6 @@ def create_state(
     return _unshared(state, set() if donate else {id(x) for x in jax.tree.leaves(params)})
 
 
-def same_shapes(first: Params, second: Params) -> bool:
-    """Return whether two trees have equal array shapes. A synced reference for adapters may have other shapes."""
-    return jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, second)
-
-
 def begin_iteration(state: TrainState) -> TrainState:
     """Copy params to old_params, the policy that this iteration samples from. Does nothing if old_params is None."""
     return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
@@ -189,7 +184,8 @@ def finish_update(
     step, ref_params = state.step + 1, state.ref_params
     if ref_params is not None and sync_every is not None:
         # Only a synced reference for adapters has shapes that differ from the params.
-        sync = sync_reference if same_shapes(ref_params, params) else sync_adapters
+        same = jax.tree.map(jnp.shape, ref_params) == jax.tree.map(jnp.shape, params)
+        sync = sync_reference if same else sync_adapters
         ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
     return state.replace(
         params=params,

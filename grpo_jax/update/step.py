@@ -138,8 +138,7 @@ def train_step(
     """
     b, g, _ = batch.mask.shape
     updater = Updater(model, config, micro or (b, g), optimizer, on_policy, None, surrogate, teacher)
-    grads, sums = gradients(updater, state, batch)
-    return apply_gradients(state, grads, sums, optimizer=optimizer, config=config)
+    return apply_gradients(updater, state, *gradients(updater, state, batch))
 
 
 def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
@@ -229,13 +228,14 @@ _COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
 
 
 def apply_gradients(
-    state: TrainState, grads: Params, sums: MetricSums, *, optimizer: optax.GradientTransformation, config: Config
+    updater: Updater, state: TrainState, grads: Params, sums: MetricSums
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Run the optimizer step for a minibatch's gradient, and return the new state and the metrics.
 
     If no token contributes to the loss, averaged metrics are NaN and the params do not change.
     """
-    metrics = finalize_metrics(sums)
+    assert updater.optimizer is not None, "update requires an updater with an optimizer"
+    config, metrics = updater.config, finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
     ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
     trained = metrics["tokens"] > 0
@@ -249,12 +249,12 @@ def apply_gradients(
         state,
         grads,
         ok,
-        optimizer,
+        updater.optimizer,
         trained=trained,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
     )
-    return state, metrics
+    return constrain_params(state, updater.mesh), metrics
 
 
 def compute_log_probs(
@@ -277,10 +277,7 @@ score_padded, _jit_gradients = jax.jit(compute_log_probs), jax.jit(gradients)
 @functools.partial(jax.jit, donate_argnames=("state",))
 def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     """Run one optimizer step, compiled like `train_step` under `jax.jit`. Donates `state`."""
-    assert updater.optimizer is not None, "update requires an updater with an optimizer"
-    grads, sums = gradients(updater, state, batch)
-    state, metrics = apply_gradients(state, grads, sums, optimizer=updater.optimizer, config=updater.config)
-    return constrain_params(state, updater.mesh), metrics
+    return apply_gradients(updater, state, *gradients(updater, state, batch))
 
 
 def split_batch(batch: Batch, micro: tuple[int, int]) -> Batch:

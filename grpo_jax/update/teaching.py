@@ -49,10 +49,9 @@ def logit_statistic(
     kind, alpha = config.distillation_divergence, config.distillation_alpha
     if teacher is not None and states is not None:
         unembed, params = unembed_of(teacher.model), teacher.params
-        sampling = sampling_of(config)
 
         def compare_all(logits: jax.Array, states: jax.Array) -> jax.Array:
-            teacher_logits = process_logits(unembed(params, states), sampling)
+            teacher_logits = process_logits(unembed(params, states), sampling_of(config))
             shared = min(logits.shape[-1], teacher_logits.shape[-1])  # vocabularies are padded to different sizes
             log_p, log_q = (jax.nn.log_softmax(x[..., :shared]) for x in (logits, teacher_logits))
             return divergence(log_p, log_q, kind=kind, alpha=alpha)

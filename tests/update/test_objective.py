@@ -13,7 +13,7 @@ from grpo_jax.models.scoring import Scores
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.update.objective import count_totals, has_entropy_bonus, loss_of, router_coef_of
 from grpo_jax.update.state import create_state
-from grpo_jax.update.step import apply_gradients
+from grpo_jax.update.step import Updater, apply_gradients
 
 
 def case(**changes):
@@ -107,6 +107,7 @@ def test_adaptive_coefficient_follows_the_entropy_unless_the_update_is_skipped(g
     state = state_of(entropy_coef=0.1, entropy_bonus=0.0)
     totals = count_totals(batch)
     _, sums = loss_of(Scores(*scores), batch, state, totals, config=config, on_policy=True)
-    state, metrics = apply_gradients(state, {"w": jnp.full(2, gradient)}, sums, optimizer=OPTIMIZER, config=config)
+    updater = Updater(None, config, (1, 1), OPTIMIZER)
+    state, metrics = apply_gradients(updater, state, {"w": jnp.full(2, gradient)}, sums)
     assert float(metrics["entropy_bonus"]) == 0, "the first update has no bonus"
     np.testing.assert_allclose((state.entropy_coef, state.entropy_bonus), after, rtol=1e-6)
