@@ -64,8 +64,6 @@ class SFTConfig(Settings):
     top_k: ClassVar = 0
     top_p: ClassVar = 1.0
     min_p: ClassVar = None
-    rollout_ahead: ClassVar = False
-    dynamic_sampling: ClassVar = False
     on_policy: ClassVar = True
     top_entropy_quantile: ClassVar = 1.0
     beta: ClassVar = 0.0
@@ -81,7 +79,6 @@ class SFTConfig(Settings):
     eval_temperature: ClassVar = 1.0
 
     def contradictions(self, wrong: set[str]) -> Iterator[str]:
-        """Yield error messages about conflicting fields."""
         yield from contradictions(self, wrong)
         if self.packing and self.max_length is None and "max_length" not in wrong:
             yield "max_length = None: packing=True needs a block length; set max_length, or packing=False"

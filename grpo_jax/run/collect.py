@@ -233,8 +233,7 @@ def _advantages(
     if config.turn_credit == "to_go":
         from grpo_jax.run.multi_turn import credit_turns
 
-        names = reward_names(run.reward_fns)
-        return credit_turns(batch, rollout, rewards._replace(values=values), names, config)
+        return credit_turns(batch, rollout, rewards._replace(values=values), reward_names(run.reward_fns), config)
     advantages = _jit_advantages(
         values,
         weights=config.reward_weights,

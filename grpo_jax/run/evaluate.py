@@ -20,7 +20,7 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.images import check_text_only, with_encoder, without_image_token
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
-from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards
+from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards, join_rewards
 from grpo_jax.text.images import find_processor
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
@@ -238,16 +238,14 @@ def evaluate_encoded(
 
 def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, float]:
     """Return the mean total reward, the mean of each reward function, and the means of the logged metrics."""
-    scores = np.concatenate([some.values.reshape(-1, len(names)) for some in batches])
+    joined = join_rewards(batches)
+    scores = joined.values.reshape(-1, len(names))
     taken = {"reward", "mean_length", "clipped_ratio"}
     keys = [f"rewards/{name}/mean" if name in taken else name for name in names]
     metrics = dict(zip(keys, map(mean_of_scored, scores.T), strict=True))
     metrics["reward"] = mean_of_scored(total_rewards(scores, weights))
-    logged: dict[str, list[float]] = {}
-    for name, values in (item for some in batches for item in some.metrics.items()):
-        logged.setdefault(name, []).extend(values)
-    check_metrics(logged, metrics.keys() | taken)
-    return means_of(logged) | metrics
+    check_metrics(joined.metrics, metrics.keys() | taken)
+    return means_of(joined.metrics) | metrics
 
 
 def pass_at_k(correct: npt.ArrayLike, k: int) -> float:

@@ -115,13 +115,8 @@ def prepare(
         return run
     from grpo_jax.run.memory import decide_checkpointing
 
-    return decide_checkpointing(run, _local_memory(devices))
-
-
-def _local_memory(devices: Sequence[jax.Device]) -> int | None:
-    """Return a local device's memory in bytes, or None if unknown."""
     local = next((device for device in devices if device.process_index == jax.process_index()), None)
-    return None if local is None else memory_of(local)
+    return decide_checkpointing(run, None if local is None else memory_of(local))
 
 
 def _encode(

@@ -22,7 +22,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Params
 from grpo_jax.watch.summary import changed_settings, headline
-from grpo_jax.watch.writer import JSON, read_lines, read_settings
+from grpo_jax.watch.writer import read_lines, read_settings
 
 if TYPE_CHECKING:  # importing grpo_jax must stay fast
     from huggingface_hub import HfApi
@@ -256,12 +256,9 @@ def model_card(
 def _result(run_dir: Path) -> list[str]:
     """Return the card's sections about the run: result, plot and a table of non-default settings."""
     about, sentence = read_settings(run_dir), headline(list(read_lines(run_dir / "metrics.jsonl")))
-    changed = changed_settings(about.get("config", {})).items()
-    rows = [f"| {name} | {_cell(x)} |" for name, x in changed if not name.startswith(_PRIVATE)]
+    changed = {name: json.dumps(x, ensure_ascii=False) for name, x in changed_settings(about.get("config", {})).items()}
+    cells = {name: text.replace("|", "\\|") for name, text in changed.items() if not name.startswith(_PRIVATE)}
+    rows = [f"| {name} | {text} |" for name, text in cells.items()]
     parts = [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
     parts += ["![Training curves](report.png)"] if Path(run_dir, "report.png").is_file() else []
     return parts + ["\n".join(["| setting | value |", "|---|---|", *rows])] * bool(rows)
-
-
-def _cell(value: JSON) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("|", "\\|")

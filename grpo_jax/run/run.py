@@ -113,7 +113,6 @@ class Run(BaseRun):
         return TrainerState(step, self.total_steps, cursor / len(self.data.rows))
 
     def zero_batch(self, state: TrainState) -> Batch:
-        """Return a minibatch of zeros, as in `BaseRun`."""
         batch, config = super().zero_batch(state), self.config
         log_probs = batch.sampling_log_probs
         per_token = config.turn_credit == "to_go" if self.advantage_fn is None else self.advantage_fn.per_token
@@ -147,7 +146,6 @@ class SFTRun(BaseRun):
 
     @property
     def batch_shape(self) -> tuple[int, int]:
-        """Shape (B, G) of an update's batch."""
         rows = self.sizes.prompts_per_update
         return (rows, 1) if self.num_groups is None else (self.num_groups, rows // self.num_groups)
 

@@ -247,8 +247,7 @@ class Session:
             self.save(state, batch)
         signalled = self.signalled()
         self.checkpoints.wait()
-        best_checkpoint = self.checkpoints.best(progress)
-        self.monitor.end(progress.step, self.run.total_steps, best=best_checkpoint)
+        self.monitor.end(progress.step, self.run.total_steps, best=self.checkpoints.best(progress))
         if not signalled:
             state = self.checkpoints.restore_best(state, progress)
             if self.publisher is not None:

@@ -32,7 +32,7 @@ from grpo_jax.text.examples import Examples, encode_examples, load_examples
 from grpo_jax.text.images import find_processor
 from grpo_jax.text.prompts import prompt_indices
 from grpo_jax.text.sources import Dataset, is_stream, named_datasets
-from grpo_jax.types import Batch, Json, Params, Row, is_cached
+from grpo_jax.types import Batch, Params, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState
@@ -103,7 +103,9 @@ def sft(
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))
     run.policy.release_params()
-    identity = None if run_dir is None else _describe(run, state)
+    identity = None
+    if run_dir is not None:
+        identity = describe(run, state, eval_data=join_examples(run.eval_data) if run.eval_data else None)
     with open_session(run, run_dir, identity, callbacks) as session:
         state = session.start(state, resume, donate=donate).state
         if donate:
@@ -159,10 +161,9 @@ def prepare_sft(
     longest = max((len(ids) for some in encoded.values() if some is not None for ids in some.token_ids), default=2)
     shape = shape_of(policy)
     context = None if shape is None else shape.max_position_embeddings
-    num_devices = mesh.size if mesh else math.prod((config.mesh or {}).values())
     problems = sft_problems(
         config,
-        num_devices=num_devices,
+        num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
         has_eval_data=eval_dataset is not None,
         longest=longest,
         context_length=context,
@@ -315,11 +316,6 @@ def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], No
             tokens += l.size
         losses[f"{name}/loss" if name else "loss"] = total / tokens
     return losses
-
-
-def _describe(run: SFTRun, state: TrainState) -> Json:
-    held_out = join_examples(run.eval_data) if run.eval_data else None
-    return describe(run, state, eval_data=held_out)
 
 
 def join_examples(parts: Mapping[str, Examples]) -> Examples:

@@ -104,7 +104,6 @@ class EngineRollouts(PrefetchedRollouts):
     _abandoned = False
 
     def close(self) -> None:
-        """Stop sampling and discard the completions in progress."""
         self._abandoned = True
         self._worker.close()
 

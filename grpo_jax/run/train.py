@@ -213,7 +213,7 @@ def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) 
     """Sample completions for the evaluation prompts with `generate` and return their metrics."""
     from grpo_jax.run.evaluate import evaluate_encoded
 
-    metrics, _ = evaluate_encoded(
+    return evaluate_encoded(
         run.policy,
         data,
         run.reward_fns,
@@ -222,5 +222,4 @@ def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) 
         interaction=run.interaction,
         trainer_state=run.trainer_state(session.progress.step, session.progress.cursor),
         interrupt=session.signals.interrupt,
-    )
-    return metrics
+    )[0]
