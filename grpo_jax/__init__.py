@@ -7,7 +7,6 @@ starts quickly. The functions that need transformers, orbax or matplotlib import
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from grpo_jax.messages import foreign_names
@@ -81,13 +80,8 @@ _NAMES_OF = {
 _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names.split()}
 
 
-def _trl_names() -> Mapping[str, str]:
-    hints: Mapping[str, str] = importlib.import_module("grpo_jax.compat.trl_fields").HINTS
-    return hints
-
-
 # `config` uses the TRL field table from `compat` in error messages but must not import it, so it is registered here.
-foreign_names.append(_trl_names)
+foreign_names.append(lambda: importlib.import_module("grpo_jax.compat.trl_fields").HINTS)
 
 if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept any name
 

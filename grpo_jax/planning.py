@@ -296,11 +296,8 @@ class AbstractRun:
         for phase, lowered in self.lowered().items():
             cost = compile_program(lowered, params_size)
             costs[phase] = cost._replace(peak=sum(held.values()) + self.added(phase, cost))
-        note = (
-            f"distillation_coef = {config.distillation_coef}: the teacher's params and forward passes are not included"
-        )
-        recomputes = bool(config.gradient_checkpointing)
-        note = note if config.distillation_coef else ""
+        recomputes, coef = bool(config.gradient_checkpointing), config.distillation_coef
+        note = f"distillation_coef = {coef}: the teacher's params and forward passes are not included" if coef else ""
         return Plan(device, self.mesh.size, self.memory, held, costs, recomputes, note)
 
     def held(self, *, donate: bool) -> dict[str, int]:

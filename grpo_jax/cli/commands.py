@@ -47,7 +47,6 @@ from grpo_jax.watch.writer import RunWriter, read_settings, replace_file, to_jso
 _ALL: tuple[Part, ...] = ("model", "data", "rewards")
 _GRPO_FIELDS = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches", "Text")]
 _GRPO_FIELDS += ["per_device_eval_batch_size", "num_generations_eval", "temperature_eval", "compute_dtype"]
-_SFT_FIELDS = ["chat_template_kwargs", "seed", "compute_dtype"]
 # Config fields that `chat`, `evaluate` and `export` read from run.json if a run was started from Python.
 
 
@@ -98,7 +97,7 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> Run
         return read_run(_run_file(run_dir), keys, load=load)
     settings = read_settings(run_dir)
     config, dtype = settings["config"], settings.get("param_dtype", "float32")
-    fields = _SFT_FIELDS if config_class(config) is SFTConfig else _GRPO_FIELDS
+    fields = ["chat_template_kwargs", "seed", "compute_dtype"] if config_class(config) is SFTConfig else _GRPO_FIELDS
     values = {name: json.dumps(config[name]) for name in fields if name in config}
     run = read_run(None, {**values, "param_dtype": dtype, **keys}, load=[part for part in load if part != "model"])
     new = init_policy(
@@ -228,8 +227,7 @@ def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
         return in_folder(str(model), folder)
     found = find(model, folder)
     called = callable(found) and (isinstance(found, type) or not hasattr(found, "score"))
-    named: Policy | Scorer | str = found() if called else found
-    return named
+    return found() if called else found
 
 
 def _load(name: str, run: RunFile, quantize: str | None) -> Policy:

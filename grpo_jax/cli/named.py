@@ -102,8 +102,7 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
         found = _call(found, name, arguments)
     if not callable(found):
         raise ValueError(f"must be a function; got {type(found).__name__}")
-    function: RewardFn = found
-    return function
+    return found
 
 
 def _call(factory: Callable[..., _Server], name: object, arguments: object) -> _Server:

@@ -52,10 +52,6 @@ _LORA = {
     "dropout": Annotated[float, In("[0, 1)", "0.0 disables dropout")],
 }
 # Types of the keys of the mapping `lora`, which are arguments of `add_lora`.
-_SFT_KEYS = ("data", "eval_data", "columns", "prompt")
-# Keys of the mapping `sft` that are not fields of `SFTConfig`.
-_SHARED = ("seed", "mesh", "compute_dtype", "chat_template_kwargs")
-# Config fields whose values are also the defaults for the SFT stage.
 _Arguments = TypeVarTuple("_Arguments")
 _R = TypeVar("_R")
 Part = Literal["model", "data", "rewards"]
@@ -205,9 +201,10 @@ def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
     """Build the SFT stage from a run's keys. Raises ValueError, with one line per error, if it is invalid."""
     own, problems = stated["sft"], _Problems()
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
-    known = {*fields, *_SFT_KEYS}
+    known = {*fields, "data", "eval_data", "columns", "prompt"}
+    shared = _pick(stated, ("seed", "mesh", "compute_dtype", "chat_template_kwargs"))  # also the defaults for SFT
     problems += [unknown_field(name, known, {}) for name in own if name not in known]
-    config = problems.call("", SFTConfig.from_dict, _pick(stated, _SHARED) | _pick(own, fields)) or SFTConfig()
+    config = problems.call("", SFTConfig.from_dict, shared | _pick(own, fields)) or SFTConfig()
     problems[:] = [f"sft.{line}" for line in problems]
     if load and own.get("data") is None:
         problems.append("sft.data is missing; set it to a file, the name of a dataset, or module:name")
@@ -272,8 +269,7 @@ def _pick(values: Json, names: Sequence[str] | Mapping[str, object] | set[str]) 
 
 
 def _sampler(entry: object, folder: Path) -> Sampler:
-    sampler: Sampler = find(entry, folder) if is_reference(entry) else server_of(entry, vllm)
-    return sampler
+    return find(entry, folder) if is_reference(entry) else server_of(entry, vllm)
 
 
 def read_lora(entry: object) -> dict[str, Any] | None:

@@ -22,8 +22,7 @@ class _Loader(yaml.SafeLoader):
             event = self.peek_event()
             message = f"*{event.anchor}: aliases are not supported; repeat the value"
             raise yaml.composer.ComposerError(None, None, message, event.start_mark)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        return node
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]

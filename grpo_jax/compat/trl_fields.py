@@ -48,7 +48,6 @@ _TORCH = "it affects only PyTorch"
 _DECODED = "decoding stops for completions that have ended"
 _VLLM = "it is a `vllm serve` option"
 _TRACKIO = "call trackio.init(space_id=...) and pass its log function to train as a callback"
-_ONE_WRITER = "only process 0 logs"
 _EVALUATION = "evaluation generates completions and computes rewards; logits are not gathered"
 _LOADER = "there is no data loader; prompts are read by index"
 _LABELS = "there are no labels"
@@ -156,7 +155,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Logging.
     **_other("pass run_dir to train", output_dir=None),
     **_other("use logging_steps", logging_strategy="steps"),
-    **_needless(_ONE_WRITER, log_on_each_node=True, log_level_replica="warning"),
+    **_needless("only process 0 logs", log_on_each_node=True, log_level_replica="warning"),
     **_needless("values that are not finite are excluded from means and counted", logging_nan_inf_filter=True),
     **_needless("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
     **_outside("set levels in the module logging and filters in the module warnings", log_level="passive"),

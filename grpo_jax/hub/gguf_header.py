@@ -69,10 +69,9 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     """Return the `ARCHITECTURES` row and the config.json for a header. Raises ValueError for an unsupported model."""
     name, shapes = header.architecture, header.shapes
     if name not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
         raise ValueError(
             f"GGUF architecture {name!r} is not supported; load this model's safetensors checkpoint instead. "
-            f"Supported architectures: {supported}."
+            f"Supported architectures: {', '.join(ARCHITECTURES)}."
         )
     if "token_embd.weight" not in shapes:
         raise ValueError("tensor 'token_embd.weight' is missing.")
@@ -239,8 +238,7 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
         raise ImportError(f"transformers is too old to read tokenizers from GGUF files; run `{NEEDS}`") from error
     known = {*made.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
     if kind == "gpt2" and split not in known:
-        supported = ", ".join(sorted(known))
-        raise ValueError(f"GGUF key 'tokenizer.ggml.pre' must be one of {supported}; got {split!r}.")
+        raise ValueError(f"GGUF key 'tokenizer.ggml.pre' must be one of {', '.join(sorted(known))}; got {split!r}.")
     names = made.GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = {name: fields[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in fields}
     backend, _ = made.convert_gguf_tokenizer(fields["general.architecture"], parts)
@@ -249,7 +247,7 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
         token = fields.get(f"tokenizer.ggml.{name}_token_id")
         return None if token is None else parts["tokens"][token]
 
-    tokenizer: Tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=special("bos"),
         eos_token=special("eos"),
@@ -259,4 +257,3 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
         add_eos_token=fields.get("tokenizer.ggml.add_eos_token", False),
         chat_template=fields.get("tokenizer.chat_template"),
     )
-    return tokenizer

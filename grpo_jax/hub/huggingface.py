@@ -217,8 +217,7 @@ def save_pretrained(
         from grpo_jax.hub.vision import tower_tensors
 
         extra = {**extra, **tower_tensors(policy, fetch(tower))}
-    layout = layout_of(extra)
-    plan = tensor_plan(policy.config, policy.model.config, layout, stacked=policy.stacked_experts)
+    plan = tensor_plan(policy.config, policy.model.config, layout_of(extra), stacked=policy.stacked_experts)
     leaves = flatten_dict(params)
     check_params(plan, leaves)
     if jax.process_count() > 1:

@@ -259,10 +259,6 @@ class DecodeStep:
             state=2 * state_bytes(shape, itemsize),
         )
 
-    def with_slots(self, slots: int, *, of: int) -> DecodeStep:
-        """Return a copy for `slots` slots per completion, where `self` assumes `of` slots."""
-        return dataclasses.replace(self, own=self.own * slots / of)
-
     def cost(self, groups: int, width: int) -> float:
         """Compute the cost of a step with the layout [groups, width]."""
         return self.weights + groups * (self.prompt + width * (self.own + self.state + self.products))

@@ -123,8 +123,7 @@ def _matmul_jvp(
 def _scale_columns_jvp(primals: tuple[jax.Array, jax.Array], tangents: Tangents) -> tuple[jax.Array, jax.Array]:
     (x, scale), (dx, ds) = primals, tangents
     y = x * scale[None]
-    rows = x.shape[0]
-    return y, _tangent(y, (lambda dx: dx * scale[None], dx), (lambda ds: x * _repeat_p.bind(ds, rows=rows), ds))
+    return y, _tangent(y, (lambda dx: dx * scale[None], dx), (lambda ds: x * _repeat_p.bind(ds, rows=len(x)), ds))
 
 
 def _sum_by_product(x: jax.Array) -> jax.Array:

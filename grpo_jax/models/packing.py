@@ -56,8 +56,7 @@ class PackedSequence(flax.struct.PyTreeNode):
 
     def take(self, x: jax.Array) -> jax.Array:
         """Gather values for each segment from an array [B, G] or [B, G, T, ...]: [A, S] or [A, S, longest, ...]."""
-        devices = self.tokens.shape[0]
-        taken = jax.vmap(lambda x, at: x[at])(x.reshape((devices, -1, *x.shape[2:])), self.completions)
+        taken = jax.vmap(lambda x, at: x[at])(x.reshape((len(self.tokens), -1, *x.shape[2:])), self.completions)
         return taken if x.ndim == 2 else taken[:, :, : self.segments.longest]
 
     def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:

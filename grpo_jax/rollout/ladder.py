@@ -115,7 +115,8 @@ class Ladder:
         there = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)
 
         def cost(shape: tuple[int, int], slots: int) -> float:
-            return self.step.with_slots(slots, of=self.slots[-1]).cost(shape[0] // self.shards, shape[1])
+            step = dataclasses.replace(self.step, own=self.step.own * slots / self.slots[-1])
+            return step.cost(shape[0] // self.shards, shape[1])
 
         pays = cost(self.shapes[at + 1], there) <= WORTH_A_MOVE * cost(self.shapes[at], slots)
         return there if pays else None

@@ -10,7 +10,7 @@ import inspect
 import json
 import threading
 import types
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, get_type_hints
 
 from grpo_jax.messages import raise_all, show, some
@@ -196,7 +196,7 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
         try:
             value = function(*args)
             if inspect.isawaitable(value):
-                promise = asyncio.run_coroutine_threadsafe(_awaited(value), event_loop())
+                promise = asyncio.run_coroutine_threadsafe(asyncio.wait_for(value, None), event_loop())
                 if not concurrent.futures.wait([promise], seconds).done:
                     promise.cancel()
                     return  # an empty outcome is a timeout
@@ -217,10 +217,6 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
     if error is not None:
         raise error
     return value
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
 
 
 def as_text(value: object, *, limit: int = 20_000) -> str:

@@ -137,8 +137,7 @@ class Servers:
     async def _start(self) -> tuple[Foreign, Mapping[str, Foreign]]:
         tools = await self._stack.enter_async_context(self.environment.shared_tools())
         secrets = tuple(tool.state_secret for tool in tools.values() if tool.state_secret)
-        interception = import_extra(f"{V1}.interception", PACKAGE)
-        models = interception.InterceptionServer(state_service_secrets=secrets)
+        models = import_extra(f"{V1}.interception", PACKAGE).InterceptionServer(state_service_secrets=secrets)
         await self._stack.enter_async_context(models)
         await self.environment.start()
         return models, tools
@@ -254,8 +253,7 @@ class ToolChat:
         tools = {"tools": self._tools} if self._tools else {}
         response = await self._http.post(self._url, json={"model": "policy", "messages": self._messages, **tools})
         if response.is_success:
-            reply: Message = response.json()["choices"][0]["message"]
-            return reply
+            return response.json()["choices"][0]["message"]
         if self._trace.stop_condition is None and not self._conversation.policy_ended:
             raise import_extra(V1, PACKAGE).HarnessError(as_text(response.text, limit=1000))
         return None

@@ -67,8 +67,7 @@ def openenv(
     connect = functools.partial(client, base_url=base_url, message_timeout_s=timeout)
     action_of = action if callable(action) else lambda text: {action: text}
     make = functools.partial(OpenEnv, connect, base_url, action_of, observation, max_turns, wait)
-    rows = [{"prompt": asked, "seed": seed + index} for index in range(size)]
-    return Suite(rows=rows, environment_factory=make)
+    return Suite(rows=[{"prompt": asked, "seed": seed + index} for index in range(size)], environment_factory=make)
 
 
 @dataclasses.dataclass(eq=False)

@@ -96,8 +96,7 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
 @functools.lru_cache(256)
 def _verifier(task: str, settings: str) -> Callable[[str | None, Json], float]:
     """Return a task's `score_answer` method, which may depend on the settings."""
-    verifier: Callable[[str | None, Json], float] = _dataset(task, json.loads(settings), 1, 0).score_answer
-    return verifier
+    return _dataset(task, json.loads(settings), 1, 0).score_answer
 
 
 def _score(

@@ -51,7 +51,8 @@ def reward_inputs(
     tokens, unless `prompt_ids` is None. Other messages are decoded alone, as in TRL. Messages include the prefill.
     """
     group, prompts = np.shape(tokens)[1], [row["prompt"] for row in rows]
-    ids = completion_token_ids(tokens, mask)
+    flat_tokens, flat_mask = (np.asarray(x).reshape(-1, x.shape[2]) for x in (tokens, mask))
+    ids = [row[keep].tolist() for row, keep in zip(flat_tokens, flat_mask.astype(bool), strict=True)]
     starts = prompt_ids or [()] * len(prompts)
     before = [preceding_text(tokenizer, prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
     decoded = tokenizer.batch_decode(
@@ -69,13 +70,6 @@ def reward_inputs(
 
 def _column(rows: Sequence[Row], name: str) -> list[Any]:
     return [decoded_images(row[name]) if name in IMAGE_COLUMNS else row[name] for row in rows]
-
-
-def completion_token_ids(tokens: Array, mask: Array) -> list[list[int]]:
-    """Select the tokens where `mask` [B, G, T] is True. Returns B·G lists in prompt-major order."""
-    tokens, mask = np.asarray(tokens), np.asarray(mask).astype(bool)
-    flat = zip(tokens.reshape(-1, tokens.shape[2]), mask.reshape(-1, tokens.shape[2]), strict=True)
-    return [row[keep].tolist() for row, keep in flat]
 
 
 class PrecedingText(NamedTuple):

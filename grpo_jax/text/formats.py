@@ -24,7 +24,6 @@ _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
 _HERMES_FORM = '<tool_call>\n{"name": "tool", "arguments": {"argument": value}}\n</tool_call>'
 _XML_FORM = "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
 _THINK_OR_CALL = re.compile(r"<think>|<tool_call>|<function=[^<>\n]{1,200}>")
-_UNWRAPPED = "it is not enclosed in <tool_call> and </tool_call>"
 _DECODER = json.JSONDecoder()
 
 ReadCall = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
@@ -49,7 +48,7 @@ def _parse_tagged(
             problems.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
             break
         if found[0] != "<tool_call>":
-            problems.append(problem_message(_UNWRAPPED, form))
+            problems.append(problem_message("it is not enclosed in <tool_call> and </tool_call>", form))
             position = _end_of(text, "</function>", found.end())
             continue
         try:
@@ -105,7 +104,8 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolC
     if not function:
         raise MalformedCall("there is no <function=...> after <tool_call>")
     name, position = function[1].strip(), function.end()
-    properties = _properties(schemas.get(name))
+    schema = schemas.get(name) or {}
+    properties = (schema.get("function", schema).get("parameters") or {}).get("properties") or {}
     arguments: dict[str, Any] = {}
     while parameter := _PARAMETER.match(text, position):
         end = _PARAMETER_END.search(text, parameter.end())
@@ -120,12 +120,6 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolC
     if not closing:
         raise MalformedCall("its parameters are not followed by </function> and </tool_call>")
     return ToolCall(name, arguments), closing.end()
-
-
-def _properties(schema: Json | None) -> Json:
-    if not schema:
-        return {}
-    return (schema.get("function", schema).get("parameters") or {}).get("properties") or {}
 
 
 def _value(text: str, schema: Json | None) -> Any:

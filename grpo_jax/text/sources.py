@@ -155,8 +155,7 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
     try:
         found: Iterable[object] = datasets.load_dataset(name, config, split=split)
     except Exception as error:
-        reason = one_line(error, limit=None)
-        raise ValueError(f"{problem} could not be downloaded from the hub ({reason})") from error
+        raise ValueError(f"{problem} could not be downloaded from the hub ({one_line(error, limit=None)})") from error
     return found
 
 

@@ -128,14 +128,12 @@ def find_panels(lines: Sequence[Line]) -> list[Panel]:
             curves = curves[1:]
         if curves:
             logged = np.isfinite([values for _, _, values in curves]).any(axis=0)
-            made = [_curve(label, meaning, values[logged]) for label, meaning, values in curves]
-            panels.append(Panel(title, unit, low, np.round(thin(steps[logged], POINTS)), made))
+            panels.append(Panel(title, unit, low, np.round(thin(steps[logged], POINTS)), []))
+            for label, meaning, values in curves:
+                y = thin(values[logged], POINTS)
+                smoothed = smooth(y, width=len(y) / 40) if np.isfinite(y).sum() >= SMOOTHED else None
+                panels[-1].curves.append(Curve(label, meaning, y, smoothed))
     return panels
-
-
-def _curve(label: str, meaning: str, values: np.ndarray) -> Curve:
-    y = thin(values, POINTS)
-    return Curve(label, meaning, y, smooth(y, width=len(y) / 40) if np.isfinite(y).sum() >= SMOOTHED else None)
 
 
 def reward_colors(names: Iterable[str]) -> dict[str, str]:

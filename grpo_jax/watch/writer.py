@@ -45,10 +45,8 @@ Prompts with images have "images", `[{"source": path or description, "thumbnail"
 with several turns also have "turns", `[{"by": "policy" or "environment", "text": …}, …]`, and may have "turn_rewards"
 (dict that maps functions to one reward per turn)."""
 
-_LINES = ("metrics.jsonl", "completions.jsonl", "warnings.jsonl")
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credentials?|authorization)$")
-_CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -105,7 +103,7 @@ def hide_secrets(arguments: Sequence[str]) -> list[str]:
             argument = "***"
         elif equals and _SECRET.search(name):
             argument = f"{name}=***"
-        shown.append(_CREDENTIALS.sub("://***@", argument))
+        shown.append(re.sub(r"://[^/@\s]+@", "://***@", argument))
     return shown
 
 
@@ -173,7 +171,7 @@ class RunWriter:
 
         `evaluated=False` also drops the evaluation at `step`, for a checkpoint that was written before this evaluation.
         """
-        for name in _LINES:
+        for name in ("metrics.jsonl", "completions.jsonl", "warnings.jsonl"):
             if self.run_dir is None or not self.path(name).exists():
                 continue
             with open(self.path(name), "r+b") as file:
