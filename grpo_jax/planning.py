@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -278,7 +278,11 @@ class AbstractRun:
         params, base = loading.params(decoder.config)
         params, base = placed_shapes((params, base), tree_sharding((params, base), mesh))
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, used, mesh)
-        run, rollout = _DERIVE[type(config)](Policy(model, params, config=raw), config, mesh, prompt_length, memory)
+        policy = Policy(model, params, config=raw)
+        if isinstance(config, GRPOConfig):
+            run, rollout = _grpo_run(policy, config, mesh, prompt_length, memory)
+        else:
+            run, rollout = _sft_run(policy, config, mesh), None
         state, batch = abstract_arrays(run)
         return cls(run, mesh, memory, state, base, batch, rollout)
 
@@ -343,15 +347,9 @@ def _grpo_run(
     return run, rollout_call(run, policy.params)
 
 
-def _sft_run(policy: Policy, config: SFTConfig, mesh: jax.sharding.Mesh, *_: object) -> tuple[BaseRun, None]:
+def _sft_run(policy: Policy, config: SFTConfig, mesh: jax.sharding.Mesh) -> BaseRun:
     if config.max_length is None:
         raise ValueError("max_length must be set to plan a run; use the length of the longest example in tokens.")
     examples = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
     context = policy.model.config.max_position_embeddings
-    return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length, context=context), None
-
-
-_DERIVE: dict[type, Callable[..., tuple[BaseRun, functools.partial[object] | None]]] = {
-    GRPOConfig: _grpo_run,
-    SFTConfig: _sft_run,
-}
+    return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length, context=context)

@@ -28,7 +28,6 @@ BLOCK = 64
 CHUNK = 1 << 20
 """Number of weights that are quantized at a time."""
 
-_STATE = ".quant_state.bitsandbytes__nf4"
 _BETWEEN = (NF4[1:] + NF4[:-1]) / 2
 
 Leaf = TypeVar("Leaf")
@@ -162,7 +161,7 @@ def find_plain(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors. NF4 (bitsandbytes) and MXFP4 (gpt-oss) tensors are dequantized when read."""
     tensors = dict(stored)
     for key in stored:
-        if (name := key.removesuffix(_STATE)) != key:
+        if (name := key.removesuffix(".quant_state.bitsandbytes__nf4")) != key:
             state = json.loads(_all(tensors.pop(key)).tobytes())
             nested = [".nested_absmax", ".nested_quant_map"] if "nested_offset" in state else []
             parts = {part: tensors.pop(name + part) for part in ("", ".absmax", ".quant_map", *nested)}

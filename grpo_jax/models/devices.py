@@ -190,11 +190,6 @@ class ProgramCost(NamedTuple):
     peak: int = 0  # peak device memory while the program runs, including the run's other arrays
 
 
-# Sizes in a TPU compiler's error about a program that does not fit. Some versions count the program's arguments.
-_BEYOND = re.compile(r"Used ([\d.]+)([KMGT]) of")
-_IN_ALL = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)")
-
-
 def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramCost:
     """Compile a program and return its cost. If a TPU compiler rejects it, sizes are read from the error message.
 
@@ -214,8 +209,9 @@ def _compile(lowered: jax.stages.Lowered, arguments: int) -> ProgramCost:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        beyond, in_all = (pattern.search(str(error)) for pattern in (_BEYOND, _IN_ALL))
-        taken = beyond or in_all
+        # Sizes in a TPU compiler's error about a program that does not fit. Some versions count its arguments.
+        beyond = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
+        taken = beyond or re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or taken is None:
             raise
         size = int(float(taken[1]) * 1024 ** ("KMGT".index(taken[2]) + 1))

@@ -28,11 +28,6 @@ class Rope:
     sections: tuple[int, ...] = ()  # numbers of frequencies for time, height and width (Qwen2.5-VL)
 
 
-def _linear(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Divide positions by `factor` (position interpolation)."""
-    return inverse / n["factor"], 1.0
-
-
 def _dynamic(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """Increase the base once the sequence exceeds the model's original context length (dynamic NTK-aware scaling)."""
     longest, d = n["max_position_embeddings"], 2 * len(inverse)
@@ -89,7 +84,7 @@ def _proportional(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> t
 
 ROPE_KINDS: dict[str, Callable[[np.ndarray, Numbers, Rope, int], tuple[np.ndarray, float]]] = {
     "default": lambda inverse, *_: (inverse, 1.0),
-    "linear": _linear,
+    "linear": lambda inverse, n, *_: (inverse / n["factor"], 1.0),  # position interpolation
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

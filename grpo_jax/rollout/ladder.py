@@ -28,7 +28,7 @@ from grpo_jax.models.config import DecodeStep
 from grpo_jax.models.devices import platform_of
 from grpo_jax.models.fused_step import has_step_kernel
 from grpo_jax.models.sharding import shard_count
-from grpo_jax.models.streams import count_streams
+from grpo_jax.models.streams import count_streams, devices_of
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import CachedModel, Params
 
@@ -232,6 +232,5 @@ def on_cpu(params: Params, mesh: Mesh | None) -> bool:
 
     Abstract arrays without a sharding are assumed to be on the default device.
     """
-    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(params))
-    at = {device.platform for sharding in shardings if sharding is not None for device in sharding.device_set}
+    at = {device.platform for device in devices_of(params)}
     return mesh is None and (at or {platform_of()[0]}) <= {"cpu"}

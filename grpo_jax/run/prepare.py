@@ -29,7 +29,7 @@ from grpo_jax.run.run import Run
 from grpo_jax.text.images import find_processor
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
-from grpo_jax.text.sources import Dataset, is_stream, named_datasets
+from grpo_jax.text.sources import Dataset, check_finite, named_datasets
 from grpo_jax.types import AdvantageFn, Environments, RewardFn, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
@@ -224,11 +224,7 @@ def check_optimizer(optimizer: object) -> None:
 
 def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list[Row]:
     """Load the training rows. A stream is read only as far as the run needs."""
-    if config.max_steps <= 0 and is_stream(dataset):
-        raise ValueError(
-            "dataset is an IterableDataset of unknown length; set max_steps, or pass a finite part of the"
-            " dataset, such as list(dataset.take(1000))"
-        )
+    check_finite(dataset, "dataset", config.max_steps)
     mesh = mesh_of(policy.params) if config.mesh is None else None
     try:
         most = config.most_prompts(None if mesh is None else mesh.size)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.models.devices import compile_program
 from grpo_jax.models.sharding import committed, lower_call
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import OnDemandRollouts, collect
@@ -146,13 +147,8 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
     """Return the largest programs' memory in bytes, including their arguments, from XLA's analysis."""
     batch = jax.eval_shape(lambda: run.zero_batch(state))
     calls = {"decode": rollout_call(run, state.params), "update": update_calls(run.updater, state, batch).update}
-    memory = {}
-    for name, call in calls.items():
-        stats = None if call is None else lower_call(call).compile().memory_analysis()
-        if stats is not None:
-            held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-            memory[name] = int(held + stats.temp_size_in_bytes)
-    return memory
+    costs = {name: compile_program(lower_call(call)) for name, call in calls.items() if call is not None}
+    return {name: cost.arguments + cost.results + cost.temporaries for name, cost in costs.items()}
 
 
 def _data_problems(run: Run) -> Iterator[str]:

@@ -31,7 +31,7 @@ from grpo_jax.run.session import check_run_dir, open_session
 from grpo_jax.text.examples import Examples, encode_examples, load_examples
 from grpo_jax.text.images import find_processor
 from grpo_jax.text.prompts import prompt_indices
-from grpo_jax.text.sources import Dataset, is_stream, named_datasets
+from grpo_jax.text.sources import Dataset, check_finite, named_datasets
 from grpo_jax.types import Batch, Params, Row, is_cached
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
@@ -242,11 +242,7 @@ def derive_sft(
 def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
     """Load the rows of a dataset. Streams are read only as far as the run needs."""
     most = config.max_steps * config.sizes().prompts if config.max_steps > 0 else None
-    if most is None and is_stream(dataset):
-        raise ValueError(
-            f"{argument} is an IterableDataset of unknown length; set max_steps, or pass a finite part of it, such as"
-            " list(dataset.take(1000))"
-        )
+    check_finite(dataset, argument, config.max_steps)
     rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=most)
     if argument == "dataset" and config.shuffle_dataset:
         order = prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)

@@ -24,7 +24,6 @@ _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
 _HERMES_FORM = '<tool_call>\n{"name": "tool", "arguments": {"argument": value}}\n</tool_call>'
 _XML_FORM = "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
 _THINK_OR_CALL = re.compile(r"<think>|<tool_call>|<function=[^<>\n]{1,200}>")
-_DECODER = json.JSONDecoder()
 
 ReadCall = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
 """A parser for one call: (text, position after the opening tag, tool schemas) → (call, position after the call)."""
@@ -74,7 +73,7 @@ def _read_hermes(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[To
     """Parse JSON followed by a closing tag. Closing tags inside JSON strings are ignored."""
     start = _skip(text, start)
     try:
-        _, end = _DECODER.raw_decode(text, start)
+        _, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
         end = -1
     close = text.find("</tool_call>", start)

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -44,12 +44,10 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
         if isinstance(dataset, str) and is_hub_name(dataset) and not os.path.exists(dataset):
             return list(_encoded(_hub_dataset(dataset, None, "train", argument)))
         return _read_file(Path(dataset), argument)
-    package = type(dataset).__module__.partition(".")[0]
-    if package == "pandas" and hasattr(dataset, "to_dict"):
-        frame: Any = dataset
-        return list(frame.astype(object).where(frame.notna(), None).to_dict("records"))  # NaN → None
-    if package == "pyarrow" and hasattr(dataset, "to_pylist"):
-        table: Any = dataset
+    package, table = type(dataset).__module__.partition(".")[0], cast(Any, dataset)
+    if package == "pandas" and hasattr(table, "to_dict"):
+        return list(table.astype(object).where(table.notna(), None).to_dict("records"))  # NaN → None
+    if package == "pyarrow" and hasattr(table, "to_pylist"):
         return list(table.to_pylist())
     limit = _MAX_ROWS + 1 if max_rows is None else max_rows
     if isinstance(dataset, RandomAccess):
@@ -116,9 +114,14 @@ def is_hub_name(text: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None and not text.endswith(_KINDS)
 
 
-def is_stream(dataset: object) -> bool:
-    """Return whether a dataset is an `IterableDataset` from `datasets` or PyTorch, which may be infinite."""
-    return any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__) and not hasattr(dataset, "__len__")
+def check_finite(dataset: object, argument: str, max_steps: int) -> None:
+    """Refuse an `IterableDataset` (`datasets`, PyTorch), which may be infinite, unless `max_steps` is set."""
+    is_stream = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
+    if max_steps <= 0 and is_stream and not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{argument} is an IterableDataset of unknown length; set max_steps, or pass a finite part of the dataset,"
+            " such as list(dataset.take(1000))"
+        )
 
 
 def _read_described(source: Json, argument: str) -> list[object]:

@@ -224,9 +224,6 @@ def dropout_key(model: Model, state: TrainState, *indices: jax.typing.ArrayLike)
     return functools.reduce(jax.random.fold_in, folded, state.key) if getattr(model, "dropout", 0) else None
 
 
-_COUNTS = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
-
-
 def apply_gradients(
     updater: Updater, state: TrainState, grads: Params, sums: MetricSums
 ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -239,7 +236,8 @@ def apply_gradients(
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
     ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
     trained = metrics["tokens"] > 0
-    metrics = {name: x if name in _COUNTS else jnp.where(trained, x, jnp.nan) for name, x in metrics.items()}
+    counts = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
+    metrics = {name: x if name in counts else jnp.where(trained, x, jnp.nan) for name, x in metrics.items()}
     metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
     if isinstance(config, GRPOConfig) and config.use_adaptive_entropy:
         # The entropy from a skipped update is not reliable.

@@ -74,13 +74,13 @@ def truncated(history: History, config: GRPOConfig) -> str | None:
         return None
     fixes = (
         ", or check that the model was trained with this chat template and EOS. mask_truncated_completions=True leaves"
+        " truncated completions out of the loss"
     )
-    fixes += " truncated completions out of the loss"
     if turns > ONE_TURN:
         fixes = (
             f" (it covers all {turns:.1f} turns and their observations), shorten the observations, or limit the number"
+            " of turns (set max_tool_calling_iterations, or return None from respond)"
         )
-        fixes += " of turns (set max_tool_calling_iterations, or return None from respond)"
     return (
         f"{100 * fraction:.0f}% of the completions in the last {WINDOW} logged steps were truncated at"
         f" max_completion_length = {config.max_completion_length} tokens. Raise it{fixes}"
