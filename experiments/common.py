@@ -221,13 +221,18 @@ def encode_lessons(policy: Policy, prompts: Sequence[str], replies: Sequence[str
 
 
 def supervise(
-    policy: Policy, lessons: Sequence[Lesson], *, batch: int, learning_rate: float = 3e-3, adam_beta2: float = 0.999
+    policy: Policy,
+    lessons: Sequence[Mapping[str, Any]],
+    *,
+    batch: int,
+    learning_rate: float = 3e-3,
+    adam_beta2: float = 0.999,
 ) -> Policy:
     """Train on each lesson once, in order, with `sft`: AdamW without weight decay, warm-up, and a cosine to 0.
 
     Args:
       policy: the policy to train. Its params are not changed.
-      lessons: rows from `lesson`.
+      lessons: rows from `lesson`, or any other rows for `sft`.
       batch: lessons per step. It must divide the number of lessons.
       learning_rate: peak learning rate.
       adam_beta2: decay of the second moments.
@@ -267,12 +272,12 @@ def stop_after(hours: float | None) -> Callback:
     return stop
 
 
-def coin_flips(seed: int) -> Callable[..., list[float]]:
-    """Return a reward function that ignores the completions and returns 0 or 1 at random."""
+def coin_flips(seed: int, mean: float = 0.5) -> Callable[..., list[float]]:
+    """Return a reward function that ignores the completions and returns 1 with probability `mean`, else 0."""
     draw = random.Random(seed)
 
     def random_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-        return [float(draw.random() < 0.5) for _ in completions]
+        return [float(draw.random() < mean) for _ in completions]
 
     return random_reward
 
