@@ -3,14 +3,16 @@
     python -m experiments.digits [--seed N] [--seeds K] [--control] [--picture FILE] [--run-dir DIR]
 
 The images are scikit-learn's 1,797 handwritten digits of 8 × 8 pixels: 1,297 for training and 500 held out, the same in
-all runs (pip install '.[digits]'). A new model with Gemma 3's layout, random weights and 118 thousand parameters is
-written as a checkpoint and loaded. Its vision tower stays random: it is frozen, and its features suffice to tell digits
-apart. `sft` on ten labeled images, one of each digit, teaches the model how to answer, and GRPO then continues on all
-training images with a reward of 1 for the right digit and 0 otherwise. With --control, a second run from the same start
-gets random rewards, which are 1 as often as the initial model is right.
+all runs (pip install '.[digits]'). A new model with Gemma 3's layout and random weights is written as a checkpoint and
+loaded. Its vision tower is frozen: features of a random tower suffice to tell digits apart, and the 118 thousand
+parameters of the language model are trained. `sft` on ten labeled images, one of each digit, teaches the model how to
+answer, and GRPO then continues on all training images with a reward of 1 for the right digit and 0 otherwise. With
+--control, a second run from the same start gets random rewards, which are 1 as often as the initial model is right.
 
-Time: about three CPU minutes
-Expect: EXPECT
+Time: 290 to 295 CPU seconds per seed with --control, with compilation (seeds 0 to 2, in parallel on a busy machine).
+Expect, on the 500 held-out images (seeds 0 to 2): greedy accuracy rises from 0.31 … 0.38 to 0.94 … 0.95, and sampled
+accuracy from 0.19 … 0.22 to 0.93 … 0.95. Random rewards do not raise it: it falls to 0.26 … 0.30 greedy and 0.14 … 0.16
+sampled.
 The last line on standard output is one JSON object. All files are in the run directory; `final` is the checkpoint.
 """
 
@@ -205,8 +207,8 @@ def make_config(arguments: argparse.Namespace, seed: int, held_out: int) -> GRPO
         max_steps=arguments.steps,
         learning_rate=1e-3,
         lr_scheduler_type="linear",
-        warmup_steps=20,
-        # Without the KL term, noise alone makes the model forget how to answer: with random rewards, accuracy falls to 0.
+        warmup_steps=arguments.steps // 20,
+        # With beta=0 and random rewards, noise alone made the model forget how to answer (accuracy 0.00).
         beta=0.04,
         gradient_checkpointing=False,
         pad_to_multiple_of=None,  # all prompts have the same length
