@@ -50,6 +50,8 @@ SIZE = 8
 """Height and width of an image in pixels."""
 PATCH, TOKENS = 2, 4
 """Height and width of a patch in pixels, and tokens per image. Each token averages 2 × 2 of the 16 patches."""
+WIDTH, LAYERS = 64, 2
+"""Width of the language model and of the tower, and layers of the language model. The tower has one."""
 GROUP = 16
 """Completions per image."""
 PROMPTS = 64
@@ -123,51 +125,58 @@ def make_tokenizer() -> Any:
     )
 
 
-def random_tower(seed: int, *, width: int, features: int, layers: int) -> dict[str, np.ndarray]:
+def random_tower(seed: int) -> dict[str, np.ndarray]:
     """Return the tensors of a random tower and projector in Gemma 3's checkpoints, keyed by name."""
-    draw, start = np.random.default_rng(seed), "vision_tower.vision_model."
-    matrices = {f"{start}embeddings.patch_embedding": (width, 3, PATCH, PATCH)}  # [out, in] or [out, in, height, width]
-    norms = [f"{start}post_layernorm"]
-    for i in range(layers):
-        layer = f"{start}encoder.layers.{i}."
-        matrices |= {f"{layer}self_attn.{name}_proj": (width, width) for name in ("q", "k", "v", "out")}
-        matrices |= {f"{layer}mlp.fc1": (2 * width, width), f"{layer}mlp.fc2": (width, 2 * width)}
-        norms += [f"{layer}layer_norm1", f"{layer}layer_norm2"]
+    draw, width, start = np.random.default_rng(seed), WIDTH, "vision_tower.vision_model."
+    layer = f"{start}encoder.layers.0."
+    matrices: dict[str, tuple[int, ...]] = {f"{start}embeddings.patch_embedding": (width, 3, PATCH, PATCH)}
+    matrices |= {f"{layer}self_attn.{name}_proj": (width, width) for name in ("q", "k", "v", "out")}
+    matrices |= {f"{layer}mlp.fc1": (2 * width, width), f"{layer}mlp.fc2": (width, 2 * width)}
+    norms = [f"{start}post_layernorm", f"{layer}layer_norm1", f"{layer}layer_norm2"]
     tensors = {f"{name}.weight": draw.normal(size=x) * np.prod(x[1:]) ** -0.5 for name, x in matrices.items()}
     tensors |= {f"{name}.weight": np.ones(width) for name in norms}
     tensors |= {f"{name}.bias": np.zeros(matrices.get(name, (width,))[0]) for name in (*matrices, *norms)}
     places = (SIZE // PATCH) ** 2
     tensors[f"{start}embeddings.position_embedding.weight"] = 0.5 * draw.normal(size=(places, width))
     tensors["multi_modal_projector.mm_soft_emb_norm.weight"] = np.zeros(width)  # Gemma adds 1
-    tensors["multi_modal_projector.mm_input_projection_weight"] = width**-0.5 * draw.normal(size=(width, features))
+    tensors["multi_modal_projector.mm_input_projection_weight"] = width**-0.5 * draw.normal(size=(width, width))
     return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
 
 
-def make_policy(directory: Path, seed: int, *, width: int = 64, layers: int = 2) -> Policy:
+def make_policy(directory: Path, seed: int) -> Policy:
     """Write a small vision-language model with Gemma 3's layout and random weights, and load it."""
     tokenizer = make_tokenizer()
     ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
-    common = {"num_hidden_layers": layers, "num_attention_heads": 4}
-    text = common | {
+    text = {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
+        "hidden_size": WIDTH,
+        "intermediate_size": 3 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": width // 4,
-        "query_pre_attn_scalar": width // 4,
+        "head_dim": WIDTH // 4,
+        "query_pre_attn_scalar": WIDTH // 4,
         "max_position_embeddings": 64,
         "sliding_window": 64,
-        "layer_types": ["full_attention"] * layers,
+        "layer_types": ["full_attention"] * LAYERS,
         "rope_theta": 10000.0,
         "initializer_range": 0.05,
         "bos_token_id": ids["<bos>"],
         "eos_token_id": ids["<end_of_turn>"],
         "pad_token_id": ids["<pad>"],
     }
-    vision = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision |= {"model_type": "siglip_vision_model", "image_size": SIZE, "patch_size": PATCH, "vision_use_head": False}
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": SIZE,
+        "patch_size": PATCH,
+        "vision_use_head": False,
+    }
     config = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
@@ -191,7 +200,7 @@ def make_policy(directory: Path, seed: int, *, width: int = 64, layers: int = 2)
         directory,
         policy.replace(
             config=config,
-            extra_tensors=random_tower(seed, width=width, features=width, layers=1),
+            extra_tensors=random_tower(seed),
             files={**policy.files, "preprocessor_config.json": json.dumps(preprocessor).encode()},
         ),
     )
@@ -281,10 +290,13 @@ def draw_picture(held_out: Sequence[Row], results: Mapping[int, Result], out: Pa
     figure = Figure(figsize=(11, 4.4), dpi=110, layout="constrained", facecolor=LIGHT.page)
     heading = "A small vision-language model reads handwritten digits, before and after GRPO"
     figure.suptitle(heading, x=0.01, ha="left", fontsize=14, weight="bold", color=LIGHT.ink)
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.15))
+    panels: Any = figure.subfigures(1, 2, width_ratios=(1, 1.15))
+    left, right = panels
     left.set_facecolor(LIGHT.page)
     right.set_facecolor(LIGHT.page)
-    left.suptitle("Answers (greedy) to images that no training saw", x=0.02, ha="left", fontsize=12, color=LIGHT.ink)
+    left.suptitle(
+        "Greedy answers before and after, on held-out images", x=0.02, ha="left", fontsize=12, color=LIGHT.ink
+    )
     answers = next(iter(results.values())).answers
     for i, axes in enumerate(left.subplots(3, DRAWN // 3).flat):
         axes.imshow(held_out[i]["image"], cmap="gray_r")
@@ -295,7 +307,10 @@ def draw_picture(held_out: Sequence[Row], results: Mapping[int, Result], out: Pa
             shown = {"transform": axes.transAxes, "ha": "center", "va": "top", "fontsize": 11}
             axes.text(x, -0.04, text, color=color("reward0" if good else "high"), **shown)
     axes = right.subplots()
-    for arm, meaning, label in (("grpo", "policy", "rewarded for right answers"), ("random", "high", "at random")):
+    for arm, meaning, label in (
+        ("grpo", "policy", "rewarded for right answers"),
+        ("random", "high", "rewarded at random"),
+    ):
         for curve in (result.curves[arm] for result in results.values() if arm in result.curves):
             axes.plot(*zip(*curve, strict=True), color=color(meaning), lw=1.8, marker="o", markersize=4, label=label)
             label = ""  # one entry per arm in the legend
