@@ -80,11 +80,11 @@ class ErrorList(list[Exception]):
             self.append(error)
             return None
 
-    def raise_together(self, what: str, problems: Sequence[str] = ()) -> None:
+    def raise_together(self, problems: Sequence[str] = ()) -> None:
         """Raise a single error unchanged, or combine several into one ValueError with a line for each."""
         if len(self) == 1 and not problems:
             raise self[0]
-        raise_all(what, [*(line for error in self for line in problems_of(error)), *problems])
+        raise_all("this run", [*(line for error in self for line in problems_of(error)), *problems])
 
 
 def import_extra(module: str, package: str) -> ModuleType:

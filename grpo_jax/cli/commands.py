@@ -59,15 +59,13 @@ def init(arguments: Namespace) -> None:
 
 def train(arguments: Namespace) -> None:
     """Train or resume the run described in a file (`grpo-jax train`)."""
-    run = _read(arguments, arguments.run)
-    _train(run, resume=arguments.resume, dry_run=arguments.dry_run)
+    _train(_read(arguments, arguments.run), resume=arguments.resume, dry_run=arguments.dry_run)
 
 
 def resume(arguments: Namespace) -> None:
     """Resume the run in a directory (`grpo-jax resume`)."""
     run_dir = Path(arguments.run_dir).expanduser()
-    run = _read(arguments, _run_file(run_dir))
-    _train(dataclasses.replace(run, run_dir=run_dir), resume="must")
+    _train(dataclasses.replace(_read(arguments, _run_file(run_dir)), run_dir=run_dir), resume="must")
 
 
 def _read(arguments: Namespace, path: str | Path) -> RunFile:

@@ -190,8 +190,7 @@ def read_mesh(value: object) -> Read:
     """Validate mesh axes and their sizes."""
     if value is None:
         return None, ""
-    names = {"data", "fsdp", "tensor"}
-    if not isinstance(value, dict) or not value or not names.issuperset(value):
+    if not isinstance(value, dict) or not value or not {"data", "fsdp", "tensor"}.issuperset(value):
         return value, 'must be a dict with the number of devices for any of "data", "fsdp" and "tensor", or None'
     results = {name: read(Count, size) for name, size in value.items()}
     errors = [f"{name} {error}" for name, (_, error) in results.items() if error]

@@ -78,8 +78,7 @@ def delta_nets(keys: Keys) -> DeltaShape:
 
 def gemma4(keys: Keys) -> Fields:
     """Return the fields for Gemma 4: two kinds of attention layers, shared keys and values, and per-layer inputs."""
-    layers = keys["num_hidden_layers"]
-    windows = windows_of(keys, lambda i: (i + 1) % 6 != 0) or (None,) * layers
+    windows = windows_of(keys, lambda i: (i + 1) % 6 != 0) or (None,) * keys["num_hidden_layers"]
     windows = (*windows[:-1], None)  # transformers always uses full attention in the last layer
     shared = _shared_layers(keys, windows)
     inputs = keys["hidden_size_per_layer_input"] or 0

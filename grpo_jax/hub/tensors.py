@@ -42,8 +42,7 @@ class Part:
 
     @property
     def transposed(self) -> bool:
-        matrix = self.path[-1] != "embedding" and not self.path[-1].endswith("_bias")
-        return matrix and len(self.shape) == 2
+        return len(self.shape) == 2 and self.path[-1] != "embedding" and not self.path[-1].endswith("_bias")
 
     @property
     def rows(self) -> int:

@@ -198,8 +198,7 @@ class Linear(nn.Module):
         else:
             y = matmul(x.astype(self.dtype), kernel.astype(self.dtype), out, self.float32_sums)
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (self.features,))
-            y = y + bias.astype(out)[None]
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(out)[None]
         if self.has_variable("lora", "a"):
             if self.has_variable("lora", "rate") and self.has_rng("dropout"):
                 keep = jnp.asarray(1 - self.get_variable("lora", "rate"))

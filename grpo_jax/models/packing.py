@@ -63,8 +63,7 @@ class PackedSequence(flax.struct.PyTreeNode):
         """Add segment values [A, S, T] to `whole` [B, G, T]. Inverts `take` if `whole` is zero."""
         devices, t = self.tokens.shape[0], self.segments.longest
         parts = whole.reshape(devices, -1, whole.shape[-1])
-        added = jax.vmap(lambda part, at, x: part.at[at, :t].add(x))(parts, self.completions, x)
-        return added.reshape(whole.shape)
+        return jax.vmap(lambda part, at, x: part.at[at, :t].add(x))(parts, self.completions, x).reshape(whole.shape)
 
     @property
     def mask(self) -> jax.Array:

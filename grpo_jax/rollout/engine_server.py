@@ -128,8 +128,7 @@ class VLLM:
             return
         self._change("/pause?mode=wait", {})
         try:
-            kwargs = {"weights_path": str(directory)}
-            self._change("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+            self._change("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
             self._change("/reset_prefix_cache", {})
         finally:
             self._change("/resume", {})

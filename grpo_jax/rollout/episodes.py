@@ -225,8 +225,7 @@ class Episode:
             return self._texts.encode(observation)
         tokenizer, ends = self._interaction.tokenizer, self._interaction.eos_token_ids
         kwargs = self._interaction.config.chat_template_kwargs
-        template = ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), ends)
-        return template.observation_ids(observation, drawn=drawn)
+        return ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), ends).observation_ids(observation, drawn=drawn)
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call an environment method or factory. Raises `EnvironmentFailure` or `_Failed` if the call fails."""
@@ -322,8 +321,7 @@ class Episodes:
             drawn, noted = tokens[i][sampled[i]], sum(episode.lengths)
             if len(drawn) > noted:  # the last turn was truncated at the maximum length and not answered
                 episode.note(drawn[noted:])
-        rewards = self._pool.map(Episode.reward, local)
-        pairs = zip(local, rewards, strict=True)
+        pairs = zip(local, self._pool.map(Episode.reward, local), strict=True)
         played = [EpisodeRecord(one.turns, one.messages, reward, one.counts, one.lengths) for one, reward in pairs]
         if jax.process_count() == 1:
             return played

@@ -157,7 +157,7 @@ def _encode(
         context_length=None if shape is None else shape.max_position_embeddings,
         num_experts=0 if shape is None else shape.num_experts,
     )
-    errors.raise_together("this run", problems)
+    errors.raise_together(problems)
     for name, part in encoded.items():
         warn_of_tokens(part, policy, name, ends=TurnEnds.of(config), template_kwargs=config.chat_template_kwargs)
     keep_programs()  # must precede the first compilation

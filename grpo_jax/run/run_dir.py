@@ -86,9 +86,9 @@ def _write_error(path: Path) -> str:
     return ""
 
 
-def _appears(path: Path, seconds: float = 10) -> bool:
+def _appears(path: Path) -> bool:
     """Wait for another process's file, which a network file system may delay. Returns whether it exists."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 10
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     return path.exists()

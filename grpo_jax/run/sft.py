@@ -152,7 +152,7 @@ def prepare_sft(
     for name, source in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         rows[argument] = errors.check(_rows, source, config, argument)
-    errors.raise_together("this run")
+    errors.raise_together()
     found = {name: some for name, some in rows.items() if some is not None}
     encoded = {name: errors.check(_encode, policy, some, config, name) for name, some in found.items()}
     mesh, config = errors.check(run_mesh, policy, config) or (None, config)
@@ -169,7 +169,7 @@ def prepare_sft(
         context_length=context,
         num_experts=0 if shape is None else shape.num_experts,
     )
-    errors.raise_together("this run", problems)
+    errors.raise_together(problems)
     data, *held_out = [examples for examples in encoded.values() if examples is not None]
     for argument, examples in zip(encoded, (data, *held_out), strict=True):
         warn_of_tokens(examples, policy, argument, template_kwargs=config.chat_template_kwargs)
@@ -245,8 +245,7 @@ def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
     check_finite(dataset, argument, config.max_steps)
     rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=most)
     if argument == "dataset" and config.shuffle_dataset:
-        order = prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)
-        rows = [rows[i] for _, i in order]
+        rows = [rows[i] for _, i in prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)]
     return rows
 
 
@@ -321,5 +320,4 @@ def join_examples(parts: Mapping[str, Examples]) -> Examples:
         blocks += [[len(token_ids) + i for i in block] for block in some.blocks]
         token_ids += some.token_ids
         masks += some.masks
-    rows = [row for some in parts.values() for row in some.rows]
-    return Examples(rows, token_ids, [], masks, blocks)
+    return Examples([row for some in parts.values() for row in some.rows], token_ids, [], masks, blocks)

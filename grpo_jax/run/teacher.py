@@ -68,8 +68,7 @@ class Teaching:
         assert self.scorer is not None
         on_host = jax.tree.map(np.asarray, completions)
         result = _read_result(self.scorer.score(batch.prompts, on_host), on_host.mask, config)
-        t = batch.mask.shape[2]
-        log_probs, ids, top = (None if x is None else x[:, :, :t] for x in result)
+        log_probs, ids, top = (None if x is None else x[:, :, : batch.mask.shape[2]] for x in result)
         if config.distillation_mode == "sampled_token":
             return batch.replace(teacher_log_probs=log_probs)
         return batch.replace(teacher_top_ids=ids, teacher_top_log_probs=top)

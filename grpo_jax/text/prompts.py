@@ -292,8 +292,7 @@ def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle:
     while len(entries) < count:
         epoch, position = divmod(start + len(entries), num_rows)
         order = _epoch_order(epoch, num_rows, seed) if shuffle else np.arange(num_rows)
-        taken = order[position : position + count - len(entries)]
-        entries.extend((epoch, int(row)) for row in taken)
+        entries += [(epoch, int(row)) for row in order[position : position + count - len(entries)]]
     return entries
 
 

@@ -174,8 +174,7 @@ class ChatTemplate:
 
     def _after_mark(self, messages: Messages, mark: str, *, generation_prompt: bool = True) -> str:
         """Render the messages after a user message, and return the text after the last mark."""
-        text = self.render([_USER, *messages], generation_prompt=generation_prompt)
-        _, found, after = text.rpartition(mark)
+        _, found, after = self.render([_USER, *messages], generation_prompt=generation_prompt).rpartition(mark)
         if not found:
             raise ValueError("it omits earlier assistant turns; use a template that renders them")
         return after

@@ -208,8 +208,7 @@ def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> No
 
 def reject_object_store(run_dir: str | os.PathLike[str] | None) -> None:
     """Raise ValueError if `run_dir` is in an object store, where files cannot be locked, appended to or renamed."""
-    found = re.match(r"([a-z][a-z0-9+.-]+):/", str(run_dir or ""), re.IGNORECASE)  # `Path` turns "//" into "/"
-    if found:
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(run_dir or ""), re.IGNORECASE):  # `Path` turns "//" into "/"
         address = re.sub(":/+", "://", str(run_dir), count=1)
         raise ValueError(
             f"run_dir = {address!r} is in an object store, which cannot lock, append to or rename files; use a"
