@@ -13,7 +13,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import generate
-from grpo_jax.run.images import with_encoder
+from grpo_jax.run.images import with_encoder, without_image_token
 from grpo_jax.run.placement import shape_of, with_settings
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.text.completions import PrecedingText, continuation, preceding_text
@@ -99,6 +99,7 @@ def _answer(policy: Policy, config: GRPOConfig, row: Row, index: int) -> str:
         argument="the prompt,",
     )
     data = with_encoder(policy, {"": data}, params=policy.params)[""]
+    policy = without_image_token(policy) if data.images else policy
     check_tokens(policy, data, 1)
     if index == 0:
         kwargs = config.chat_template_kwargs

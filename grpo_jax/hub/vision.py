@@ -56,15 +56,7 @@ _QWEN_DEFAULTS = {
 
 
 def image_token_id(raw: Json) -> int:
-    """Return the id of the token that image features replace, from a vision-language model's config.json.
-
-    Raises:
-      ValueError: if images are not supported for the model, or if the id is missing.
-
-    Example:
-      >>> image_token_id({"architectures": ["Gemma3ForConditionalGeneration"], "image_token_index": 262144})
-      262144
-    """
+    """Return the id of the token that image features replace. Raises ValueError if images are not supported."""
     _architecture(raw)
     found = raw.get("image_token_index", raw.get("image_token_id"))
     if not isinstance(found, int):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.types import ImageTiles, PromptImages
 
-Tower = Callable[[Mapping[str, jax.Array]], jax.Array]
-"""A function from a tower's inputs for N tiles, with leading axis N, to features [N, M, D]."""
 
-
-def encode(tower: Tower, tiles: ImageTiles) -> jax.Array:
-    """Compute the features [B, N, D] of the images in B prompts."""
+def encode(tower: Callable[[dict[str, jax.Array]], jax.Array], tiles: ImageTiles) -> jax.Array:
+    """Compute features [B, N, D] for the images in B prompts. `tower` maps inputs for tiles to [tiles, M, D]."""
     b = len(tiles.order)
     features = tower(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tiles.inputs))
     return jnp.take_along_axis(features.reshape(b, -1, features.shape[-1]), tiles.order[..., None], axis=1)

@@ -126,13 +126,7 @@ def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0)
 
 
 def positions_by_channel(positions: jax.Array, rope: Rope) -> jax.Array:
-    """Select the position in time, height or width for each channel pair: [B, 3, T] → [B, 1, T, r/2].
-
-    Example:
-      >>> rope = Rope(sections=(1, 2, 1))
-      >>> positions_by_channel(jnp.array([[[7], [8], [9]]]), rope).tolist()
-      [[[[7, 8, 8, 9]]]]
-    """
+    """Select the position in time, height or width for each channel pair: [B, 3, T] → [B, 1, T, r/2]."""
     return positions[:, np.repeat(np.arange(3), rope.sections)].swapaxes(1, 2)[:, None]
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterator, Sequence
 
 import chex
 import flax.linen as nn
@@ -309,7 +309,7 @@ class Transformer(nn.Module):
         images = prompts.images
         if images is not None and isinstance(images.features, ImageTiles):
             assert self.tower is not None, "image tiles are passed only to models with a tower"
-            call = nn.remat(_call) if self.config.remat else _call
+            call = nn.remat(operator.call) if self.config.remat else operator.call
             images = images.replace(features=encode(functools.partial(call, self.tower), images.features))
         hidden, kept = self.hidden(prompts.tokens[:, None], last=prompts.lengths - 1, images=images)
 
@@ -339,10 +339,6 @@ class Transformer(nn.Module):
             return logits
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
         return jnp.where(ids == image, MASKED, logits)
-
-
-def _call(module: nn.Module, inputs: Mapping[str, jax.Array]) -> Any:
-    return module(inputs)
 
 
 def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:

@@ -67,7 +67,9 @@ def copies(model: CachedModel, params: Params) -> tuple[Params, Params]:
 
 def _without_tower(params: Params) -> Params:
     """Remove a trained vision tower, which only prefill needs."""
-    return {name: x for name, x in params.items() if name != "tower"} if isinstance(params, dict) else params
+    if not isinstance(params, dict) or "tower" not in params:
+        return params
+    return {name: x for name, x in params.items() if name != "tower"}
 
 
 def _by_columns(params: Params) -> bool:

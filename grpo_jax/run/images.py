@@ -119,17 +119,9 @@ def _encode(tower: nn.Module, params: Params, inputs: Mapping[str, jax.Array]) -
 
 
 def check_text_only(rows: Mapping[str, Sequence[Row] | None], argument: str, value: object) -> None:
-    """Raise ValueError if `value` is given and a row has images, which the argument's feature does not receive."""
-    for name, part in rows.items() if value is not None else ():
-        found = next((i for i, row in enumerate(part or ()) if has_images(row)), None)
-        if found is not None:
-            raise ValueError(f"{argument} does not receive images, but {name} row {found} has images; omit {argument}")
-
-
-def _trained_tower(policy: Policy, params: Params) -> Params | None:
-    """Return the params of a tower that was trained, from `params` or the frozen base of adapters, or None."""
-    held = (tree for tree in (params, getattr(policy.model, "base", None)) if isinstance(tree, Mapping))
-    return next((tree["tower"] for tree in held if "tower" in tree), None)
+    """Raise ValueError if `value` is given and a row has images, which the argument does not receive."""
+    if value is not None and any(has_images(row) for part in rows.values() for row in part or ()):
+        raise ValueError(f"{argument} does not receive the images of the dataset; omit {argument}, or the images")
 
 
 def without_image_token(policy: Policy) -> Policy:
@@ -146,12 +138,13 @@ def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: b
     Raises ValueError if a trained tower would be lost, or if the tower cannot be trained.
     """
     has_images = any(part.images for part in parts.values())
-    if freeze and "tower" in policy.params:
+    trained = isinstance(policy.params, Mapping) and "tower" in policy.params
+    if freeze and trained:
         raise ValueError(
             "freeze_vision = True, but policy.params contain a trained vision tower; use freeze_vision=False, or write"
             " the policy with save_pretrained and load it again"
         )
-    if not freeze and not (isinstance(policy.model, Transformer) and (has_images or "tower" in policy.params)):
+    if not freeze and not (isinstance(policy.model, Transformer) and (has_images or trained)):
         reason = "the dataset has no images" if isinstance(policy.model, Transformer) else "the policy has adapters"
         raise ValueError(f"freeze_vision = False, but {reason}; use freeze_vision=True")
     if not has_images:
@@ -171,7 +164,7 @@ def with_encoder(
 ) -> dict[Key, Encoded]:
     """Add an `ImageEncoder` to encoded datasets if any of them has images.
 
-    The encoder uses the tower in `params`, if they contain a trained one, instead of the checkpoint's.
+    If `params`, or the frozen base of adapters, contain a trained tower, it is used instead of the checkpoint's.
     """
     if not any(part.images for part in parts.values()):
         return dict(parts)
@@ -181,7 +174,8 @@ def with_encoder(
     processor, tower, frozen = load_processor(policy), getattr(policy.model, "tower", None), None
     if tower is None:
         tower, frozen = load_tower(policy)
-        frozen = place(_trained_tower(policy, params) or frozen, mesh)
+        held = (tree for tree in (params, getattr(policy.model, "base", None)) if isinstance(tree, Mapping))
+        frozen = place(next((tree["tower"] for tree in held if "tower" in tree), frozen), mesh)
     tiles = [[processor.tiles(*size) for size in sizes] for part in parts.values() for sizes in part.image_sizes or ()]
     encoder = ImageEncoder(
         processor,

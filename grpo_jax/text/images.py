@@ -10,11 +10,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -34,7 +33,6 @@ IMAGE_COLUMNS = ("image", "images")
 """Columns that contain an image, or a list of images. None and empty lists stand for no images."""
 
 _SOURCES = "the path or bytes of an image file, a dict with 'bytes' or 'path', or a PIL image"
-_ORIENTATION, _TRANSPOSED = 0x0112, (5, 6, 7, 8)  # EXIF tag, and its values that exchange height and width
 
 
 def column_fault(row: Json) -> str:
@@ -48,10 +46,6 @@ def column_fault(row: Json) -> str:
 
 def _given(row: Json) -> list[ImageSource]:
     return [*([] if row.get("image") is None else [row["image"]]), *(row.get("images") or ())]
-
-
-def _column(row: Json) -> str:
-    return IMAGE_COLUMNS[row.get("image") is None]
 
 
 def image_parts(messages: object) -> list[Json]:
@@ -116,10 +110,10 @@ def place_images(row: Json, prompt: str | Messages, processor: ImageProcessor | 
             text = first["content"]
             text = [{"type": "text", "text": text}] if isinstance(text, str) else text
             first["content"] = [*({"type": "image"} for _ in given), *text]
-        own = [part.get("image") for part in image_parts(prompt)]
-        if own.count(None) != len(given):
+        empty = [part.get("image") for part in image_parts(prompt)].count(None)
+        if empty != len(given):
             raise ValueError(
-                f"{where} has {len(given)} images in its columns, but {own.count(None)} image parts without an image;"
+                f"{where} has {len(given)} images in its columns, but {empty} image parts without an image;"
                 ' use one part {"type": "image"} per image in the columns, in a user message'
             )
         images = images_of(row, prompt)
@@ -128,7 +122,7 @@ def place_images(row: Json, prompt: str | Messages, processor: ImageProcessor | 
                 message["content"] = [_bare(part) for part in message["content"]]
     sizes = []
     for index, source in enumerate(images):
-        column = _column(row) if any(source is x for x in given) else "prompt"
+        column = IMAGE_COLUMNS[row.get("image") is None] if any(source is x for x in given) else "prompt"
         sizes.append(_size(source, f"{where}: image {index} ({show(source)} in {column!r})"))
     return Placed(prompt, images, sizes)
 
@@ -190,12 +184,7 @@ def _size(source: ImageSource, what: str) -> Size:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            with _opened(source) as image:
-                width, height = image.size
-                if image is not source:
-                    image.draft(None, (1, 1))  # decode JPEG files at an eighth of their size
-                image.load()
-                turned = image is not source and image.getexif().get(_ORIENTATION) in _TRANSPOSED
+            image = open_image(source)
     except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
         raise ValueError(
             f"{what} has more pixels than Pillow's limit ({pillow.MAX_IMAGE_PIXELS:,}, against decompression bombs);"
@@ -203,7 +192,7 @@ def _size(source: ImageSource, what: str) -> Size:
         ) from error
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise ValueError(f"{what} cannot be read ({one_line(error)}); use {_SOURCES}") from error
-    return (width, height) if turned else (height, width)
+    return image.height, image.width
 
 
 def _file(source: ImageSource) -> Any:
@@ -211,17 +200,6 @@ def _file(source: ImageSource) -> Any:
     if isinstance(source, Mapping):
         return source["path"] if source.get("bytes") is None else source["bytes"]
     return source
-
-
-@contextlib.contextmanager
-def _opened(source: ImageSource) -> Iterator[Image.Image]:
-    """Open an image without decoding it. Files are closed on exit; PIL images are not."""
-    file = _file(source)
-    if isinstance(file, str | bytes | os.PathLike):
-        with import_extra("PIL.Image", "pillow").open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
-            yield image
-    else:
-        yield file
 
 
 def image_bytes(source: ImageSource) -> bytes:
@@ -234,13 +212,14 @@ def image_bytes(source: ImageSource) -> bytes:
 
 def open_image(source: ImageSource) -> Image.Image:
     """Decode an image and convert it to RGB. Files are turned upright (EXIF), and transparent pixels become white."""
-    pillow, operations = import_extra("PIL.Image", "pillow"), import_extra("PIL.ImageOps", "pillow")
-    with _opened(source) as image:
-        upright = image if image is source else operations.exif_transpose(image)
-        if not upright.has_transparency_data:
-            return upright.convert("RGB")
-        white = pillow.new("RGBA", upright.size, "white")
-        return pillow.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+    pillow, image = import_extra("PIL.Image", "pillow"), _file(source)
+    if isinstance(image, str | bytes | os.PathLike):
+        with pillow.open(io.BytesIO(image) if isinstance(image, bytes) else image) as file:
+            image = import_extra("PIL.ImageOps", "pillow").exif_transpose(file)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    white = pillow.new("RGBA", image.size, "white")
+    return pillow.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def thumbnail(source: ImageSource, size: int = 96) -> bytes:

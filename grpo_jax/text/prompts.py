@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,15 +73,6 @@ def _id_array(ids: object, where: str) -> np.ndarray:
     return array
 
 
-class AddImages(Protocol):
-    """A function that adds images to prompts, given one sequence of images per prompt."""
-
-    @property
-    def processor(self) -> ImageProcessor: ...
-
-    def __call__(self, prompts: Prompts, images: Sequence[Sequence[ImageSource]]) -> Prompts: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class EncodedPrompts:
     """Dataset rows with the token ids of their prompts.
@@ -89,7 +80,7 @@ class EncodedPrompts:
     `dropped` contains the indices of rows that were removed because their prompt is too long. If several datasets were
     joined, `parts` maps each dataset's name to its number of rows. `masks` and `blocks` are set only for SFT examples.
     `images` contains the images of each row in the order of their tokens, or is None if no row has images, and
-    `image_sizes` their heights and widths. `add_images` adds them to prompts (`run.images.ImageEncoder`).
+    `image_sizes` their heights and widths. `add_images` is an `ImageEncoder` (`run.images`), or None.
     """
 
     rows: list[Row]
@@ -100,7 +91,7 @@ class EncodedPrompts:
     blocks: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
     images: list[tuple[ImageSource, ...]] | None = dataclasses.field(default=None, kw_only=True)
     image_sizes: list[list[Size]] | None = dataclasses.field(default=None, kw_only=True)
-    add_images: AddImages | None = dataclasses.field(default=None, kw_only=True)
+    add_images: Any = dataclasses.field(default=None, kw_only=True)
 
     def prompts(
         self, indices: Sequence[int], *, length: int | None = None, token_ids: Sequence[Sequence[int]] | None = None
@@ -111,9 +102,9 @@ class EncodedPrompts:
         """
         ids = [self.token_ids[i] for i in indices] if token_ids is None else token_ids
         prompts = make_prompts(ids, length=length, on_host=True)
-        if self.add_images is None:
-            return prompts
-        return self.add_images(prompts, [() if self.images is None else self.images[i] for i in indices])
+        if self.add_images is not None:
+            prompts = self.add_images(prompts, [() if self.images is None else self.images[i] for i in indices])
+        return prompts
 
     def by_part(self) -> dict[str, EncodedPrompts]:
         """Split joined datasets into a dict, keyed by name. A single dataset has the name ""."""

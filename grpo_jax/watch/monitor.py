@@ -320,12 +320,12 @@ def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float
     """Call each callback with a copy of the metrics as Python scalars. Returns whether one raised `StopRun`."""
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
     stop = False
-    for i, callback in enumerate(callbacks):
+    for callback in callbacks:
         try:
             callback(step, dict(values))
         except StopRun:
             stop = True
         except Exception as error:
-            error.add_note(f"raised by callbacks[{i}] = {callback!r} at step {step}")
+            error.add_note(f"raised by the callback {callback!r} at step {step}")
             raise
     return stop

@@ -208,7 +208,7 @@ OURS = dict(
     sampler_correction="sequence_mask", sampler_correction_max=3.0, sampler_correction_min=None, kl_estimator="k3",
     kl_correction_level="token", kl_placement="loss", distillation_coef=0.0, distillation_divergence="reverse_kl",
     distillation_alpha=0.5, distillation_mode="full_logits", distillation_topk=None,
-    compute_dtype="auto", mesh=None,
+    compute_dtype="auto", mesh=None, freeze_vision=True,
     temperature_eval=None, max_skipped_updates=10, save_minutes=5.0,
 )  # fmt: skip
 

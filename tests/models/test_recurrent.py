@@ -13,6 +13,7 @@ from grpo_jax.models.context import RecurrentState
 from grpo_jax.models.recurrent import Positions, convolve, last_tokens
 from grpo_jax.models.transformer import projections
 from grpo_jax.rollout.ladder import BURST
+from grpo_jax.types import Prompts
 
 B, G, P, T = 2, 2, 6, 5
 LENGTHS = np.array([6, 2])  # the second is shorter than the convolution's window
@@ -54,7 +55,7 @@ def test_completions_of_a_shared_prompt_equal_unshared_rows():
     state.
     """
     prompt, rows = batch()
-    last, prefix = call("prefill", prompt, LENGTHS)
+    last, prefix = call("prefill", Prompts(prompt, LENGTHS))
     hidden, _ = call("hidden", rows, prefix)
     for b, n in enumerate(LENGTHS):
         for g in range(G):
@@ -85,7 +86,7 @@ def test_counts_of_weights_and_states():
     model, params = hybrid()
     kernels = sum(kernel.size for _, kernel in projections(params))
     assert count_weights(model.config, head=False) == kernels
-    _, prefix = call("prefill", batch()[0], LENGTHS)
+    _, prefix = call("prefill", Prompts(batch()[0], LENGTHS))
     held = sum(x.nbytes for layer in prefix.layers if isinstance(layer, RecurrentState) for x in jax.tree.leaves(layer))
     assert state_bytes(model.config, 4) == held / B
     steps = [

@@ -156,7 +156,7 @@ def test_callback_that_raises_or_is_not_callable_is_named():
 
     with pytest.raises(ConnectionError) as caught:
         notify([lambda step, metrics: None, tracker], 4, {})
-    assert caught.value.__notes__[0].startswith("raised by callbacks[1] = <function")
+    assert caught.value.__notes__[0].startswith("raised by the callback <function")
     assert caught.value.__notes__[0].endswith("at step 4")
     with pytest.raises(TypeError, match=r"callbacks\[1\] must be a function of \(step, metrics\); got 'wandb'"):
         check_callbacks([print, "wandb"])
