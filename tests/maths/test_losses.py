@@ -26,7 +26,7 @@ from grpo_jax.maths.metrics import (
     top_entropy_threshold,
     update_entropy_coef,
 )
-from grpo_jax.maths.surrogates import LOSS_TYPES, LossSettings
+from grpo_jax.maths.surrogates import LOSS_TYPES, Counts, LossSettings, mean_of_tokens
 
 TYPES = [*LOSS_TYPES]
 LEVELS = ["token", "sequence", "trajectory"]
@@ -1008,3 +1008,10 @@ def test_means_over_many_tokens_are_accurate():
     )
     exact = entropies.astype(np.float64).mean()
     assert float(finalize_metrics(sums)["entropy"]) == pytest.approx(exact, rel=1.5e-7)
+
+
+@pytest.mark.quick
+def test_mean_of_one_token_and_of_none():
+    values = jnp.array([[6.0, jnp.nan]])
+    for mask, tokens, expected in (([[True, False]], 1, 6.0), ([[False, False]], 0, 0.0)):
+        assert float(mean_of_tokens(values, jnp.array(mask), Counts(1, tokens, tokens, 2))) == expected
