@@ -68,7 +68,7 @@ class ImageEncoder:
                 [dict(zip(one, tile, strict=True)) for one in inputs for tile in zip(*one.values(), strict=True)]
             )
             numbers = [(processor.num_tokens(*size), processor.tiles(*size)[0]) for size in sizes]
-            counts.append([tokens // k for tokens, k in numbers for _ in range(k)])
+            counts.append([features // k for features, k in numbers for _ in range(k)])
             if (by_axis := processor.positions(row[:length].tolist(), sizes)) is not None:
                 positions.append(np.pad(by_axis, ((0, 0), (0, len(row) - length))))
         features: Any = self._tiles(tiles, counts) if self.params is None else self._features(tiles, counts)

@@ -119,7 +119,7 @@ def test_frozen_and_trained_towers_have_equal_losses_and_decoder_gradients(polic
 
 
 def test_a_frozen_tower_costs_nothing_in_the_update(policies):
-    """XLA counts the FLOPs of one encoding per prompt, in the rollout only; a trained tower adds three per update."""
+    """By XLA, a gradient with a frozen tower has the FLOPs of text. A trained one adds three encodings per prompt."""
 
     def flops(program):
         return program.cost_analysis()["flops"]
