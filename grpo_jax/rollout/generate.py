@@ -32,13 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.maths.sampling import Sampling, check_sampling
-from grpo_jax.models.sharding import fetch, mesh_of, shard_count
-from grpo_jax.models.streams import run_in_streams
+from grpo_jax.models.sharding import fetch, mesh_of, placed, shard_count
+from grpo_jax.models.streams import in_background, run_in_streams
 from grpo_jax.rollout.decode import (
     Drawn,
     Stream,
     concatenate,
     decode,
+    decode_burst,
     generate_traced,
     generate_uncached,
     grow,
@@ -226,8 +227,19 @@ class _OneTurn:
 
         rollout.interrupt()
         parts = np.split(np.arange(groups), stream_count(rollout.params, groups, g))
-        self.streams, drawn = self._run(begin, parts)
+        with in_background(functools.partial(self._compile, parts[0])):
+            self.streams, drawn = self._run(begin, parts)
         self._note(self.completions, drawn)
+
+    def _compile(self, part: np.ndarray) -> None:
+        """Compile the first burst while the prompts are prefilled. Does nothing on a mesh."""
+        rollout, ladder = self.rollout, self.ladder
+        if rollout.mesh is None:
+            model, params, settings = rollout.model, rollout.params, rollout.settings
+            shapes, _ = prefill.eval_shape(model, params, *rollout.inputs(part), 0, settings=settings, slots=self.slots)
+            stream = placed(shapes, (params, model))
+            burst = functools.partial(decode_burst.lower, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
+            burst(model, rollout.decode_variables, stream.cache, stream.replace(cache=()), 0, 0).compile()
 
     @property
     def empty(self) -> np.ndarray:

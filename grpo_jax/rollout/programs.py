@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.layers import Quantized
-from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, place_of, shard_count, split_sharding
+from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, placed, shard_count, split_sharding
 from grpo_jax.models.streams import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
 from grpo_jax.rollout.decode import Stream, decode_burst, place_stream, prefill
@@ -116,7 +116,7 @@ def decode_call(
     argument, shapes = abstract((as_argument(model), params))
     variables, mesh = variables_shape(model, params), mesh_of(params)
     if "columns" in variables:
-        variables["columns"] = _placed(variables["columns"], (shapes, argument))
+        variables["columns"] = placed(variables["columns"], (shapes, argument))
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
     # On a mesh, waiting prompts form the next batch instead of replacing finished groups.
     waits = at_once < groups and mesh is None
@@ -127,7 +127,7 @@ def decode_call(
     read = functools.partial(prefill, settings=settings, slots=ladder.slots[-1])
     prompts, keys = _inputs(at_once, num_generations, prompt_length, mesh)
     stream: Stream = jax.eval_shape(read, argument, shapes, prompts, keys, 0)[0]
-    stream = _placed(stream, (shapes, argument)) if mesh is None else place_stream(stream, mesh, _at)
+    stream = placed(stream, (shapes, argument)) if mesh is None else place_stream(stream, mesh, _at)
     cache, rest = stream.cache, stream.replace(cache=())
     burst = functools.partial(decode_burst, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
     return functools.partial(burst, argument, variables, cache, rest, 0, 0)
@@ -146,12 +146,6 @@ def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> t
     return jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), made, split_sharding(made, mesh)
     )
-
-
-def _placed(tree: Tree, source: object) -> Tree:
-    """Convert a tree to `ShapeDtypeStruct`s with the same sharding as the arrays in `source`."""
-    at = place_of(source)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
 
 
 def _at(x: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:

@@ -39,8 +39,8 @@ from grpo_jax.models.packing import (
     sequence_shapes,
 )
 from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
-from grpo_jax.models.sharding import constrain, constrain_params, fetch, shard_count, split
-from grpo_jax.models.streams import count_streams, devices_of, run_in_streams, shared, wait_on_cpu
+from grpo_jax.models.sharding import constrain, constrain_params, fetch, placed, shard_count, split
+from grpo_jax.models.streams import count_streams, devices_of, in_background, run_in_streams, shared, wait_on_cpu
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import count_totals, loss_of, router_coef_of, sampling_of, vanishes_without_advantage
@@ -129,11 +129,21 @@ class PackedUpdater(Updater):
                     sums.append(wait_on_cpu(sum_metrics(self, state, placed, totals)))
             return total, sums
 
-        results = run_in_streams(add_parts, range(streams))
+        with in_background(functools.partial(self._compile, state, zeros[0], parts, totals)):
+            results = run_in_streams(add_parts, range(streams))
         sums = functools.reduce(_merge, [more for _, sums in results for more in sums])
         grads = results[0][0] if streams == 1 else _add([grads for grads, _ in results])
         used = [jax.tree.map(operator.itemgetter(np.s_[:, : part.num_used]), part.sequences) for part in parts]
         return grads, sums, padding_share(used)
+
+    def _compile(self, state: TrainState, total: Params, parts: list[Packed], totals: dict[str, jax.Array]) -> None:
+        """Compile the programs that run after `add_gradients` while that one compiles. Does nothing on a mesh."""
+        if self.mesh is None:
+            arguments = self, state, parts[0], totals
+            if any(part.num_used > part.num_trained for part in parts):
+                sum_metrics.lower(*arguments).compile()
+            if self.optimizer is not None:
+                apply_update.lower(self, state, total, placed(sum_metrics.eval_shape(*arguments), state)).compile()
 
     def _score(
         self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array, *, with_entropy: bool

@@ -67,6 +67,27 @@ def test_no_compilation_after_warm_up(tmp_path):
     assert sizes[2:] == [sizes[2]] * 4
 
 
+def test_programs_compiled_in_advance_are_the_ones_that_run():
+    """The first burst compiles during prefill, the metrics and the optimizer step during `add_gradients`, each once."""
+    compiled = []
+
+    def note(event, seconds, fun_name="", **about):
+        if event.endswith("backend_compile_duration"):
+            compiled.append((fun_name, "background" in threading.current_thread().name))
+
+    def only_ab(prompts, completions):
+        return np.where(np.array(prompts) == "ab", lower_case(completions), 0.0)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:  # only the completions of "ab" have different rewards
+        run(only_ab, rows=ROWS[:2], max_steps=1, max_completion_length=5)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    names = ("add_gradients", "decode_burst", "sum_metrics", "apply_gradients")
+    at = {name: [background for found, background in compiled if found == f"jit({name})"] for name in names}
+    assert at == {"add_gradients": [False], "decode_burst": [True], "sum_metrics": [True], "apply_gradients": [True]}
+
+
 def test_state_holds_only_what_the_objective_reads():
     """The state holds old, reference and initial params only if the objective reads them."""
 
