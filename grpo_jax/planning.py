@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -32,6 +32,7 @@ from grpo_jax.models.sharding import device_bytes, lower_call, make_mesh, placed
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.programs import copies
+from grpo_jax.run.images import encode_call
 from grpo_jax.run.memory import abstract_arrays, added_bytes, decide_checkpointing, rollout_call
 from grpo_jax.run.placement import with_settings
 from grpo_jax.run.prepare import derive_run
@@ -39,10 +40,12 @@ from grpo_jax.run.run import BaseRun
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Batch, Json, Params
+from grpo_jax.types import Batch, Json, Params, PromptImages
 from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.summary import short_number
+
+AnyRun = TypeVar("AnyRun", bound=BaseRun)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +58,9 @@ class Plan:
       memory: memory of one device in bytes, or None if unknown.
       held: bytes per device that are in use during the whole run, keyed by part: "base" (the adapters' frozen
         base model), "params", "master params", "optimizer", "reference", "old params", "initial params", and "policy"
-        (the caller's params, unless donated).
-      programs: largest program of each phase: "rollout" (one burst of decoding), "reference", and "update" (one packed
-        sequence).
+        (the caller's params, unless donated) and "tower" (the frozen vision tower).
+      programs: largest program of each phase: "images" (encoding a few images), "rollout" (one burst of decoding),
+        "reference", and "update" (one packed sequence).
       recomputes: whether the backward pass recomputes activations (`gradient_checkpointing`).
       note: memory that the plan does not include, or an empty string.
     """
@@ -152,6 +155,7 @@ def plan(
     lora: int | Json | None = None,
     quantize: str | None = None,
     donate: bool = False,
+    images: bool = False,
 ) -> Plan:
     """Compile a run's programs and report the memory and FLOPs that they need.
 
@@ -166,6 +170,7 @@ def plan(
       lora: adapter rank, or a dict with `rank` and `targets`. If None, all params are trained.
       quantize: quantization of the adapters' base model: "nf4", "int8" or None.
       donate: whether the caller's params are donated, as in `train`. `grpo-jax train` always donates them.
+      images: whether the prompts have images, which a frozen tower encodes. All P tokens may be image tokens.
 
     Returns:
       A `Plan`, which prints as a table.
@@ -190,7 +195,7 @@ def plan(
                 " device to plan for other hardware, such as 'H100-8' or 'v5e-8'"
             )
         memory = memory_of(jax.devices()[0]) if memory is None else memory
-        run = AbstractRun.of(jax.devices(), raw, config, prompt_length, loading, memory)
+        run = AbstractRun.of(jax.devices(), raw, config, prompt_length, loading, memory, images=images)
         return run.plan(jax.devices()[0].device_kind, donate=donate)
     target = Target.read(device)
     if needed > target.count:
@@ -203,7 +208,7 @@ def plan(
         "config": config.to_dict(),
         "prompt_length": prompt_length,
     }
-    request |= {"loading": dataclasses.astuple(loading), "memory": memory, "donate": donate}
+    request |= {"loading": dataclasses.astuple(loading), "memory": memory, "donate": donate, "images": images}
     code = "import sys; from grpo_jax import planning; print(planning.answer(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -227,7 +232,7 @@ def answer(request: str) -> str:
     target, config = Target.read(fields["device"]), config_class(fields["config"]).from_dict(fields["config"])
     memory = target.memory if fields["memory"] is None else fields["memory"]
     loading, length = Loading(*fields["loading"]), fields["prompt_length"]
-    run = AbstractRun.of(target.devices(), fields["model"], config, length, loading, memory)
+    run = AbstractRun.of(target.devices(), fields["model"], config, length, loading, memory, images=fields["images"])
     return json.dumps(vars(run.plan(target.kind, donate=fields["donate"])))
 
 
@@ -248,7 +253,8 @@ class AbstractRun:
     """A run of `train` or `sft` with abstract arrays, which have shapes and shardings but no values.
 
     `memory` is the memory of a device in bytes, or None if unknown. `base` is the adapters' frozen base model.
-    `batch` is an update's batch. `rollout` is the largest decode program, or None for `sft`.
+    `batch` is an update's batch. `rollout` is the largest decode program, or None for `sft`. `encode` is the program
+    that encodes images, or None for prompts of text.
     """
 
     run: BaseRun
@@ -258,6 +264,7 @@ class AbstractRun:
     base: Params | None
     batch: Batch
     rollout: functools.partial[object] | None
+    encode: functools.partial[Any] | None
 
     @classmethod
     def of(
@@ -268,6 +275,8 @@ class AbstractRun:
         prompt_length: int | None,
         loading: Loading,
         memory: float | None = None,
+        *,
+        images: bool = False,
     ) -> AbstractRun:
         """Build the run from the parsed config.json `raw`, on as many of the devices as `config.mesh` requires."""
         _check(raw, config, loading)
@@ -279,18 +288,19 @@ class AbstractRun:
         params, base = placed_shapes((params, base), tree_sharding((params, base), mesh))
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, used, mesh)
         policy = Policy(model, params, config=raw)
+        encode = encode_call(raw, config.compute_dtype, mesh) if images else None
         if isinstance(config, GRPOConfig):
-            run, rollout = _grpo_run(policy, config, mesh, prompt_length, memory)
+            run, rollout = _grpo_run(policy, config, mesh, prompt_length, memory, encode)
         else:
-            run, rollout = _sft_run(policy, config, mesh), None
+            run, rollout = _with_images(_sft_run(policy, config, mesh), encode), None
         state, batch = abstract_arrays(run)
-        return cls(run, mesh, memory, state, base, batch, rollout)
+        return cls(run, mesh, memory, state, base, batch, rollout, encode)
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """Lower the largest program of each phase."""
         calls = update_calls(self.run.updater, self.state, self.batch)
         reference = calls.score if self.run.config.beta else None
-        found = {"rollout": self.rollout, "update": calls.update, "reference": reference}
+        found = {"images": self.encode, "rollout": self.rollout, "update": calls.update, "reference": reference}
         return {phase: lower_call(call) for phase, call in found.items() if call is not None}
 
     def plan(self, device: str, *, donate: bool) -> Plan:
@@ -316,6 +326,7 @@ class AbstractRun:
             "old params": state.old_params,
             "initial params": state.initial_params,
             "policy": None if donate else state.params,
+            "tower": self.encode and self.encode.args[1],
         }
         return {name: size for name, tree in parts.items() if (size := device_bytes(tree, self.mesh))}
 
@@ -323,6 +334,8 @@ class AbstractRun:
         """Return the bytes per device that a phase needs in addition to `held`."""
         if phase == "reference":
             return cost.temporaries
+        if phase == "images":
+            return cost.arguments - self.held(donate=True)["tower"] + cost.temporaries + cost.results
         if phase == "update":
             return added_bytes(self.run, self.state, self.batch, cost)
         # Decoding reads rounded copies of some params, while the params themselves remain in memory.
@@ -338,13 +351,30 @@ def _shard_bytes(tree: Params) -> int:
 
 
 def _grpo_run(
-    policy: Policy, config: GRPOConfig, mesh: jax.sharding.Mesh, prompt_length: int | None, memory: float | None
+    policy: Policy,
+    config: GRPOConfig,
+    mesh: jax.sharding.Mesh,
+    prompt_length: int | None,
+    memory: float | None,
+    encode: functools.partial[Any] | None,
 ) -> tuple[BaseRun, functools.partial[object] | None]:
     if prompt_length is None:
         raise ValueError("prompt_length is missing; pass the length in tokens that prompts are padded to.")
     rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
-    run = decide_checkpointing(derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh), memory)
+    run = _with_images(derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh), encode)
+    run = decide_checkpointing(run, memory)
     return run, rollout_call(run, policy.params)
+
+
+def _with_images(run: AnyRun, encode: functools.partial[Any] | None) -> AnyRun:
+    """Add the features of P image tokens to each prompt if `encode` is not None."""
+    if encode is None:
+        return run
+    p, config = run.prompt_length, run.policy.model.config
+    features: Any = jax.ShapeDtypeStruct((1, p, config.hidden_size), config.dtype)
+    places: Any = jax.ShapeDtypeStruct((1, p), "int32")
+    positions: Any = jax.ShapeDtypeStruct((1, 3, p), "int32") if config.rope.sections else None
+    return dataclasses.replace(run, images=PromptImages(features, places, positions))
 
 
 def _sft_run(policy: Policy, config: SFTConfig, mesh: jax.sharding.Mesh) -> BaseRun:

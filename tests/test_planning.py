@@ -1,15 +1,18 @@
 """Plans: exact where bytes can be counted by hand, and based on the programs that a run compiles."""
 
 import dataclasses
+import math
 import subprocess
 
 import jax
 import pytest
+from tiny_vision import tower_shapes, vision_config
 
 from grpo_jax import GRPOConfig, SFTConfig, plan
 from grpo_jax.hub.weights import Loading
 from grpo_jax.models.devices import Target
 from grpo_jax.planning import AbstractRun, ProgramCost, answer
+from grpo_jax.run.images import VALUES
 from grpo_jax.run.memory import compiled_peak_bytes
 
 MODEL = {
@@ -93,6 +96,26 @@ def test_quantized_base_is_counted_in_its_bits():
     for each in held.values():
         assert each["params"] == each["reference"] == each["policy"] == adapters
         assert each["optimizer"] == pytest.approx(2 * adapters, abs=64)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_plan_with_images_adds_the_tower_and_the_features(family):
+    config, model = config_of(mesh={"fsdp": 2}), vision_config(family)
+    text, images = (plan(model, config, prompt_length=8, images=images) for images in (False, True))
+    tower = 4 * sum(math.prod(shape) for shape in tower_shapes(family).values())
+    tower -= 4 * 9 * 24 * 32 // 2 * family.startswith("qwen")  # nine matrices are sharded over two devices
+    assert images.held == text.held | {"tower": tower}
+    assert list(images.programs) == ["images", "rollout", "update"]
+    encoding = images.programs["images"]
+    inputs = (
+        4 * VALUES
+    )  # of float32 per device, less than a tile's or a window's, plus a Qwen patch's position and flag
+    assert 0.9 * inputs < encoding.arguments - tower < 1.1 * inputs
+    assert encoding.peak > sum(images.held.values()) + inputs + encoding.temporaries
+    assert text.programs["rollout"].arguments == images.programs["rollout"].arguments
+    # Each token of a prompt may have a feature and its index, and with Qwen2.5-VL three positions.
+    each = 4 * (32 + 1 + 3 * family.startswith("qwen"))
+    assert images.programs["update"].arguments - text.programs["update"].arguments == 8 * each
 
 
 def test_rollout_memory_depends_on_rollout_batch_size():

@@ -104,6 +104,14 @@ def tower_config(raw: Json, dtype: str = "float32") -> SiglipConfig | QwenVision
     return SiglipConfig(encoder, keys["image_size"], patch, block, features, pooled=gemma)
 
 
+def make_tower(raw: Json, dtype: str) -> tuple[SiglipTower | QwenTower, Params]:
+    """Return the tower of the model with config.json `raw`, and its abstract params in the compute dtype `dtype`."""
+    config = tower_config(raw, dtype)
+    tower = SiglipTower(config) if isinstance(config, SiglipConfig) else QwenTower(config)
+    params = jax.eval_shape(tower.init, jax.random.key(0), config.inputs)["params"]
+    return tower, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), params)
+
+
 def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTower | QwenTower, Params]:
     """Load the tower of a vision-language model from `policy.config` and `policy.extra_tensors`.
 
@@ -114,11 +122,8 @@ def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTo
     Raises:
       ValueError: if images are not supported for the model, or if its tensors do not match config.json.
     """
-    config = tower_config(policy.config, policy.model.config.dtype)
-    tower = SiglipTower(config) if isinstance(config, SiglipConfig) else QwenTower(config)
-    shapes = flatten_dict(jax.eval_shape(tower.init, jax.random.key(0), config.inputs)["params"])
-    problems, params = [], {}
-    for path, leaf in shapes.items():
+    (tower, shapes), problems, params = make_tower(policy.config, policy.model.config.dtype), [], {}
+    for path, leaf in flatten_dict(shapes).items():
         name = _stored_name(policy, path)
         if (stored := policy.extra_tensors.get(name)) is None:
             problems.append(f"{name} is missing")
@@ -131,7 +136,7 @@ def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTo
         params[path] = array
     if problems:
         raise ValueError(f"policy.extra_tensors does not match policy.config: {some(problems)}.")
-    return tower, unflatten_dict({path: jnp.array(x, dtype or config.encoder.dtype) for path, x in params.items()})
+    return tower, unflatten_dict({path: jnp.array(x, dtype or policy.model.config.dtype) for path, x in params.items()})
 
 
 def tower_tensors(policy: Policy, params: Params) -> dict[str, np.ndarray]:
