@@ -242,12 +242,6 @@ class Tokenizer(Protocol):
     """The part of the transformers tokenizer interface that this package uses, with the same types."""
 
     @property
-    def bos_token(self) -> str | None: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
     def eos_token(self) -> str | None: ...
 
     @property

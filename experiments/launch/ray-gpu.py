@@ -9,7 +9,7 @@ from ray.train.v2.jax.config import JaxConfig
 
 def work():
     """Run grpo-jax in this worker, one of the processes that JaxTrainer has connected."""
-    from grpo_jax.cli import main
+    from grpo_jax.cli.main import main
 
     os.chdir("/workspace")
     try:

@@ -2,7 +2,3 @@
 
 jax is imported only when a command runs, so that help and usage errors are immediate.
 """
-
-from grpo_jax.cli.main import main
-
-__all__ = ["main"]

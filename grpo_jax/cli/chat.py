@@ -16,9 +16,8 @@ from grpo_jax.rollout.generate import generate
 from grpo_jax.run.images import with_encoder, without_image_token
 from grpo_jax.run.placement import shape_of, with_settings
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
+from grpo_jax.run.prepare import encode_rows
 from grpo_jax.text.completions import PrecedingText, continuation, preceding_text
-from grpo_jax.text.images import find_processor
-from grpo_jax.text.prompts import encode_prompts
 from grpo_jax.types import Json, Messages, Row, Tokenizer
 from grpo_jax.watch.display import escape_controls
 
@@ -90,14 +89,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bo
 
 def _answer(policy: Policy, config: GRPOConfig, row: Row, index: int) -> str:
     """Sample, print and return a completion for a row's prompt. `index` is folded into the PRNG key."""
-    data = encode_prompts(
-        [row],
-        policy.tokenizer,
-        max_prompt_length=config.max_prompt_length,
-        chat_template_kwargs=config.chat_template_kwargs,
-        processor=find_processor(policy, [row], "the prompt,"),
-        argument="the prompt,",
-    )
+    data = encode_rows(policy, [row], config, None, "the prompt,")
     data = with_encoder(policy, {"": data}, params=policy.params)[""]
     policy = without_image_token(policy) if data.images else policy
     check_tokens(policy, data, 1)

@@ -14,33 +14,26 @@ def run_problems(
     config: GRPOConfig,
     *,
     num_devices: int,
-    num_rows: int,
     num_reward_fns: int,
-    num_eval_rows: int | None = None,
-    longest_prompt: int | None = None,
+    longest_prompt: int,
+    has_eval_data: bool = False,
     context_length: int | None = None,
     num_experts: int | None = None,
 ) -> list[str]:
     """Return one error message for each setting that is incompatible with the run. Unset arguments are not checked.
 
-    `num_rows` excludes rows dropped because of their long prompts. `num_eval_rows` is None without an evaluation
-    dataset, and `num_experts` is 0 for dense models. If `longest_prompt` is None, `max_prompt_length` is used.
+    `num_experts` is 0 for dense models.
     """
     problems = list(config.device_problems(num_devices))
-    if num_rows < 1:
-        problems.append("dataset: no rows to train on; check the dataset, and whether max_prompt_length drops all rows")
-    if num_reward_fns < 1:
-        problems.append("reward_fns: the list is empty; pass at least one function")
-    elif config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
+    if config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
         functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns > 1)}"
         problems.append(
             f"{shown(config, 'reward_weights')}: got {len(config.reward_weights)} weights for {functions};"
             " pass one weight per function, or None for 1.0 each"
         )
-    problems += _eval_problems(config, num_eval_rows)
-    prompt = (config.max_prompt_length if longest_prompt is None else longest_prompt) or 1
+    problems += _eval_problems(config) if has_eval_data else missing_evaluation(config, "train")
     if context_length is not None:
-        problems += position_problems(prompt, config.max_completion_length, context_length)
+        problems += position_problems(longest_prompt, config.max_completion_length, context_length)
     problems += router_problems(config, num_experts)
     return problems
 
@@ -61,13 +54,8 @@ def position_problems(longest_prompt: int, max_completion_length: int, context_l
         )
 
 
-def _eval_problems(config: GRPOConfig, num_rows: int | None) -> Iterator[str]:
-    """Yield error messages about the evaluation dataset and the evaluation batch size."""
-    if num_rows is None:
-        yield from missing_evaluation(config, "train")
-        return
-    if num_rows < 1:
-        yield "eval_dataset: no rows to evaluate on; pass a non-empty dataset, or omit the argument"
+def _eval_problems(config: GRPOConfig) -> Iterator[str]:
+    """Yield an error message about the evaluation batch size."""
     batch, group = config.per_device_eval_batch_size, config.eval_generations
     if batch % group:
         yield (

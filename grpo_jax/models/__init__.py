@@ -4,11 +4,3 @@
 defines its hyperparameters, and `context` defines the caches and layer inputs. `lora` adds adapters, `packing` packs
 sequences, `scoring` computes log-probs of completions, and `sharding` defines the mesh and how parameters are sharded.
 """
-
-from grpo_jax.models.config import TransformerConfig
-from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.rope import Rope
-from grpo_jax.models.scoring import completion_log_probs
-from grpo_jax.models.transformer import Transformer
-
-__all__ = ["LoraModel", "Rope", "Transformer", "TransformerConfig", "completion_log_probs"]

@@ -186,7 +186,6 @@ class ProgramCost(NamedTuple):
     seconds: float  # time to compile
     collectives: dict[str, int]  # bytes received from other devices, by kind; loops count as one iteration
     kernels: dict[str, int]  # number of custom calls, by name
-    refused: bool = False  # whether a TPU compiler rejected the program because it needs too much memory
     peak: int = 0  # peak device memory while the program runs, including the run's other arrays
 
 
@@ -217,7 +216,7 @@ def _compile(lowered: jax.stages.Lowered, arguments: int) -> ProgramCost:
         size = int(float(taken[1]) * 1024 ** ("KMGT".index(taken[2]) + 1))
         counted = 0 if beyond else arguments
         seconds = time.monotonic() - begin
-        return ProgramCost(counted, max(0, size - counted), 0, math.nan, seconds, {}, {}, refused=True)
+        return ProgramCost(counted, max(0, size - counted), 0, math.nan, seconds, {}, {})
     seconds, stats = time.monotonic() - begin, compiled.memory_analysis()
     assert stats is not None, "memory_analysis must be available on CPUs, GPUs and TPUs"
     text, flops = "", math.nan

@@ -246,7 +246,7 @@ class EpisodeRecord(NamedTuple):
     messages: Messages  # turns and observations as messages, if the prompt is a conversation
     reward: float | list[float] | str | None  # the episode's reward, or one per turn; None if not scored
     counts: EpisodeCounts
-    lengths: Sequence[int] = ()  # number of tokens in each turn by the policy; () in records from older versions
+    lengths: Sequence[int] = ()  # number of tokens in each turn by the policy
 
     def to_json(self) -> list[object]:
         """Convert the record to lists and dicts."""
@@ -255,8 +255,7 @@ class EpisodeRecord(NamedTuple):
     @classmethod
     def from_json(cls, kept: Sequence[Any]) -> EpisodeRecord:
         """Build a record from the result of `to_json`."""
-        turns, messages, reward, counts = kept[:4]
-        lengths = kept[4] if len(kept) > 4 else ()
+        turns, messages, reward, counts, lengths = kept
         return cls([(sampled, text) for sampled, text in turns], messages, reward, EpisodeCounts(**counts), lengths)
 
 

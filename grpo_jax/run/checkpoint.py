@@ -101,11 +101,6 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # already raised by `wait`
                 self._checkpointer.close()
 
-    @property
-    def enabled(self) -> bool:
-        """Whether checkpoints are written, which requires a run directory."""
-        return self._checkpointer is not None
-
     def scheduled(self, step: int) -> bool:
         """Return whether `step` is a multiple of `save_steps` or the last step."""
         every = self._config.save_steps
@@ -302,9 +297,7 @@ class Checkpoints:
             found = ocp.load_checkpointables(self._directory / str(step), wanted)
         state = found["rest"].replace(params=found["params"])
         batch, ahead, transcript = (fetch(found.get(name)) for name in _PENDING)
-        # Older checkpoints store `in_progress` under the name `asked`.
-        progress = {"in_progress" if name == "asked" else name: value for name, value in stored["progress"].items()}
-        return Restored(state, Progress(**progress), batch, ahead, transcript)
+        return Restored(state, Progress(**stored["progress"]), batch, ahead, transcript)
 
     def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
         """Rename unreadable checkpoints and warn. Otherwise, the run could not save these steps again."""

@@ -20,9 +20,9 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.images import check_text_only, with_encoder, without_image_token
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
+from grpo_jax.run.prepare import encode_rows
 from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards, join_rewards
-from grpo_jax.text.images import find_processor
-from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
+from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, named_datasets
 from grpo_jax.types import Environments, Params, RewardFn
@@ -143,18 +143,7 @@ def evaluate_rows(
     interaction = turns.make_interaction(
         policy.tokenizer, policy.eos_token_ids, rows, config, tools=tools, environment_factory=environment_factory
     )
-    encoded = {
-        name: encode_prompts(
-            some,
-            policy.tokenizer,
-            max_prompt_length=config.max_prompt_length,
-            on_long_prompt=config.on_long_prompt,
-            chat_template_kwargs=template_kwargs,
-            tools=None if interaction is None else [interaction.schemas(row) for row in some],
-            processor=find_processor(policy, some),
-        )
-        for name, some in by_part.items()
-    }
+    encoded = {name: encode_rows(policy, some, config, interaction, "dataset") for name, some in by_part.items()}
     data = join_prompts(with_encoder(policy, encoded, mesh_of(params), params))
     policy = policy if data.images is None else without_image_token(policy)
     fns = turns.with_environments(as_list(reward_fns), interaction)

@@ -135,7 +135,7 @@ def _encode(
     mesh, config = errors.check(run_mesh, policy, config) or (None, config)
     encoded = {}
     for name, given in rows.items() if policy.tokenizer is not None else ():  # `check_policy` reports a missing one
-        found = errors.check(_encode_rows, policy, given, config, interaction, name) if given else None
+        found = errors.check(encode_rows, policy, given, config, interaction, name) if given else None
         if found is not None:
             encoded[name] = found
     policy = errors.check(functools.partial(with_tower, freeze=config.freeze_vision), policy, encoded) or policy
@@ -146,13 +146,12 @@ def _encode(
 
         config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
     policy = policy.replace(model=with_settings(policy.model, config, devices, mesh))
-    shape, (data, *held_out) = shape_of(policy), (encoded.get(name) for name in rows)
+    shape = shape_of(policy)
     problems = run_problems(
         config,
         num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
-        num_rows=len(data.rows) if data else 1,
         num_reward_fns=len(reward_fns) or 1,
-        num_eval_rows=sum(len(part.rows) for part in held_out if part) or 1 if held_out else None,
+        has_eval_data=len(rows) > 1,
         longest_prompt=max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1),
         context_length=None if shape is None else shape.max_position_embeddings,
         num_experts=0 if shape is None else shape.num_experts,
@@ -281,7 +280,7 @@ def _make_interaction(
     )
 
 
-def _encode_rows(
+def encode_rows(
     policy: Policy, rows: Sequence[Row], config: GRPOConfig, interaction: Interaction | None, argument: str
 ) -> EncodedPrompts:
     """Tokenize a dataset's prompts and check their token ids."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.devices import compile_program
-from grpo_jax.models.sharding import committed, lower_call
+from grpo_jax.models.sharding import committed, device_bytes, lower_call
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import OnDemandRollouts, collect
 from grpo_jax.run.memory import rollout_call
@@ -122,8 +122,8 @@ def rehearse(
         cause = name_not_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
         suspicious.append(f"the update was skipped: {cause}")
     held = {
-        "training state": _bytes(after),
-        "policy": _bytes((as_argument(policy.model), () if donate else policy.params)),
+        "training state": device_bytes(after, None),
+        "policy": device_bytes((as_argument(policy.model), () if donate else policy.params), None),
     }
     with phase("memory analysis"):
         programs = _programs(run, after)
@@ -137,10 +137,6 @@ def rehearse(
     report = DryRun(sizes, held | programs, phase.take(), tuple(suspicious), rows, rollout | metrics)
     print(report)
     return report
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:

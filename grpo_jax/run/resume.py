@@ -27,7 +27,7 @@ from grpo_jax.run.function_sources import fingerprint, reward_sources, source_of
 from grpo_jax.run.run import BaseRun
 from grpo_jax.text.images import image_bytes
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Json, Model, Params, as_argument
+from grpo_jax.types import Json, Model, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions, read_settings
 
@@ -43,7 +43,7 @@ _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for
 
 
 def describe(
-    run: BaseRun, state: TrainState, *, eos_token_ids: Sequence[int] = (), eval_data: EncodedPrompts | None = None
+    run: BaseRun, state: TrainState, *, eos_token_ids: Sequence[int] = (), eval_data: Sequence[EncodedPrompts] = ()
 ) -> dict[str, Any]:
     """Describe everything that affects a run's results, as a JSON object that is stored in each checkpoint.
 
@@ -51,7 +51,7 @@ def describe(
     `eos_token_ids` are the tokens that end sampled completions.
     """
     config, data, model, sizes = run.config, run.data, run.policy.model, run.config.sizes()
-    custom_optimizer, advantage_fn = run.schedule is None, run.advantage_fn
+    custom_optimizer, advantage_fn, devices = run.schedule is None, run.advantage_fn, devices_of(state)
     functions = {
         "advantage_fn": None if advantage_fn is None else advantage_fn.function,
         "surrogate": run.updater.surrogate,
@@ -60,14 +60,14 @@ def describe(
     return {
         "config": json.loads(json.dumps(config.to_dict())),
         "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
-        "dataset": _prompts(data),
+        "dataset": _prompts([data]),
         "columns": _columns(data),
         "evaluation": {
-            **({} if eval_data is None else _prompts(eval_data)),
+            **(_prompts(eval_data) if eval_data else {}),
             "num_generations_eval": config.eval_generations,
             "temperature_eval": config.eval_temperature,
         },
-        "eval_columns": {} if eval_data is None else _columns(eval_data),
+        "eval_columns": _columns(eval_data[0]) if eval_data else {},
         **_turns(run.interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(run.reward_fns),
@@ -77,11 +77,17 @@ def describe(
         "sampler": "generate" if run.sampler is None else "the caller's",
         "functions": {name: source_of(function) for name, function in functions.items() if function is not None},
         "teacher": None if run.teaching is None else run.teaching.identity,
-        "state": _leaves(state),
+        "state": {
+            jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        },
         "total_steps": run.total_steps,
         "length_is_free": custom_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
         "versions": package_versions(),
-        "machine": _machine(state),
+        "machine": {  # the device kind and, for a single CPU device, its core count may affect the last bits of results
+            "device": ", ".join(sorted({device.device_kind for device in devices})),
+            "cores": count_cores() if [x.platform for x in devices] == ["cpu"] else None,
+        },
     }
 
 
@@ -246,18 +252,19 @@ def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[s
     return []
 
 
-def _prompts(data: EncodedPrompts) -> Json:
-    """Return the number of prompts and a hash of their tokens and images."""
+def _prompts(datasets: Sequence[EncodedPrompts]) -> Json:
+    """Return the number of prompts in the datasets and a hash of their tokens and images."""
     tokens = hashlib.sha256()
-    for ids in data.token_ids:
-        tokens.update(array("q", [len(ids), *ids]).tobytes())
-    for mask in data.masks or ():
-        tokens.update(bytes(mask))
-    for block in data.blocks or ():
-        tokens.update(array("q", block).tobytes())
-    for image in itertools.chain(*(data.images or ())):
-        tokens.update(image_bytes(image))
-    return {"rows": len(data.token_ids), "prompts": tokens.hexdigest()}
+    for data in datasets:
+        for ids in data.token_ids:
+            tokens.update(array("q", [len(ids), *ids]).tobytes())
+        for mask in data.masks or ():
+            tokens.update(bytes(mask))
+        for block in data.blocks or ():
+            tokens.update(array("q", block).tobytes())
+        for image in itertools.chain(*(data.images or ())):
+            tokens.update(image_bytes(image))
+    return {"rows": sum(len(data.token_ids) for data in datasets), "prompts": tokens.hexdigest()}
 
 
 def _turns(interaction: Interaction | None) -> dict[str, Json]:
@@ -277,13 +284,6 @@ def _turns(interaction: Interaction | None) -> dict[str, Json]:
         },
     }
     return json.loads(json.dumps(schemas, default=str))
-
-
-def _machine(state: TrainState) -> Json:
-    """Return the device kind and, for a single CPU device, its core count. Both may affect the last bits of results."""
-    devices = devices_of(state)
-    name = ", ".join(sorted({device.device_kind for device in devices}))
-    return {"device": name, "cores": count_cores() if [x.platform for x in devices] == ["cpu"] else None}
 
 
 def _columns(data: EncodedPrompts) -> dict[str, str]:
@@ -310,11 +310,3 @@ def _settings(model: Model) -> Json:
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
     shape = dataclasses.asdict(dataclasses.replace(model.config, mesh=None))
     return json.loads(json.dumps({name: x for name, x in shape.items() if name not in _DERIVED} | lora))
-
-
-def _leaves(tree: Params) -> dict[str, str]:
-    """Return the dtype and shape of each array, keyed by its path."""
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }

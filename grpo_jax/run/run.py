@@ -63,11 +63,6 @@ class BaseRun:
         """Shape (B, G) of an update's batch."""
         return self.sizes.prompts_per_update, self.config.num_generations
 
-    @property
-    def keeps_old_params(self) -> bool:
-        """Whether the sampling policy's params are needed after an iteration's first update."""
-        return self.sizes.updates > 1
-
     def zero_batch(self, state: TrainState) -> Batch:
         """Return a minibatch of zeros with the fields that an update reads. Use `jax.eval_shape` for shapes only."""
         (b, g), t = self.batch_shape, self.updater.config.max_completion_length
@@ -105,8 +100,7 @@ class Run(BaseRun):
     def row_indices(self, cursor: int, count: int) -> list[int]:
         """Return the row indices of `count` prompts, starting at position `cursor` in the shuffled epochs."""
         config, num_rows = self.config, len(self.data.rows)
-        entries = prompt_indices(cursor, count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset)
-        return [row for _, row in entries]
+        return prompt_indices(cursor, count, num_rows=num_rows, seed=config.seed, shuffle=config.shuffle_dataset)
 
     def trainer_state(self, step: int, cursor: int) -> TrainerState:
         """Return the `trainer_state` for reward functions after `step` optimizer steps and `cursor` sampled prompts."""
@@ -158,7 +152,7 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
         run.policy.params,
         run.optimizer,
         jax.random.key(config.seed),
-        keep_old=run.keeps_old_params,
+        keep_old=isinstance(run, Run) and run.keeps_old_params,
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
         mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,

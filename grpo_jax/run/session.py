@@ -227,7 +227,7 @@ class Session:
         would have to participate and one has failed.
         """
         step = self.progress.step
-        if step == 0 or not self.checkpoints.enabled or jax.process_count() > 1:
+        if step == 0 or self.run_dir is None or jax.process_count() > 1:
             return
         try:
             self.save(state, batch)

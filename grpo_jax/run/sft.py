@@ -105,7 +105,7 @@ def sft(
     run.policy.release_params()
     identity = None
     if run_dir is not None:
-        identity = describe(run, state, eval_data=join_examples(run.eval_data) if run.eval_data else None)
+        identity = describe(run, state, eval_data=[*run.eval_data.values()])
     with open_session(run, run_dir, identity, callbacks) as session:
         state = session.start(state, resume, donate=donate).state
         if donate:
@@ -245,7 +245,7 @@ def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
     check_finite(dataset, argument, config.max_steps)
     rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=most)
     if argument == "dataset" and config.shuffle_dataset:
-        rows = [rows[i] for _, i in prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)]
+        rows = [rows[i] for i in prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)]
     return rows
 
 
@@ -268,10 +268,10 @@ def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: st
 def next_examples(run: SFTRun, cursor: int) -> tuple[Batch, int, dict[str, float]]:
     """Return the next update's batch, the cursor after it (in blocks since the start of the run) and its metrics."""
     count, num_blocks, shuffle = run.sizes.prompts, len(run.data.blocks), run.config.train_sampling_strategy == "random"
-    entries = prompt_indices(cursor, count, num_rows=num_blocks, seed=run.config.seed, shuffle=shuffle)
-    blocks = [block for _, block in entries]
+    blocks = prompt_indices(cursor, count, num_rows=num_blocks, seed=run.config.seed, shuffle=shuffle)
     batch = _batch(run, run.data, blocks, run.sizes.prompts_per_update)
-    return batch, cursor + count, {"num_tokens": float(run.data.count_tokens(blocks))}
+    num_tokens = sum(len(run.data.token_ids[i]) for block in blocks for i in run.data.blocks[block])
+    return batch, cursor + count, {"num_tokens": float(num_tokens)}
 
 
 def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) -> Batch:
@@ -311,13 +311,3 @@ def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], No
             tokens += l.size
         losses[f"{name}/loss" if name else "loss"] = total / tokens
     return losses
-
-
-def join_examples(parts: Mapping[str, Examples]) -> Examples:
-    """Concatenate several encoded datasets."""
-    token_ids, masks, blocks = list[list[int]](), list[list[bool]](), list[list[int]]()
-    for some in parts.values():
-        blocks += [[len(token_ids) + i for i in block] for block in some.blocks]
-        token_ids += some.token_ids
-        masks += some.masks
-    return Examples([row for some in parts.values() for row in some.rows], token_ids, [], masks, blocks)

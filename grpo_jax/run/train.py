@@ -68,7 +68,7 @@ def train(
 
     Args:
       policy: policy to train, as returned by `from_pretrained`. Its params are copied unless `donate` is True.
-      dataset: rows to train on, as a list, a dataset, a file or the name of a hub dataset (see `text.load_rows`). Each
+      dataset: rows to train on, as a list, a dataset, a file or the name of a hub dataset (see `load_rows`). Each
         row has a `prompt` (a string or a list of messages). Other columns are passed to reward functions by name.
       reward_fns: one or more reward functions with TRL's signature (`types.RewardFn`); may be [] with a `teacher`.
       config: training settings.
@@ -159,9 +159,8 @@ def train(
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))  # like restored arrays, so that both run the same programs
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
-    identity = None
-    if run_dir is not None:
-        identity = describe(run, state, eos_token_ids=run.policy.eos_token_ids, eval_data=run.eval_data)
+    ends, eval_data = run.policy.eos_token_ids, [] if run.eval_data is None else [run.eval_data]
+    identity = None if run_dir is None else describe(run, state, eos_token_ids=ends, eval_data=eval_data)
     with open_session(run, run_dir, identity, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
         if donate:  # only now, so that the caller's policy is intact if an earlier check fails
@@ -203,10 +202,8 @@ def train(
 
 def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:
     """Return the slice of the batch along B for the iteration's next update."""
-    if sizes.minibatches == 1:
-        return batch
-    index, count = updates_done % sizes.minibatches, sizes.prompts_per_update
-    return jax.tree.map(lambda x: x[index * count : (index + 1) * count], batch)
+    first = updates_done % sizes.minibatches * sizes.prompts_per_update
+    return jax.tree.map(lambda x: x[first : first + sizes.prompts_per_update], batch)
 
 
 def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) -> dict[str, float]:

@@ -103,10 +103,6 @@ class Examples(EncodedPrompts):
             sampling_log_probs=as_arrays(np.zeros(tokens.shape, np.float32)),
         )
 
-    def count_tokens(self, blocks: Sequence[int]) -> int:
-        """Count all tokens in the given blocks, including tokens that are excluded from the loss."""
-        return sum(len(self.token_ids[index]) for block in blocks for index in self.blocks[block])
-
 
 class _Example(NamedTuple):
     ids: list[int]

@@ -246,10 +246,8 @@ FORMATS: dict[str, Format] = {entry.name: entry for entry in _ALL}
 """Supported formats, keyed by name."""
 
 
-def format_of(chat_template: str | Mapping[str, str] | None) -> Format | None:
-    """Return a chat template's tool call format, or None if unknown. Prefers the named template "tool_use"."""
-    if isinstance(chat_template, Mapping):
-        chat_template = chat_template.get("tool_use") or chat_template.get("default")
+def format_of(chat_template: str | None) -> Format | None:
+    """Return a chat template's tool call format, or None if unknown."""
     if not chat_template:
         return None
     written = chat_template.replace('\\"', '"')

@@ -273,17 +273,17 @@ def template_messages(
     return messages
 
 
-def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
-    """Return entries start..start+count−1 of an infinite sequence of pairs (epoch, row index).
+def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle: bool = True) -> list[int]:
+    """Return entries start..start+count−1 of an infinite sequence of row indices.
 
     Each epoch is a permutation of 0..num_rows−1, or the dataset order if `shuffle` is False. The sequence depends only
     on the arguments, so a resumed run needs only the integer `start`.
     """
-    entries: list[tuple[int, int]] = []
+    entries: list[int] = []
     while len(entries) < count:
         epoch, position = divmod(start + len(entries), num_rows)
         order = _epoch_order(epoch, num_rows, seed) if shuffle else np.arange(num_rows)
-        entries += [(epoch, int(row)) for row in order[position : position + count - len(entries)]]
+        entries += order[position : position + count - len(entries)].tolist()
     return entries
 
 

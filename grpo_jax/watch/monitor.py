@@ -162,7 +162,10 @@ class Monitor:
         self.stopped = False
         self._config, self._hints, self._quiet = config, hints, quiet
         self._writer = RunWriter(run_dir)
-        self._callbacks = check_callbacks(callbacks)
+        self._callbacks = tuple(callbacks)
+        for i, callback in enumerate(self._callbacks):
+            if not callable(callback):
+                raise TypeError(f"callbacks[{i}] must be a function of (step, metrics); got {callback!r}")
         self._trackers: list[Tracker] = []
         self._display = Display(quiet=quiet, activity=lambda: self.phase.current)
         self._tokens = 0.0
@@ -305,15 +308,6 @@ class Monitor:
             self._warned.add((category, message))
             with contextlib.suppress(OSError):  # if the disk is full, the next write of metrics raises an error
                 self._writer.warning(self._step, category, message)
-
-
-def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    """Return the callbacks as a tuple. Raises TypeError if one is not callable."""
-    callbacks = tuple(callbacks)
-    for i, callback in enumerate(callbacks):
-        if not callable(callback):
-            raise TypeError(f"callbacks[{i}] must be a function of (step, metrics); got {callback!r}")
-    return callbacks
 
 
 def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float]) -> bool:

@@ -284,11 +284,8 @@ def test_properties_derived_from_fields():
     assert [GRPOConfig(pad_to_multiple_of=value).padding for value in ("auto", None, 7)] == [32, 1, 7]
 
 
-RUN = dict(num_devices=1, num_rows=10, num_reward_fns=2)
+RUN = dict(num_devices=1, num_reward_fns=2, longest_prompt=8)
 BAD_RUNS = [
-    ({}, dict(num_rows=0), "dataset: no rows to train on; check the dataset, and whether max_prompt_length"),
-    ({}, dict(num_reward_fns=0), "reward_fns: the list is empty; pass at least one function"),
-    ({}, dict(num_eval_rows=0), "eval_dataset: no rows to evaluate on; pass a non-empty dataset"),
     (dict(metric_for_best_model="eval/a", save_steps=None), {}, "metric_for_best_model = 'eval/a': needs an"),
     (dict(router_aux_loss_coef=0.01), dict(num_experts=0), "router_aux_loss_coef = 0.01: the model is not a mixture"),
     (dict(mesh={"data": 2, "tensor": 2}), dict(num_devices=8), "mesh = {'data': 2, 'tensor': 2}: specifies 2 × 2"),
@@ -302,9 +299,10 @@ def test_run_that_does_not_match_its_config_is_refused(values, run, line):
 
 
 def test_valid_runs_are_accepted_and_all_errors_are_reported_at_once():
-    assert len(run_problems(GRPOConfig(eval_steps=1), num_devices=1, num_rows=0, num_reward_fns=0)) == 3
+    assert len(run_problems(GRPOConfig(eval_steps=1, reward_weights=[1]), **RUN)) == 2
     assert not run_problems(GRPOConfig(reward_weights=[1, 2]), **RUN)
-    assert not run_problems(GRPOConfig(eval_steps=5), **RUN, num_eval_rows=3, longest_prompt=512, context_length=1024)
+    fits = dict(longest_prompt=512, context_length=1024, has_eval_data=True)
+    assert not run_problems(GRPOConfig(eval_steps=5), **RUN | fits)
     assert not run_problems(GRPOConfig(mesh={"data": 2, "tensor": 2}), **RUN | dict(num_devices=4))
     assert not run_problems(GRPOConfig(router_aux_loss_coef=0.01), **RUN, num_experts=4)
     assert not run_problems(GRPOConfig(router_aux_loss_coef=0), **RUN, num_experts=0)

@@ -191,7 +191,7 @@ def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,)
         advantage_fn=SimpleNamespace(function=(functions or {}).get("advantage_fn")),
         updater=SimpleNamespace(surrogate=(functions or {}).get("surrogate")),
     )
-    found = describe(run, state, eos_token_ids=eos, eval_data=encoded(eval_ids, eval_rows))
+    found = describe(run, state, eos_token_ids=eos, eval_data=[encoded(eval_ids, eval_rows)] if eval_ids else [])
     return json.loads(json.dumps(found))
 
 

@@ -207,4 +207,3 @@ def test_batch_has_the_first_tokens_as_prompts():
     assert batch.prompts.tokens.tolist() == [[8], [5], [0]]
     assert batch.tokens.tolist() == [[[9, 0, 0, 0]], [[6, 7, 0, 0]], [[0] * 4]]
     assert batch.mask.astype(int).tolist() == [[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[0] * 4]]
-    assert found.count_tokens([0, 1]) == 5

@@ -16,7 +16,7 @@ from grpo_jax import GRPOConfig
 from grpo_jax.update.state import create_state
 from grpo_jax.watch import trackers
 from grpo_jax.watch.hints import Hints
-from grpo_jax.watch.monitor import Monitor, Phases, Progress, check_callbacks, notify
+from grpo_jax.watch.monitor import Monitor, Phases, Progress, notify
 from grpo_jax.watch.trackers import Tracker
 from grpo_jax.watch.writer import read_lines
 
@@ -145,7 +145,7 @@ def test_callbacks_receive_plain_numbers_in_their_own_copies():
         seen.append((step, dict(metrics)))
         metrics.clear()
 
-    notify(check_callbacks([spoil, spoil]), 4, {"loss": jnp.float32(0.5), "n": np.int64(2), "inf": np.float32("inf")})
+    notify([spoil, spoil], 4, {"loss": jnp.float32(0.5), "n": np.int64(2), "inf": np.float32("inf")})
     assert seen == [(4, {"loss": 0.5, "n": 2, "inf": float("inf")})] * 2
     assert [type(value) for value in seen[0][1].values()] == [float, int, float]
 
@@ -159,4 +159,4 @@ def test_callback_that_raises_or_is_not_callable_is_named():
     assert caught.value.__notes__[0].startswith("raised by the callback <function")
     assert caught.value.__notes__[0].endswith("at step 4")
     with pytest.raises(TypeError, match=r"callbacks\[1\] must be a function of \(step, metrics\); got 'wandb'"):
-        check_callbacks([print, "wandb"])
+        Monitor(None, CONFIG, callbacks=[print, "wandb"])
