@@ -113,7 +113,9 @@ class Session:
             updates=self.run.sizes.updates,
         )
         if (kept := keep_programs()) is not None:
-            self.monitor.say(f"compiled programs are cached in {kept}; set JAX_ENABLE_COMPILATION_CACHE=0 to disable")
+            self.monitor.display.say(
+                f"compiled programs are cached in {kept}; set JAX_ENABLE_COMPILATION_CACHE=0 to disable"
+            )
         if self.publisher is not None:
             self.publisher.open()
         write_policy_files(self.run_dir, self.run.policy)
@@ -149,7 +151,7 @@ class Session:
             progress.set_metric(run.config.metric_for_best_model, line)
             self.monitor.log(progress.step, line)
         else:
-            self.monitor.advance(progress.step)
+            self.monitor.display.advance(progress.step)
 
     def check_skipped(
         self, state: TrainState, minibatch: Batch, metrics: Mapping[str, float], batch: Batch | None
@@ -233,9 +235,9 @@ class Session:
             self.save(state, batch)
             self.checkpoints.wait()
         except Exception as failed:
-            self.monitor.say(f"step {step} could not be saved: {one_line(failed)}")
+            self.monitor.display.say(f"step {step} could not be saved: {one_line(failed)}")
         else:
-            self.monitor.say(
+            self.monitor.display.say(
                 f"saved a checkpoint at step {step}. Fix the cause and repeat the call to resume from there; pass"
                 ' resume="changed" if you edit a reward function or environment'
             )

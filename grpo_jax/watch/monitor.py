@@ -167,19 +167,19 @@ class Monitor:
             if not callable(callback):
                 raise TypeError(f"callbacks[{i}] must be a function of (step, metrics); got {callback!r}")
         self._trackers: list[Tracker] = []
-        self._display = Display(quiet=quiet, activity=lambda: self.phase.current)
+        self.display = Display(quiet=quiet, activity=lambda: self.phase.current)
         self._tokens = 0.0
         self._complete = False
         self._step: int | None = None  # None until `start` has truncated the files
         self._warned: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Monitor:
-        self._display.__enter__()
+        self.display.__enter__()
         self._show_warning, warnings.showwarning = warnings.showwarning, self._warning
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._display.__exit__(*error)
+        self.display.__exit__(*error)
         try:
             run_dir = self._writer.run_dir
             if not (self._complete and run_dir is not None and (run_dir / "report.html").exists()):
@@ -215,24 +215,20 @@ class Monitor:
             for line in read_lines(self._writer.path("warnings.jsonl")):
                 self._warned.add((line["category"], line["message"]))
         self._step = progress.step
-        self.say(describe_run(self._config, state, num_rows=num_rows))
+        self.display.say(describe_run(self._config, state, num_rows=num_rows))
         if num_dropped:
-            self.say(f"dropped {num_dropped} rows whose prompts are longer than max_prompt_length")
+            self.display.say(f"dropped {num_dropped} rows whose prompts are longer than max_prompt_length")
         self._complete = resumed and progress.step >= total_steps
         if self._complete:
             fix = "to train longer, raise max_steps; to start a new run, pass a different run_dir"
             if not self._config.lr_scheduler_type.startswith("constant"):
                 fix = "to train longer, start a new run in a different run_dir, since max_steps changes the schedule"
-            self.say(f"complete: {progress.step} of {total_steps} steps; {fix}")
+            self.display.say(f"complete: {progress.step} of {total_steps} steps; {fix}")
         elif resumed:
-            self.say(f"resuming after step {progress.step}")
-        self._display.start(total_steps, step=progress.step, updates=updates)
+            self.display.say(f"resuming after step {progress.step}")
+        self.display.start(total_steps, step=progress.step, updates=updates)
         self._tokens = float(progress.tokens)
         self.phase.take()
-
-    def say(self, message: str) -> None:
-        """Print a message that does not belong to a step."""
-        self._display.say(message)
 
     def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
         """Write the completions in the batch whose first update is `step`. With `log_completions`, also print them."""
@@ -240,11 +236,7 @@ class Monitor:
         if rows:
             self._writer.completions(step, rows)
         if self._config.log_completions and self._config.logs_at(step):
-            self._display.completions(rows[: self._config.num_completions_to_print])
-
-    def advance(self, step: int) -> None:
-        """Update the display after an optimizer step that is not logged."""
-        self._display.advance(step)
+            self.display.completions(rows[: self._config.num_completions_to_print])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step's training metrics, and print and store new hints."""
@@ -255,7 +247,7 @@ class Monitor:
         self._step = step
         self._emit(step, line)
         for message in self._new_hints({"step": step, **line}):
-            self.say(f"hint: {message}")
+            self.display.say(f"hint: {message}")
             self._keep("hint", message)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -265,11 +257,11 @@ class Monitor:
     def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None) -> None:
         """Print the best checkpoint, the path of the report and, if the run is incomplete, how to resume it."""
         if best is not None:
-            self.say(f"best checkpoint: step {best[0]} ({self._config.metric_for_best_model} {best[1]:.4g})")
+            self.display.say(f"best checkpoint: step {best[0]} ({self._config.metric_for_best_model} {best[1]:.4g})")
         if self._writer.run_dir is not None:
-            self.say(f"report: {self._writer.path('report.html')}")
+            self.display.say(f"report: {self._writer.path('report.html')}")
         if step < total_steps:
-            self.say(
+            self.display.say(
                 f"stopped after step {step} of {total_steps} and saved; to resume, call train with the same run_dir"
             )
 
@@ -283,7 +275,7 @@ class Monitor:
     def _emit(self, step: int, line: Mapping[str, float]) -> None:
         self._writer.metrics(step, line)
         self._complete = False
-        self.stopped |= notify((self._display, *self._callbacks, *self._trackers), step, line)
+        self.stopped |= notify((self.display, *self._callbacks, *self._trackers), step, line)
 
     def _new_hints(self, line: Line) -> list[str]:
         is_training = "num_tokens" in line
