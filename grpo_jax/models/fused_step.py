@@ -119,16 +119,19 @@ def _of_device(
         # In this order, a group's programs run at about the same time, so the keys of their prompt stay in the cache.
         grid=(g, b * h),
         in_specs=at,
-        out_specs=at[0],
-        out_shape=jax.ShapeDtypeStruct(q.shape, v.dtype),
+        # In the order of the output projection's input, so that the result is not transposed.
+        out_specs=pl.BlockSpec((None, None, None, r, d), lambda j, i: (i // h, j, i % h, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((b, g, h, r, d), v.dtype),
         interpret=kernel.implementation == "interpreted",
         name="step_attention",
         compiler_params=compiler_params(kernel.implementation, warps=4, stages=3),
     )(*inputs)
-    return out[:, :, :, None, :r]
+    return out.swapaxes(1, 2)[:, :, :, None]
 
 
 def _step_kernel(*refs: Ref, kernel: Kernel, slots: int, prompt_slots: int, sizes: tuple[int, int]) -> None:
+    from jax.experimental.pallas.triton import store  # may be missing, see `tiles.implementation`
+
     q, k, v, pk, pv, place, *sinks, out = refs
     own, (slot, position, length) = q[...], (place[0], place[1], place[2])
     rows, size = own.shape[0], sizes[0]
@@ -161,7 +164,9 @@ def _step_kernel(*refs: Ref, kernel: Kernel, slots: int, prompt_slots: int, size
         higher = jnp.maximum(top, sinks[0][...])
         values, total = values * jnp.exp(top - higher)[:, None], total * jnp.exp(top - higher)
         total += jnp.exp(sinks[0][...] - higher)
-    out[...] = (values / total[:, None]).astype(out.dtype)
+    row, column = jnp.arange(rows)[:, None], jnp.arange(own.shape[1])[None]
+    real = jnp.broadcast_to(row < out.shape[0], own.shape)  # the other rows are padding, and not in `out`
+    store(out.at[row, column], (values / total[:, None]).astype(out.dtype), mask=real)
 
 
 def _begin(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array]:
