@@ -170,7 +170,7 @@ def plan(
       lora: adapter rank, or a dict with `rank` and `targets`. If None, all params are trained.
       quantize: quantization of the adapters' base model: "nf4", "int8" or None.
       donate: whether the caller's params are donated, as in `train`. `grpo-jax train` always donates them.
-      images: whether the prompts have images, which a frozen tower encodes. All P tokens may be image tokens.
+      images: whether prompts have images, encoded by a frozen tower. The plan assumes P image tokens per prompt.
 
     Returns:
       A `Plan`, which prints as a table.
@@ -254,7 +254,7 @@ class AbstractRun:
 
     `memory` is the memory of a device in bytes, or None if unknown. `base` is the adapters' frozen base model.
     `batch` is an update's batch. `rollout` is the largest decode program, or None for `sft`. `encode` is the program
-    that encodes images, or None for prompts of text.
+    that encodes images, or None for text-only prompts.
     """
 
     run: BaseRun
@@ -372,9 +372,9 @@ def _with_images(run: AnyRun, encode: functools.partial[Any] | None) -> AnyRun:
         return run
     p, config = run.prompt_length, run.policy.model.config
     features: Any = jax.ShapeDtypeStruct((1, p, config.hidden_size), config.dtype)
-    places: Any = jax.ShapeDtypeStruct((1, p), "int32")
+    feature_index: Any = jax.ShapeDtypeStruct((1, p), "int32")
     positions: Any = jax.ShapeDtypeStruct((1, 3, p), "int32") if config.rope.sections else None
-    return dataclasses.replace(run, images=PromptImages(features, places, positions))
+    return dataclasses.replace(run, images=PromptImages(features, feature_index, positions))
 
 
 def _sft_run(policy: Policy, config: SFTConfig, mesh: jax.sharding.Mesh) -> BaseRun:

@@ -13,7 +13,8 @@ The docstrings in this package use these axis letters:
 | D | model width |
 
 Groups are an array axis: prompts have shape `[B, P]`, and per-completion arrays have shape `[B, G, ...]`. A reduction
-over axis 1 reduces each group and cannot mix prompts. Tokens are right-padded, so the index of a token is its position.
+over axis 1 reduces each group and cannot mix prompts. Tokens are right-padded, so a token's index is its position,
+except for the rotary positions of images in Qwen2.5-VL (`PromptImages.positions`).
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ Messages = list[Message]
 
 
 class ImageTiles(flax.struct.PyTreeNode):
-    """Inputs to a vision tower for the images in a batch of prompts, which have up to K tiles each.
+    """Inputs to a vision tower for the images in a batch of prompts, which have up to `num_tiles` tiles each.
 
     Attributes:
-      inputs: dict of arrays [B, K, ...]; unused tiles are zeros.
-      order: [B, N] int32, the index of each feature among the features of a prompt's K tiles.
+      inputs: dict of arrays [B, num_tiles, ...]; unused tiles are zeros.
+      feature_index: [B, N] int32, indices of the features into the flattened features of a prompt's tiles.
     """
 
     inputs: dict[str, jax.Array]
-    order: jax.Array
+    feature_index: jax.Array
 
 
 class PromptImages(flax.struct.PyTreeNode):
@@ -61,13 +62,13 @@ class PromptImages(flax.struct.PyTreeNode):
     Attributes:
       features: [B, N, D] float outputs of the vision tower, in prompt order, for up to N image tokens per prompt; or
         `ImageTiles` if the tower is trained, from which the model computes the features.
-      places: [B, P] int32, the index of the feature that replaces a token's embedding; −1 for text and padding.
+      feature_index: [B, P] int32, the index of the feature that replaces a token's embedding; −1 for text and padding.
       positions: [B, 3, P] int32 positions in time, height and width (Qwen2.5-VL). The completion's tokens continue at
         `Prompts.lengths` in all three. None means that a token's position is its index.
     """
 
     features: jax.Array | ImageTiles
-    places: jax.Array
+    feature_index: jax.Array
     positions: jax.Array | None = None
 
 

@@ -12,7 +12,7 @@ from grpo_jax import GRPOConfig, SFTConfig, plan
 from grpo_jax.hub.weights import Loading
 from grpo_jax.models.devices import Target
 from grpo_jax.planning import AbstractRun, ProgramCost, answer
-from grpo_jax.run.images import VALUES
+from grpo_jax.run.images import MAX_INPUT_VALUES
 from grpo_jax.run.memory import compiled_peak_bytes
 
 MODEL = {
@@ -107,9 +107,8 @@ def test_plan_with_images_adds_the_tower_and_the_features(family):
     assert images.held == text.held | {"tower": tower}
     assert list(images.programs) == ["images", "rollout", "update"]
     encoding = images.programs["images"]
-    inputs = (
-        4 * VALUES
-    )  # of float32 per device, less than a tile's or a window's, plus a Qwen patch's position and flag
+    # Float32 values per device, less than a tile or a window, plus the position and validity of each Qwen patch.
+    inputs = 4 * MAX_INPUT_VALUES
     assert 0.9 * inputs < encoding.arguments - tower < 1.1 * inputs
     assert encoding.peak > sum(images.held.values()) + inputs + encoding.temporaries
     assert text.programs["rollout"].arguments == images.programs["rollout"].arguments

@@ -110,7 +110,7 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> Run
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
     if dry_run and "grpo" not in run.stages:
-        raise ValueError("--dry-run supports only GRPO, but stages does not include grpo; remove --dry-run")
+        raise ValueError(f"--dry-run requires grpo in stages; got {list(run.stages)}. Add grpo or remove --dry-run.")
     policy = load_policy(run)
     if dry_run:
         return _call(rehearse, run, policy)

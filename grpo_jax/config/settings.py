@@ -119,7 +119,7 @@ class Settings:
     and on GPUs with compute capability 8.0 or higher, and float32 elsewhere. Ours (TRL: `bf16`)."""
     freeze_vision: bool = True
     """Whether the vision tower of a vision-language model is frozen, so that each image is encoded once per iteration.
-    Ours: TRL trains the tower."""
+    Ours. TRL trains the tower."""
     mesh: Annotated[dict[str, int] | None, read_mesh] = setting(None, resume="rounding", hash=False)
     """Mesh axes "data", "fsdp" and "tensor" with their sizes, such as {"data": 2}. None uses one device. Ours."""
 

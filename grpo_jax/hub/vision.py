@@ -35,13 +35,13 @@ TOWERS: dict[str, Mapping[str, tuple[str, ...]]] = {
     "SmolVLMForConditionalGeneration": _IDEFICS3,
     "Qwen2_5_VLForConditionalGeneration": {"": ("visual.", "model.visual.")},
 }
-"""Models with a supported tower: a dict from the start of a parameter's path to possible prefixes of its tensor."""
+"""Supported architectures, with a dict from the start of a param's path to possible prefixes of its tensor's name."""
 
 _RENAMED = {
     r"(attn|blocks|layers|merger|mlp)_": r"\1.", r"^layers": "encoder.layers", r"^patch_embed\b": "patch_embed.proj",
     r"^(patch|position)_embedding": r"embeddings.\1_embedding",
 }  # fmt: skip
-"""Regular expressions that convert a module's path, joined by dots, to its name after the prefix, applied in order."""
+"""Substitutions, applied in order, that convert a module's dotted path to its tensor's name without the prefix."""
 
 _SIGLIP_DEFAULTS = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -56,11 +56,11 @@ _QWEN_DEFAULTS = {
 
 
 def image_token_id(raw: Json) -> int:
-    """Return the id of the token that image features replace. Raises ValueError if images are not supported."""
+    """Return the token whose embeddings image features replace. Raises ValueError if images are not supported."""
     _architecture(raw)
     found = raw.get("image_token_index", raw.get("image_token_id"))
     if not isinstance(found, int):
-        raise ValueError(f"config key 'image_token_id' must be the id of the image token; got {found!r}.")
+        raise ValueError(f"config key 'image_token_id' or 'image_token_index' must be a token id; got {found!r}.")
     return found
 
 
@@ -73,7 +73,7 @@ def tower_config(raw: Json, dtype: str = "float32") -> SiglipConfig | QwenVision
     Example:
       >>> vision = {"image_size": 28, "patch_size": 7}
       >>> raw = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": vision, "mm_tokens_per_image": 4}
-      >>> tower_config(raw).block
+      >>> tower_config(raw).block_size
       2
     """
     name, features = _architecture(raw), text_config(raw)["hidden_size"]
@@ -91,7 +91,7 @@ def tower_config(raw: Json, dtype: str = "float32") -> SiglipConfig | QwenVision
     )  # fmt: skip
     if qwen:
         if keys["out_hidden_size"] != features:
-            raise keys.refuse("vision_config.out_hidden_size", keys["out_hidden_size"], f"the text model's {features}")
+            raise keys.refuse("vision_config.out_hidden_size", keys["out_hidden_size"], f"hidden_size = {features}")
         channels = (keys.raw.get("in_chans") or keys["in_channels"]) * keys["temporal_patch_size"] * patch**2
         window = keys["window_size"] // keys["spatial_merge_size"] // patch
         full = tuple(keys["fullatt_block_indexes"])
@@ -100,8 +100,8 @@ def tower_config(raw: Json, dtype: str = "float32") -> SiglipConfig | QwenVision
     block = max(side // round(tokens**0.5), 1) if gemma else raw.get("scale_factor", 2)
     if side % block or (gemma and (side // block) ** 2 != tokens):
         key, value = ("mm_tokens_per_image", tokens) if gemma else ("scale_factor", block)
-        raise keys.refuse(key, value, f"{'the square of ' * gemma}a divisor of {side} patches per side")
-    return SiglipConfig(encoder, keys["image_size"], patch, block, features, pooled=gemma)
+        raise keys.refuse(key, value, f"{'the square of ' * gemma}a divisor of {side}, the number of patches per side")
+    return SiglipConfig(encoder, keys["image_size"], patch, block, features, pool=gemma)
 
 
 def make_tower(raw: Json, dtype: str) -> tuple[SiglipTower | QwenTower, Params]:
@@ -116,8 +116,8 @@ def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTo
     """Load the tower of a vision-language model from `policy.config` and `policy.extra_tensors`.
 
     Returns:
-      The module and its params, in `dtype` or the text model's compute dtype. Applied to the inputs of N images, which
-      the modules' docstrings define, the module returns features [N, M, D].
+      The module, and its params in `dtype` or the text model's compute dtype. The module maps the inputs of tiles (see
+      its docstring) to features [tiles, M, D].
 
     Raises:
       ValueError: if images are not supported for the model, or if its tensors do not match config.json.
@@ -165,5 +165,5 @@ def _architecture(raw: Json) -> str:
     """Return a model's architecture. Raises ValueError if its images are not supported."""
     name = " ".join(raw.get("architectures") or ["a model without 'architectures' in its config.json"])
     if name not in TOWERS:
-        raise ValueError(f"{name} does not support images in prompts; use one of the models {', '.join(TOWERS)}.")
+        raise ValueError(f"{name} does not support images in prompts; use one of these models: {', '.join(TOWERS)}.")
     return name

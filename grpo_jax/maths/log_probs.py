@@ -109,7 +109,7 @@ def _jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[list[ja
     log_z, entropy = normalizer_and_entropy(logits)
     log_p = logits - log_z[..., None]
     p = jnp.exp(log_p)
-    # For excluded tokens (log_p = −inf), use p, which is 0. XLA would store a literal 0 as an array like the logits.
+    # For excluded tokens (log_p = −inf), use p, which is 0: XLA would materialize a constant 0 with shape [..., V].
     centered = jnp.where(jnp.isneginf(log_p), p, log_p) + entropy[..., None]
     return [log_z, entropy], [(p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1)]
 

@@ -40,7 +40,7 @@ def group_attention(
     *,
     index: jax.Array | int,
     start: jax.Array | None = None,
-    reach: jax.Array | None = None,
+    last_visible: jax.Array | None = None,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -52,12 +52,12 @@ def group_attention(
 
     Args:
       q: queries [B, H_kv, G, T, R, d]. R query heads share a key head. Query t is at slot `index + t` and attends to
-        slots start..index+t.
+        slots start..index+t, and up to `last_visible`.
       k: keys [B, H_kv, G, d, S]. The first three axes may be merged. Slots form a ring: slot S + 2 is slot 2.
       v: values [B, H_kv, G, S, d]. The first three axes may be merged.
       index: slot of the first query, a scalar or [B].
       start: slot of the first token, per prompt [B] or per completion [B, G]. Defaults to 0.
-      reach: [B, T] int32 slot of the last key that each query attends to, if later than its own (tokens of an image).
+      last_visible: [B, T] int32 slot of the last key that a query attends to, if later than its own (in an image).
       window: number of positions that a query attends to, including its own. None means all positions.
       soft_cap: c in c·tanh(scale·score/c). None disables the cap.
       sinks: float32 scores [H_kv, R] for a key without a value, one per query head, or None.
@@ -72,9 +72,9 @@ def group_attention(
     visible = distance <= position[..., None]
     if window is not None:
         visible &= distance < window
-    if reach is not None:
+    if last_visible is not None:
         at = jnp.arange(s)[None, None, None]
-        visible |= (at > slot[..., None]) & (at <= reach[:, None, :, None])
+        visible |= (at > slot[..., None]) & (at <= last_visible[:, None, :, None])
     return _attend(q, k, v, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
 
 

@@ -124,7 +124,7 @@ class Attention(nn.Module):
             prefix,
             index=index,
             start=start,
-            reach=context.reach if context.last is None else None,
+            last_visible=context.last_visible if context.last is None else None,
             scale=scale,
             window=window,
             soft_cap=soft_cap,

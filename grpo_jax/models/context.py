@@ -80,7 +80,7 @@ class Context(flax.struct.PyTreeNode):
     last: jax.Array | None = None
     present: jax.Array | None = None  # [B, G, T] bool, False for padding; only used by recurrent layers
     tile_mask: TileMask | None = None  # mask for fused attention; None for "einsum"
-    reach: jax.Array | None = None  # [B, T] last token that a token attends to, if not itself; only for whole prompts
+    last_visible: jax.Array | None = None  # [B, T] last token that a token attends to, if not itself; for whole prompts
     shared: KeysValues | None = None  # a previous layer's keys and values, if this layer reuses them
     layer_input: jax.Array | None = None  # [B, G, T, ·] per-layer token embeddings (Gemma 4)
 
@@ -104,7 +104,7 @@ class Context(flax.struct.PyTreeNode):
         tables = tuple((self.pick(own), self.pick(other)) for own, other in self.tables)
         growth = None if self.growth is None else self.pick(self.growth)
         return self.replace(
-            tables=tables, growth=growth, index=self.index + self.last, last=None, write=None, reach=None
+            tables=tables, growth=growth, index=self.index + self.last, last=None, write=None, last_visible=None
         )
 
 

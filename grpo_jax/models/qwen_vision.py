@@ -20,29 +20,29 @@ class QwenVisionConfig:
     """Configuration of a `QwenTower`."""
 
     encoder: TransformerConfig  # the layers and their rotary embedding; `vocab_size` is unused
-    channels: int  # F, number of values per patch
-    merge: int  # number of patches per side of the square that becomes one feature
-    window: int  # number of features per side of an attention window
+    patch_values: int  # F, number of values per patch
+    merge_size: int  # number of patches per side of the square that becomes one feature
+    window_size: int  # number of features per side of an attention window
     full_layers: tuple[int, ...]  # indices of the layers that attend to the whole image
     features: int  # D, width of the text model
 
     @property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of the inputs for one image of one square."""
-        patches = np.zeros((self.merge**2, self.channels), np.float32)
-        return jax.eval_shape(lambda: window_inputs(patches, (self.merge, self.merge), self))
+        """Shapes of the inputs for one image of merge_size × merge_size patches."""
+        patches = np.zeros((self.merge_size**2, self.patch_values), np.float32)
+        return jax.eval_shape(lambda: window_inputs(patches, (self.merge_size, self.merge_size), self))
 
 
 class QwenTower(nn.Module):
-    """Encode images with Qwen2.5-VL's vision transformer (Bai et al. 2025, section 2.1.1).
+    """Encodes images with Qwen2.5-VL's vision transformer (Bai et al. 2025, section 2.1.1).
 
-    `inputs` are those of `window_inputs`, stacked for N images. The windows of smaller images are padded with zeros.
-    Returns features [N, M, D] with M = W · S / merge², in raster order. Features beyond an image's number are
-    meaningless.
+    `inputs` contains the arrays from `window_inputs`, concatenated for several images (one tile each) and padded with
+    zeros to W windows. Returns features [tiles, M, D] with M = W · S / merge_size², in raster order. Features after an
+    image's last one are undefined.
 
     Example:
       >>> layers = TransformerConfig(0, 32, 24, 2, 2, 2, 16, mlp_bias=True)
-      >>> config = QwenVisionConfig(layers, channels=6, merge=2, window=2, full_layers=(1,), features=8)
+      >>> config = QwenVisionConfig(layers, patch_values=6, merge_size=2, window_size=2, full_layers=(1,), features=8)
       >>> image = window_inputs(np.zeros((24, 6), np.float32), (4, 6), config)
       >>> features, _ = QwenTower(config).init_with_output(jax.random.key(0), image)
       >>> features.shape
@@ -58,11 +58,11 @@ class QwenTower(nn.Module):
         table = _axial_table(inputs["positions"], layer.rope, layer.head_dim)
         for i in range(layer.num_layers):
             x = _Block(layer, i in c.full_layers, name=f"blocks_{i}")(x, table, inputs["valid"])
-        width = c.merge**2 * layer.hidden_size
+        width = c.merge_size**2 * layer.hidden_size
         x = norm(layer, "merger_ln_q")(x).reshape(len(x), -1, width)
         x = ACTIVATIONS["gelu"](linear(layer, "merger_mlp_0", width, True)(x))
         x = linear(layer, "merger_mlp_2", c.features, True)(x)
-        return jnp.take_along_axis(x, inputs["order"][:, :, None], axis=1)
+        return jnp.take_along_axis(x, inputs["raster_index"][:, :, None], axis=1)
 
 
 class _Block(nn.Module):
@@ -83,7 +83,7 @@ class _Block(nn.Module):
 
 
 def _axial_table(positions: jax.Array, rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Return a `rope_table` for positions [N, W, S, 2]: half of the frequencies rotate by row, half by column."""
+    """Return a `rope_table` for positions [tiles, W, S, 2]: half of the frequencies rotate by row, half by column."""
     frequencies, _ = rope_frequencies(rope, head_dim // 2)
     angles = positions[..., None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, 1, -1)
     angles = angles.reshape(*positions.shape[:-1], -1)
@@ -95,30 +95,30 @@ def window_inputs(pixel_values: np.ndarray, grid: tuple[int, int], config: QwenV
     """Group an image's patches by attention window, as inputs of `QwenTower`.
 
     Args:
-      pixel_values: [h · w, F] patches from transformers' image processor, in squares of merge × merge patches.
-      grid: (h, w), number of rows and columns of patches. Both are multiples of `config.merge`.
+      pixel_values: [h · w, F] patches from transformers' image processor, ordered by merge_size × merge_size square.
+      grid: (h, w), number of rows and columns of patches. Both are multiples of `config.merge_size`.
       config: configuration of the tower.
 
     Returns:
       For W windows of S patches, some of which are padding: `patches` [1, W, S, F] float32; `positions` [1, W, S, 2]
-      int32, the row and column of each patch; `valid` [1, W, S] bool, False for padding; and `order` [1, M] int32, the
-      index of each feature among the M = W · S / merge² merged squares, in raster order, followed by zeros.
+      int32, the row and column of each patch; `valid` [1, W, S] bool, False for padding; and `raster_index` [1, M]
+      int32, the index of each feature among the M = W · S / merge_size² squares, in raster order, followed by zeros.
 
     Raises:
       ValueError: if the number of patches does not match the grid.
 
     Example:
       >>> layers = TransformerConfig(0, 32, 24, 2, 2, 2, 16)
-      >>> config = QwenVisionConfig(layers, channels=1, merge=1, window=2, full_layers=(), features=8)
+      >>> config = QwenVisionConfig(layers, patch_values=1, merge_size=1, window_size=2, full_layers=(), features=8)
       >>> inputs = window_inputs(np.arange(6.0)[:, None], (2, 3), config)  # 2 × 3 patches in windows of 2 × 2
       >>> inputs["patches"][0, :, :, 0].tolist()
       [[0.0, 1.0, 3.0, 4.0], [2.0, 0.0, 5.0, 0.0]]
-      >>> inputs["order"].tolist()
+      >>> inputs["raster_index"].tolist()
       [[0, 1, 4, 2, 3, 6, 0, 0]]
     """
-    m, size = config.merge, config.window
+    m, size = config.merge_size, config.window_size
     if len(pixel_values) != grid[0] * grid[1] or grid[0] % m or grid[1] % m:
-        raise ValueError(f"grid must be multiples of {m} with a product of {len(pixel_values)} patches; got {grid}.")
+        raise ValueError(f"grid must be two multiples of {m} with product {len(pixel_values)}; got {grid}.")
     height, width = grid[0] // m, grid[1] // m
     rows, columns = -(-height // size), -(-width // size)
 
@@ -130,10 +130,10 @@ def window_inputs(pixel_values: np.ndarray, grid: tuple[int, int], config: QwenV
 
     positions = np.indices(grid, np.int32).reshape(2, height, m, width, m).transpose(1, 3, 2, 4, 0)
     slots = np.arange(rows * columns * size**2, dtype=np.int32).reshape(rows, columns, size, size).swapaxes(1, 2)
-    order = slots.reshape(rows * size, columns * size)[:height, :width].ravel()
+    raster_index = slots.reshape(rows * size, columns * size)[:height, :width].ravel()
     return {
         "patches": grouped(pixel_values.astype(np.float32)),
         "positions": grouped(positions),
         "valid": grouped(np.ones(len(pixel_values), bool))[..., 0],
-        "order": np.pad(order, (0, slots.size - len(order)))[None],
+        "raster_index": np.pad(raster_index, (0, slots.size - len(raster_index)))[None],
     }

@@ -149,7 +149,7 @@ def place(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def committed(tree: Tree) -> Tree:
-    """Commit arrays to their devices, like restored arrays, so that both use the same compiled programs."""
+    """Commit arrays to their devices. Restored arrays are committed too, so both use the same compiled programs."""
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 

@@ -67,7 +67,7 @@ class Transformer(nn.Module):
     """
 
     config: TransformerConfig
-    tower: nn.Module | None = None  # encoder of images in prompts if it is trained; its params are named "tower"
+    tower: nn.Module | None = None  # trained vision tower, or None; its params are under the key "tower"
 
     def setup(self) -> None:
         c = self.config
@@ -119,7 +119,7 @@ class Transformer(nn.Module):
           segments: segments of packed sequences [A, 1, N].
           last: [B] int32 index of the only token to return, as [B, G, 1, D]. Not supported for packed sequences.
           write: [B, G, T] bool mask of contiguous tokens to cache. The cache must have three separate leading axes.
-          images: encoded images in whole prompts [B, 1, T].
+          images: images in the prompts. Requires whole prompts [B, 1, T], and features that are already encoded.
         """
         c = self.config
         b, g, t = tokens.shape
@@ -133,12 +133,13 @@ class Transformer(nn.Module):
         if start is not None:
             positions = positions - start[:, None] if start.ndim == 1 else positions[:, None] - start[..., None]
         longest = num_slots(cache) if cache is not None else t if segments is None else segments.longest
-        reach = None if images is None or not c.bidirectional_images else last_of_image(images.places)
+        last_visible = None if images is None or not c.bidirectional_images else last_of_image(images.feature_index)
         by_axis = None if images is None else images.positions
         rotated = positions if by_axis is None else positions_by_channel(by_axis, c.rope)
         tables = self._tables(rotated, longest, prefix, cached=prefix is not None or cache is not None)
-        # The tiles have no mask for attention to later tokens.
-        tile_mask = None if cache is not None or reach is not None else self._tile_mask((b, g, t), prefix, segments)
+        # Fused attention has only causal masks, and queries of an image also attend to later keys.
+        fused = cache is None and last_visible is None
+        tile_mask = self._tile_mask((b, g, t), prefix, segments) if fused else None
         present = write if c.mixers is not None else None
         if c.mixers is not None and last is not None:
             present = (jnp.arange(t)[None] <= last[:, None])[:, None]
@@ -153,7 +154,7 @@ class Transformer(nn.Module):
             last=last,
             present=present,
             tile_mask=tile_mask,
-            reach=reach,
+            last_visible=last_visible,
         )
         # If the embedding is sharded along D, XLA's partitioner may otherwise shard the activations along D too.
         x = constrain(self.embed_tokens(tokens), c.mesh)
@@ -331,7 +332,7 @@ class Transformer(nn.Module):
         return self._cap(matmul(table, hidden, jnp.float32, sums, transposed=True), axis=0)
 
     def _cap(self, logits: jax.Array, axis: int = -1) -> jax.Array:
-        """Scale and cap logits, and mask the logit of the image token. `axis` is the vocabulary's."""
+        """Scale and cap logits, and mask the image token's logit. `axis` is the vocabulary axis."""
         cap, scale, image = self.config.logit_soft_cap, self.config.logit_scale, self.config.image_token_id
         logits = logits if scale == 1.0 else logits * scale
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -1,4 +1,4 @@
-"""Images in a run's prompts: they are read, preprocessed and, with a frozen tower, encoded once per prompt."""
+"""Images in a run's prompts: reading, preprocessing and, with a frozen tower, encoding (once per prompt)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Key = TypeVar("Key")
 Tile = dict[str, np.ndarray]
 """The tower's inputs for one tile, without the leading axis."""
 
-VALUES = 3 * 2**20
-"""Number of input values, such as pixels × 3, that a device encodes at a time. It limits the attention scores."""
+MAX_INPUT_VALUES = 3 * 2**20
+"""Maximum number of input values (3 per pixel) in a call with several tiles per device. It bounds attention scores."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageEncoder:
-    """Adds the images of dataset rows to prompts. All prompts of a run get arrays of the same shapes.
+    """Adds the images of dataset rows to prompts. Shapes depend only on B and P, so that programs compile once.
 
     Attributes:
       processor: image processor of the checkpoint.
       tower: vision tower.
-      params: frozen params of the tower, or None if it is trained. Then prompts get the tower's inputs.
+      params: params of a frozen tower. None for a trained tower, whose inputs are added to the prompts instead.
       num_tokens: N, maximum number of image tokens in a prompt.
-      num_tiles: K, maximum number of tiles in a prompt.
+      num_tiles: maximum number of tiles in a prompt.
       num_windows: maximum number of attention windows in a tile.
       mesh: mesh on which tiles are encoded in parallel, or None.
     """
@@ -58,8 +58,8 @@ class ImageEncoder:
         """Return prompts (NumPy arrays) with `PromptImages` for the images of each prompt."""
         tokens, processor, positions = np.asarray(prompts.tokens), self.processor, list[np.ndarray]()
         is_image = tokens == processor.image_token_id
-        places: Any = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
-        tiles, counts = list[list[Tile]](), list[list[int]]()  # of each prompt; numbers of features per tile
+        feature_index: Any = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
+        tiles, counts = list[list[Tile]](), list[list[int]]()  # both per prompt; `counts` has features per tile
         for row, length, sources in zip(tokens, np.asarray(prompts.lengths), images, strict=True):
             opened = [open_image(source) for source in sources]
             sizes = [(image.height, image.width) for image in opened]
@@ -67,50 +67,49 @@ class ImageEncoder:
             tiles.append(
                 [dict(zip(one, tile, strict=True)) for one in inputs for tile in zip(*one.values(), strict=True)]
             )
-            numbers = [(processor.num_tokens(*size), processor.tiles(*size)[0]) for size in sizes]
+            numbers = [(processor.num_tokens(*size), processor.count_tiles(*size)[0]) for size in sizes]
             counts.append([features // k for features, k in numbers for _ in range(k)])
             if (by_axis := processor.positions(row[:length].tolist(), sizes)) is not None:
                 positions.append(np.pad(by_axis, ((0, 0), (0, len(row) - length))))
         features: Any = self._tiles(tiles, counts) if self.params is None else self._features(tiles, counts)
         axes: Any = np.stack(positions) if positions else None
-        return prompts.replace(images=PromptImages(features, places, axes))
+        return prompts.replace(images=PromptImages(features, feature_index, axes))
 
     def _tiles(self, tiles: Sequence[Sequence[Tile]], counts: Sequence[Sequence[int]]) -> ImageTiles:
-        each = [self._stacked(found, self.num_tiles) for found in tiles]
+        each = [self._pad_and_stack(found, self.num_tiles) for found in tiles]
         inputs: dict[str, Any] = {name: np.stack([x[name] for x in each]) for name in each[0]}
-        per_tile = inputs["order"].shape[2] if "order" in inputs else self.processor.tower.num_features
-        order: Any = self._order(counts, [0] * len(counts), per_tile)
-        return ImageTiles(inputs, order)
+        per_tile = inputs["raster_index"].shape[2] if "raster_index" in inputs else self.tower.config.num_features
+        return ImageTiles(inputs, self._feature_index(counts, [0] * len(counts), per_tile))
 
     def _features(self, tiles: Sequence[Sequence[Tile]], counts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Compute features [B, N, D], for a few tiles at a time."""
+        """Compute features [B, N, D], a few tiles at a time."""
         flat, devices = [tile for found in tiles for tile in found], shard_count(self.mesh)
-        values = sum(x.size for x in self._stacked([], 1).values())
-        size = min(max(1, VALUES // values), -(-len(tiles) * self.num_tiles // devices)) * devices
+        values = sum(x.size for x in self._pad_and_stack([], 1).values())
+        size = min(max(1, MAX_INPUT_VALUES // values), -(-len(tiles) * self.num_tiles // devices)) * devices
         encoded = []
         for start in range(0, max(len(flat), 1), size):
-            part = split(self._stacked(flat[start : start + size], size), self.mesh)
+            part = split(self._pad_and_stack(flat[start : start + size], size), self.mesh)
             encoded.append(fetch(_encode(self.tower, self.params, part)))
         found = np.concatenate(encoded)
-        first = np.cumsum([0, *map(len, counts)])[:-1]  # tile of each prompt
-        return found.reshape(-1, found.shape[2])[self._order(counts, first.tolist(), found.shape[1])]
+        first = np.cumsum([0, *map(len, counts)])[:-1]  # index of each prompt's first tile
+        return found.reshape(-1, found.shape[2])[self._feature_index(counts, first.tolist(), found.shape[1])]
 
-    def _stacked(self, tiles: Sequence[Tile], count: int) -> dict[str, np.ndarray]:
+    def _pad_and_stack(self, tiles: Sequence[Tile], count: int) -> dict[str, np.ndarray]:
         """Stack tiles into arrays [count, ...], padded with zeros."""
         arrays = dict[str, np.ndarray]()
-        for name, shape in self.processor.tower.inputs.items():
+        for name, shape in self.processor.tower_config.inputs.items():
             arrays[name] = np.zeros((count, self.num_windows * shape.shape[1], *shape.shape[2:]), shape.dtype)
             for array, tile in zip(arrays[name], tiles, strict=False):
                 array[: len(tile[name])] = tile[name]
         return arrays
 
-    def _order(self, counts: Sequence[Sequence[int]], first: Sequence[int], per_tile: int) -> np.ndarray:
-        """Return each feature's index [B, N] among those of all tiles. `first` has the first tile of each prompt."""
-        order = np.zeros((len(counts), self.num_tokens), np.int32)
-        for row, numbers, start in zip(order, counts, first, strict=True):
+    def _feature_index(self, counts: Sequence[Sequence[int]], first_tile: Sequence[int], per_tile: int) -> Any:
+        """Return indices [B, N] into the tiles' flattened features. `first_tile` has each prompt's first tile index."""
+        feature_index = np.zeros((len(counts), self.num_tokens), np.int32)
+        for row, numbers, start in zip(feature_index, counts, first_tile, strict=True):
             indices = [per_tile * tile + np.arange(count) for tile, count in enumerate(numbers, start)]
             row[: sum(numbers)] = np.concatenate([np.zeros(0, np.int32), *indices])
-        return order
+        return feature_index
 
 
 @functools.partial(jax.jit, static_argnames="tower")
@@ -119,16 +118,13 @@ def _encode(tower: nn.Module, params: Params, inputs: Mapping[str, jax.Array]) -
 
 
 def encode_call(raw: Json, dtype: str, mesh: jax.sharding.Mesh) -> functools.partial[Any]:
-    """Bind a frozen tower's abstract params and inputs to the function that encodes images, for a full call.
-
-    A call has one image of Qwen2.5-VL per device, with `VALUES` input values.
-    """
+    """Return `_encode` with the abstract arguments of its largest call (for Qwen2.5-VL, a single image per device)."""
     from grpo_jax.hub.vision import make_tower
 
     tower, params = make_tower(raw, dtype)
     shapes = tower.config.inputs
-    most = max(1, VALUES // sum(x.size for x in shapes.values()))
-    tiles, windows = (1, most) if "order" in shapes else (most, 1)
+    most = max(1, MAX_INPUT_VALUES // sum(x.size for x in shapes.values()))
+    tiles, windows = (1, most) if "raster_index" in shapes else (most, 1)
     inputs = {
         name: jax.ShapeDtypeStruct((tiles * shard_count(mesh), windows * x.shape[1], *x.shape[2:]), x.dtype)
         for name, x in shapes.items()
@@ -138,9 +134,9 @@ def encode_call(raw: Json, dtype: str, mesh: jax.sharding.Mesh) -> functools.par
 
 
 def check_text_only(rows: Mapping[str, Sequence[Row] | None], argument: str, value: object) -> None:
-    """Raise ValueError if `value` is given and a row has images, which the argument does not receive."""
+    """Raise ValueError if `value` is not None and a row has images. `argument` is the name of `value` in messages."""
     if value is not None and any(has_images(row) for part in rows.values() for row in part or ()):
-        raise ValueError(f"{argument} does not receive the images of the dataset; omit {argument}, or the images")
+        raise ValueError(f"{argument} does not support the dataset's images; omit {argument}, or remove the images")
 
 
 def without_image_token(policy: Policy) -> Policy:
@@ -151,21 +147,20 @@ def without_image_token(policy: Policy) -> Policy:
 
 
 def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: bool) -> Policy:
-    """Add the vision tower to a policy's model and params, unless it is frozen. If rows have images, the image token is
-    not sampled.
+    """Add the vision tower to a policy's model and params unless `freeze`. Mask the image token if rows have images.
 
-    Raises ValueError if a trained tower would be lost, or if the tower cannot be trained.
+    Raises ValueError if the tower cannot be trained, or if `freeze` is True but the params contain a trained tower.
     """
     has_images = any(part.images for part in parts.values())
     trained = isinstance(policy.params, Mapping) and "tower" in policy.params
     if freeze and trained:
         raise ValueError(
-            "freeze_vision = True, but policy.params contain a trained vision tower; use freeze_vision=False, or write"
+            "freeze_vision=True, but policy.params contain a trained vision tower; use freeze_vision=False, or write"
             " the policy with save_pretrained and load it again"
         )
     if not freeze and not (isinstance(policy.model, Transformer) and (has_images or trained)):
-        reason = "the dataset has no images" if isinstance(policy.model, Transformer) else "the policy has adapters"
-        raise ValueError(f"freeze_vision = False, but {reason}; use freeze_vision=True")
+        reason = "the policy has adapters" if has_images else "the dataset has no images"
+        raise ValueError(f"freeze_vision=False, but {reason}; use freeze_vision=True")
     if not has_images:
         return policy
     from grpo_jax.hub.vision import load_tower
@@ -174,7 +169,7 @@ def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: b
     if freeze:
         return policy
     tower, params = load_tower(policy, policy.params["norm"]["scale"].dtype)
-    params = {"tower": params, **policy.params}  # a tower in `policy.params` was trained in a previous run
+    params = {"tower": params, **policy.params}  # a tower from a previous run replaces the checkpoint's
     return policy.replace(model=policy.model.clone(tower=tower), params=params)
 
 
@@ -195,7 +190,7 @@ def with_encoder(
         tower, frozen = load_tower(policy)
         held = (tree for tree in (params, getattr(policy.model, "base", None)) if isinstance(tree, Mapping))
         frozen = place(next((tree["tower"] for tree in held if "tower" in tree), frozen), mesh)
-    tiles = [[processor.tiles(*size) for size in sizes] for part in parts.values() for sizes in part.image_sizes or ()]
+    tiles = [[processor.count_tiles(*x) for x in sizes] for part in parts.values() for sizes in part.image_sizes or ()]
     encoder = ImageEncoder(
         processor,
         tower,
@@ -205,4 +200,4 @@ def with_encoder(
         num_windows=max(windows for row in tiles for _, windows in row),
         mesh=mesh,
     )
-    return {name: dataclasses.replace(part, add_images=encoder, image_sizes=None) for name, part in parts.items()}
+    return {name: dataclasses.replace(part, image_encoder=encoder, image_sizes=None) for name, part in parts.items()}

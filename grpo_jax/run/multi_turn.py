@@ -70,7 +70,7 @@ def episode_prompts(
                 interaction.tokenizer,
                 chat_template_kwargs=interaction.config.chat_template_kwargs,
                 tools=[interaction.schemas(row)],
-                processor=None if data.add_images is None else data.add_images.processor,
+                processor=None if data.image_encoder is None else data.image_encoder.processor,
                 argument="after reset,",
             ).token_ids[0]
         ids.append(encoded)

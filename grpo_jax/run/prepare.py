@@ -26,7 +26,7 @@ from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
 from grpo_jax.run.policy_checks import check_ends, check_is_policy, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.run import Run
-from grpo_jax.text.images import find_processor
+from grpo_jax.text.images import load_processor_if_needed
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, check_finite, named_datasets
@@ -127,7 +127,7 @@ def _encode(
     interaction: Interaction | None,
     errors: ErrorList,
 ) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
-    """Tokenize the datasets and place the policy on the run's devices.
+    """Tokenize the datasets, add a trained vision tower, and place the policy on the run's devices.
 
     Returns the policy and the config for these devices, their mesh, and the encoded datasets keyed by argument name.
     Raises all collected `errors` together with any errors in tokens, sizes and devices.
@@ -192,7 +192,7 @@ def derive_run(
         policy=policy,
         config=config,
         data=data,
-        images=None if data.add_images is None else data.prompts([0], length=prompt_length).images,
+        images=None if data.image_encoder is None else data.prompts([0], length=prompt_length).images,
         prompt_length=prompt_length,
         mesh=mesh,
         sizes=sizes,
@@ -291,7 +291,7 @@ def encode_rows(
         on_long_prompt=config.on_long_prompt,
         chat_template_kwargs=config.chat_template_kwargs,
         tools=None if interaction is None else [interaction.schemas(row) for row in rows],
-        processor=find_processor(policy, rows, argument),
+        processor=load_processor_if_needed(policy, rows, argument),
         argument=argument,
     )
     check_tokens(policy, data)

@@ -72,7 +72,7 @@ def describe(
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "reward_fns": reward_names(run.reward_fns),
         "sources": reward_sources(run.reward_fns, run.interaction),
-        "frozen": fingerprint((as_argument(model), getattr(data.add_images, "params", None))),
+        "frozen": fingerprint((as_argument(model), getattr(data.image_encoder, "params", None))),
         "optimizer": "the caller's" if custom_optimizer else "the config's",
         "sampler": "generate" if run.sampler is None else "the caller's",
         "functions": {name: source_of(function) for name, function in functions.items() if function is not None},
@@ -119,7 +119,7 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
         if saved[name] != current[name]:
             lines.append(f"{name}: {show(current[name])}, but the run has {show(saved[name])}")
     if saved["frozen"] != current["frozen"]:
-        lines.append("policy: the frozen base model differs from the run's")
+        lines.append("policy: the frozen base model or vision tower differs from the run's")
     old, new = saved["policy"], current["policy"]
     for name in (name for name in _changed(old, new) if name in old and name in new):  # a field may be new or removed
         lines.append(f"policy: {name} = {show(new[name])}, but the run has {show(old[name])}")

@@ -86,7 +86,7 @@ class RolloutResult(NamedTuple):
         def joined(x: np.ndarray, y: np.ndarray) -> np.ndarray:
             shape = np.maximum(x.shape, y.shape)[1:]
             widths = ([(0, 0), *((0, n - size) for n, size in zip(shape, z.shape[1:], strict=True))] for z in (x, y))
-            # Values after a prompt's end are ignored. Edge values do not mark them as images.
+            # Repeat the last values: in `PromptImages.feature_index`, 0 would mark the padding as an image token.
             return np.concatenate([np.pad(z, width, mode="edge") for z, width in zip((x, y), widths, strict=True)])
 
         mine, others = ((x.prompts, x.completions) for x in (self, other))

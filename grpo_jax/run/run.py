@@ -38,7 +38,7 @@ class BaseRun:
     P = `prompt_length`, so that each program is compiled only once. `mesh` is None for a single device, and `schedule`
     is None for a custom optimizer. Fields with a default are for `train` only. `reward_fns` include the environments'
     rewards, `interaction` has the tools and environments for multi-turn completions, and `sampler` is an engine.
-    `images` are one prompt's images, of the shapes that all batches have, or None without images.
+    `images` contains one prompt's images (all batches have the same shapes, except for B), or is None without images.
     """
 
     policy: Policy

@@ -29,7 +29,7 @@ from grpo_jax.run.resume import describe
 from grpo_jax.run.run import SFTRun, new_state
 from grpo_jax.run.session import check_run_dir, open_session
 from grpo_jax.text.examples import Examples, encode_examples, load_examples
-from grpo_jax.text.images import find_processor
+from grpo_jax.text.images import load_processor_if_needed
 from grpo_jax.text.prompts import prompt_indices
 from grpo_jax.text.sources import Dataset, check_finite, named_datasets
 from grpo_jax.types import Batch, Params, Row, is_cached
@@ -56,7 +56,7 @@ def sft(
 
     The update and the run directory are the same as in `train`. The loss is `maths.supervised.likelihood_loss`.
     Examples are packed without padding, and their common prefix (BOS, a system prompt, tools) is computed once per
-    batch. Without a common prefix, each example is padded to a multiple of 64 tokens.
+    batch. Without a common prefix, or with images, each example is padded to a multiple of 64 tokens.
 
     Args:
       policy: policy from `from_pretrained`, with or without adapters (`add_lora`). Its params are copied and left
@@ -198,9 +198,10 @@ def derive_sft(
     repeats = -(-sizes.prompts // len(data.blocks)) + 1
     rows = sum(sorted(list(map(len, data.blocks)) * repeats, reverse=True)[: sizes.prompts])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
-    # The common prefix of all examples serves as their prompt, which a model with a cache computes only once.
+    # With images, an example's prompt is all tokens before the loss. Otherwise, it is the common prefix of all
+    # examples, which a model with a cache computes only once.
     parts = (data, *eval_data.values())
-    if images := data.add_images is not None:
+    if images := data.image_encoder is not None:
         starts = [start for some in parts for start in some.starts]
         start, shared = -(-max(starts) // config.padding) * config.padding, 0
         ends = (len(ids) for some in parts for ids in some.token_ids)
@@ -258,7 +259,7 @@ def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: st
         config,
         eos_token_ids=ends,
         packing=packing,
-        processor=find_processor(policy, rows, argument),
+        processor=load_processor_if_needed(policy, rows, argument),
         argument=argument,
     )
     check_tokens(policy, data)

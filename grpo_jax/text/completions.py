@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.text.images import IMAGE_COLUMNS, decoded_images
+from grpo_jax.text.images import IMAGE_COLUMNS, decode_images
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.types import Messages, Row, Tokenizer
 
@@ -69,7 +69,7 @@ def reward_inputs(
 
 
 def _column(rows: Sequence[Row], name: str) -> list[Any]:
-    return [decoded_images(row[name]) if name in IMAGE_COLUMNS else row[name] for row in rows]
+    return [decode_images(row[name]) if name in IMAGE_COLUMNS else row[name] for row in rows]
 
 
 class PrecedingText(NamedTuple):
@@ -195,5 +195,5 @@ def _bytes_of(name: str, index: int) -> bytes:
     if _REPLACEMENT in name:  # the replacement character itself
         return name.encode()
     raise ValueError(
-        f"the tokenizer's token {index} ({name!r}) is part of a character, but its name does not specify its bytes"
+        f"token {index} ({name!r}) is part of a character, but its name lacks its bytes; use a byte-level tokenizer"
     )

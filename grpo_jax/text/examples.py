@@ -28,7 +28,7 @@ import numpy as np
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import show
 from grpo_jax.text.completions import common_length, special_tokens
-from grpo_jax.text.images import ImageSource, encode_texts, has_images, image_parts, place_images
+from grpo_jax.text.images import ImageSource, assign_images, encode_texts, has_images, image_parts
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, template_messages
 from grpo_jax.text.rows import (
     Columns,
@@ -87,14 +87,14 @@ class Examples(EncodedPrompts):
         mask, lengths = np.zeros(tokens.shape, bool), np.full(rows, prompt_length, np.int32)
         for row, index in enumerate(examples):
             ids, learned = self.token_ids[index], self.masks[index]
-            start = prompt_length if self.add_images is None else self.starts[index]
+            start = prompt_length if self.image_encoder is None else self.starts[index]
             first[row, :start], lengths[row], rest = ids[:start], start, len(ids) - start
             tokens[row, 0, :rest], mask[row, 0, :rest] = ids[start:], learned[start:]
         as_arrays: Any = np.asarray  # the fields of `Batch` are annotated as JAX arrays
         prompts = Prompts(as_arrays(first), as_arrays(lengths))
-        if self.add_images is not None:
+        if self.image_encoder is not None:
             images = [() if self.images is None else self.images[index] for index in examples]
-            prompts = self.add_images(prompts, images + [()] * (rows - len(examples)))
+            prompts = self.image_encoder(prompts, images + [()] * (rows - len(examples)))
         return Batch(
             prompts=prompts,
             tokens=as_arrays(tokens),
@@ -160,8 +160,8 @@ def encode_examples(
 
     Examples without tokens in the loss are dropped. If `packing`, examples are packed into blocks of `max_length`
     tokens with best fit decreasing. Both match TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
-    Rows with images require a `processor` from `find_processor`. Raises ValueError if a row lacks columns that the
-    config requires, if the assistant's turns cannot be located, or if an image is included in the loss.
+    Rows with images require a `processor` from `load_processor_if_needed`. Raises ValueError if a row lacks columns
+    that the config requires, if the assistant's turns cannot be located, or if an image is included in the loss.
     """
     length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids, processor)
     found = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
@@ -260,7 +260,7 @@ class _Encoder:
         whole, prompt = row[columns[-1]], row["prompt"] if len(columns) == 2 else ""
         if self.tokenizer.eos_token and not whole.endswith(self.tokenizer.eos_token):
             whole += self.tokenizer.eos_token
-        text, images, sizes = place_images(row, prompt + whole, self.processor, where)
+        text, images, sizes = assign_images(row, prompt + whole, self.processor, where)
         ids, start = self.tokenize(text, sizes, where, special=True), 0
         if len(columns) == 2 and config.completion_only_loss is not False:
             start = common_length(self.tokenize(prompt, sizes, where, special=True), ids)
@@ -288,7 +288,7 @@ class _Encoder:
         keywords: Json = {**(self.config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
         keywords = {**keywords, "tools": tools} if tools else keywords
         whole = [message for name in columns for message in row[name]]
-        messages, images, sizes = place_images(row, whole, self.processor, where)
+        messages, images, sizes = assign_images(row, whole, self.processor, where)
         messages = template_messages(messages, self.tokenizer, keywords, where=where, seen=self.seen)
 
         def apply(messages: Messages, how: Json) -> Any:

@@ -162,7 +162,7 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
 
 
 def _is_called(written: str) -> bool:
-    """Return whether a message looks like a call: JSON in which the usual keys hold a name and arguments."""
+    """Return whether a message looks like a JSON call: it starts with "{" and has keys for a name and arguments."""
     named = '"name"' in written or '"function"' in written
     return written.startswith("{") and named and ('"parameters"' in written or '"arguments"' in written)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from grpo_jax.policy import Policy
 
 ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Json | Image.Image"
-"""A path, an encoded image, a dict with `bytes` or `path` as in `datasets`, or a PIL image."""
+"""A path, the bytes of an image file, a dict with `bytes` or `path` as in `datasets`, or a PIL image."""
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns that contain an image, or a list of images. None and empty lists stand for no images."""
@@ -44,7 +44,7 @@ def column_fault(row: Json) -> str:
     return ""
 
 
-def _given(row: Json) -> list[ImageSource]:
+def _column_images(row: Json) -> list[ImageSource]:
     return [*([] if row.get("image") is None else [row["image"]]), *(row.get("images") or ())]
 
 
@@ -58,13 +58,13 @@ def image_parts(messages: object) -> list[Json]:
 
 def has_images(row: Json) -> bool:
     """Return whether a row has images in its columns or messages."""
-    return bool(_given(row)) or any(image_parts(row.get(name)) for name in ("prompt", "completion", "messages"))
+    return bool(_column_images(row)) or any(image_parts(row.get(name)) for name in ("prompt", "completion", "messages"))
 
 
-def find_processor(policy: Policy, rows: Sequence[Row], argument: str = "dataset") -> ImageProcessor | None:
+def load_processor_if_needed(policy: Policy, rows: Sequence[Row], argument: str = "dataset") -> ImageProcessor | None:
     """Load the policy's image processor if any row has images, otherwise return None.
 
-    Raises ValueError with the first such row if the policy does not support images or lacks processor files.
+    Raises ValueError, naming the first such row, if the policy does not support images or lacks processor files.
     """
     first = next((i for i, row in enumerate(rows) if has_images(row)), None)
     if first is None:
@@ -74,16 +74,16 @@ def find_processor(policy: Policy, rows: Sequence[Row], argument: str = "dataset
     try:
         return load_processor(policy)
     except ValueError as error:
-        raise ValueError(f"{argument} row {first} has images, but {error} For text, remove the images.") from error
+        raise ValueError(f"{argument} row {first} has images; remove them, or fix the error: {error}") from error
 
 
 def images_of(row: Json, prompt: str | Messages) -> list[ImageSource]:
-    """Return a row's images in the order of the prompt's image parts. Images in columns fill the parts without one."""
-    free, own = iter(_given(row)), [part.get("image") for part in image_parts(prompt)]
+    """Return a row's images in the order of the prompt's image parts. Columns supply the images that parts omit."""
+    free, own = iter(_column_images(row)), [part.get("image") for part in image_parts(prompt)]
     return [*(next(free) if source is None else source for source in own), *free]
 
 
-class Placed(NamedTuple):
+class PromptWithImages(NamedTuple):
     """A prompt whose image parts are `{"type": "image"}`, with its images and their sizes in the order of the parts."""
 
     prompt: Any
@@ -91,18 +91,18 @@ class Placed(NamedTuple):
     sizes: list[Size]
 
 
-def place_images(row: Json, prompt: str | Messages, processor: ImageProcessor | None, where: str) -> Placed:
+def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor | None, where: str) -> PromptWithImages:
     """Assign a row's images to its prompt, and read their sizes.
 
-    The images in columns fill the parts without an image. If there are no image parts, they are put before the text of
-    the first user message, as in TRL. Raises ValueError with `where` if they do not match, an image cannot be read, or
-    a row with images has no processor.
+    Images in columns are assigned to the parts without an image. If there are no image parts, these are added before
+    the text of the first user message, as in TRL. Raises ValueError, starting with `where`, if the numbers of images
+    and parts differ, an image cannot be read, or the row has images and `processor` is None.
     """
-    images = given = _given(row)
+    images = given = _column_images(row)
     if processor is None:
         if has_images(row):
-            raise ValueError(f"{where} has images, but no processor was passed; use find_processor")
-        return Placed(prompt, [], [])
+            raise ValueError(f"{where} has images, but processor is None; pass load_processor_if_needed(policy, rows)")
+        return PromptWithImages(prompt, [], [])
     if not isinstance(prompt, str):
         prompt = [dict(message) for message in prompt]
         first = next((message for message in prompt if message["role"] == "user"), None)
@@ -119,16 +119,16 @@ def place_images(row: Json, prompt: str | Messages, processor: ImageProcessor | 
         images = images_of(row, prompt)
         for message in prompt:
             if isinstance(message["content"], list):
-                message["content"] = [_bare(part) for part in message["content"]]
+                message["content"] = [_strip_image(part) for part in message["content"]]
     sizes = []
     for index, source in enumerate(images):
         column = IMAGE_COLUMNS[row.get("image") is None] if any(source is x for x in given) else "prompt"
         sizes.append(_size(source, f"{where}: image {index} ({show(source)} in {column!r})"))
-    return Placed(prompt, images, sizes)
+    return PromptWithImages(prompt, images, sizes)
 
 
-def _bare(part: object) -> object:
-    """Remove an image from its part, and keys with the value None, which Parquet adds for other parts' keys."""
+def _strip_image(part: object) -> object:
+    """Remove the image from an image part, and the keys with value None that Parquet adds to all parts."""
     if not isinstance(part, Mapping):
         return part
     return {name: x for name, x in part.items() if x is not None and (part.get("type") != "image" or name == "type")}
@@ -159,8 +159,8 @@ def encode_texts(
         if len(rest) != len(found):
             raise ValueError(
                 f"{name} has {len(found)} images, but its text contains the placeholder {processor.placeholder!r}"
-                f" {len(rest)} times; write it once per image in a string. In messages, use parts of type 'image', a"
-                " chat template that renders them, and no placeholders in the text"
+                f" {len(rest)} times; write it once per image if the prompt is a string. In messages, use parts of type"
+                " 'image', a chat template that renders them, and no placeholders in the text"
             )
         try:
             images = [processor.expand(height, width) for height, width in found]
@@ -172,8 +172,8 @@ def encode_texts(
         count, wanted = list(ids).count(processor.image_token_id), sum(processor.num_tokens(h, w) for h, w in found)
         if count != wanted:
             raise ValueError(
-                f"{name} has {count} image tokens ({processor.image_token!r}) for images with {wanted} features; remove"
-                " this token from the text, and use the tokenizer of the checkpoint"
+                f"{name} has {count} image tokens ({processor.image_token!r}), but its images require {wanted}; remove"
+                " the token from the text, or use the checkpoint's tokenizer"
             )
     return token_ids
 
@@ -187,16 +187,16 @@ def _size(source: ImageSource, what: str) -> Size:
             image = open_image(source)
     except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
         raise ValueError(
-            f"{what} has more pixels than Pillow's limit ({pillow.MAX_IMAGE_PIXELS:,}, against decompression bombs);"
-            " resize it, or increase PIL.Image.MAX_IMAGE_PIXELS"
+            f"{what} exceeds PIL.Image.MAX_IMAGE_PIXELS ({pillow.MAX_IMAGE_PIXELS:,} pixels, Pillow's limit against"
+            " decompression bombs); resize the image, or increase the limit"
         ) from error
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise ValueError(f"{what} cannot be read ({one_line(error)}); use {_SOURCES}") from error
     return image.height, image.width
 
 
-def _file(source: ImageSource) -> Any:
-    """Return a path, the bytes of a file, or a PIL image."""
+def _unwrap(source: ImageSource) -> Any:
+    """Return the path, bytes or PIL image in a source."""
     if isinstance(source, Mapping):
         return source["path"] if source.get("bytes") is None else source["bytes"]
     return source
@@ -204,15 +204,15 @@ def _file(source: ImageSource) -> Any:
 
 def image_bytes(source: ImageSource) -> bytes:
     """Return the content of an image's file, or the mode, size and pixels of a PIL image."""
-    file = _file(source)
+    file = _unwrap(source)
     if isinstance(file, str | os.PathLike):
         return Path(file).read_bytes()
     return file if isinstance(file, bytes) else f"{file.mode} {file.size}".encode() + file.tobytes()
 
 
 def open_image(source: ImageSource) -> Image.Image:
-    """Decode an image and convert it to RGB. Files are turned upright (EXIF), and transparent pixels become white."""
-    pillow, image = import_extra("PIL.Image", "pillow"), _file(source)
+    """Decode an image as RGB. Files are rotated by their EXIF orientation; transparency is blended with white."""
+    pillow, image = import_extra("PIL.Image", "pillow"), _unwrap(source)
     if isinstance(image, str | bytes | os.PathLike):
         with pillow.open(io.BytesIO(image) if isinstance(image, bytes) else image) as file:
             image = import_extra("PIL.ImageOps", "pillow").exif_transpose(file)
@@ -223,15 +223,15 @@ def open_image(source: ImageSource) -> Image.Image:
 
 
 def thumbnail(source: ImageSource, size: int = 96) -> bytes:
-    """Encode an image as a JPEG file whose sides have at most `size` pixels."""
+    """Encode an image as JPEG with at most `size` pixels per side."""
     image, file = open_image(source), io.BytesIO()
     image.thumbnail((size, size))
     image.save(file, "JPEG")
     return file.getvalue()
 
 
-def decoded_images(value: object) -> object:
-    """Decode the images in a column that are dicts with `bytes` or `path`, which are PIL images in `datasets`."""
+def decode_images(value: object) -> object:
+    """Convert dicts with `bytes` or `path`, alone or in lists, to PIL images. Other values are returned unchanged."""
     if isinstance(value, list | tuple):
-        return [decoded_images(item) for item in value]
+        return [decode_images(item) for item in value]
     return open_image(value) if isinstance(value, Mapping) else value

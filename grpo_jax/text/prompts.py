@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_jax.messages import show
 from grpo_jax.text.calls import decode_arguments, map_calls
-from grpo_jax.text.images import ImageSource, encode_texts, place_images
+from grpo_jax.text.images import ImageSource, assign_images, encode_texts
 from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class EncodedPrompts:
     `dropped` contains the indices of rows that were removed because their prompt is too long. If several datasets were
     joined, `parts` maps each dataset's name to its number of rows. `masks` and `blocks` are set only for SFT examples.
     `images` contains the images of each row in the order of their tokens, or is None if no row has images, and
-    `image_sizes` their heights and widths. `add_images` is an `ImageEncoder` (`run.images`), or None.
+    `image_sizes` their heights and widths. `image_encoder` is an `ImageEncoder` (`run.images`), or None.
     """
 
     rows: list[Row]
@@ -91,7 +91,7 @@ class EncodedPrompts:
     blocks: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
     images: list[tuple[ImageSource, ...]] | None = dataclasses.field(default=None, kw_only=True)
     image_sizes: list[list[Size]] | None = dataclasses.field(default=None, kw_only=True)
-    add_images: Any = dataclasses.field(default=None, kw_only=True)
+    image_encoder: Any = dataclasses.field(default=None, kw_only=True)
 
     def prompts(
         self, indices: Sequence[int], *, length: int | None = None, token_ids: Sequence[Sequence[int]] | None = None
@@ -102,8 +102,8 @@ class EncodedPrompts:
         """
         ids = [self.token_ids[i] for i in indices] if token_ids is None else token_ids
         prompts = make_prompts(ids, length=length, on_host=True)
-        if self.add_images is not None:
-            prompts = self.add_images(prompts, [() if self.images is None else self.images[i] for i in indices])
+        if self.image_encoder is not None:
+            prompts = self.image_encoder(prompts, [() if self.images is None else self.images[i] for i in indices])
         return prompts
 
     def by_part(self) -> dict[str, EncodedPrompts]:
@@ -125,9 +125,9 @@ def join_prompts(encoded: Mapping[str, EncodedPrompts]) -> EncodedPrompts:
     dropped = [index for part in encoded.values() for index in part.dropped]
     images = [found for part in encoded.values() for found in part.images or [()] * len(part.rows)]
     parts = {name: len(part.rows) for name, part in encoded.items()}
-    add_images = next((part.add_images for part in encoded.values()), None)
+    image_encoder = next((part.image_encoder for part in encoded.values()), None)
     kept = images if any(images) else None
-    return EncodedPrompts(rows, token_ids, dropped, parts=parts, images=kept, add_images=add_images)
+    return EncodedPrompts(rows, token_ids, dropped, parts=parts, images=kept, image_encoder=image_encoder)
 
 
 def encode_prompts(
@@ -147,7 +147,7 @@ def encode_prompts(
     generation prompt and the row's `tools`. A final assistant message is left open and continued by the completion (TRL
     1.16 closes it and starts a new turn). A prompt longer than `max_prompt_length` is an error, or is dropped if
     `on_long_prompt` is "drop". Prompts are never truncated. Rows with images (see `text.images`) require a `processor`
-    from `find_processor`, which replaces each placeholder with one token per image feature.
+    from `load_processor_if_needed`, which replaces each placeholder with one token per image feature.
 
     Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt encodes to no tokens, if
     the chat template rejects or omits a message, or if an image cannot be read or has no placeholder. In error
@@ -159,7 +159,7 @@ def encode_prompts(
         if name in (chat_template_kwargs or {}):
             raise ValueError(f"chat_template_kwargs must not contain {name!r}, which encode_prompts sets; remove it")
     where = [f"{argument} row {index}" for index in range(len(rows))]
-    placed = [place_images(row, row["prompt"], processor, name) for row, name in zip(rows, where, strict=True)]
+    placed = [assign_images(row, row["prompt"], processor, name) for row, name in zip(rows, where, strict=True)]
     texts = [row.prompt for row in placed]
     strings = all(isinstance(text, str) for text in texts)
     if not strings:

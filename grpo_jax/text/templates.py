@@ -213,8 +213,8 @@ class ChatTemplate:
             last = self._after_mark([turn], mark, generation_prompt=False)
             if found is None or not (opens or last[found[0] :].startswith(tuple(ends))):
                 raise ValueError(
-                    f"before a message with the role {role!r}, it ends the turn with {common[:40]!r}, which is no EOS"
-                    f" ({', '.join(ends)}); if a different token ends a turn, add its id to the EOS ids with"
+                    f"before a message with the role {role!r}, it ends the turn with {common[:40]!r}, which is not"
+                    f" an EOS ({', '.join(ends)}); if a different token ends a turn, add its id to the EOS ids with"
                     ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json'
                 )
         position, closing = found

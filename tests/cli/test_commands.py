@@ -219,7 +219,7 @@ def test_images_are_added_to_the_next_message(tmp_path, folder):
     assert [row["completion"][0]["content"] for row in wanted] == [lines[2], lines[4]]
     (model / "chat_template.jinja").unlink()
     assert run("chat", model, "--say", f"/image {image}", "--say", "<image>what?", *flags).count("\n") == 3
-    with pytest.raises(SystemExit, match=r"the prompt, row 0 has images, but .* does not support images"):
+    with pytest.raises(SystemExit, match=r"the prompt, row 0 has images; .* does not support images"):
         run("chat", folder / "model", "--say", f"/image {image}", "--say", "what?")
 
 

@@ -1,4 +1,4 @@
-"""Image encoders compared with transformers and PyTorch on tiny random checkpoints, and their tensors in both ways."""
+"""Image encoders compared with transformers and PyTorch on tiny random checkpoints, and conversion of their tensors."""
 
 import jax
 import numpy as np
@@ -12,11 +12,11 @@ from grpo_jax.models.qwen_vision import window_inputs
 
 SIZES = [(28, 14), (42, 56), (70, 28), (41, 33)]  # heights and widths; Qwen's windows have 28 x 28 pixels
 BAD_VALUES = [
-    ("gemma3", {"image_token_index": None}, "'image_token_id' must be the id of the image token; got None"),
-    ("gemma3", {"mm_tokens_per_image": 5}, "'mm_tokens_per_image' must be the square of a divisor of 4 .*; got 5"),
-    ("idefics3", {"scale_factor": 3}, "'scale_factor' must be a divisor of 4 patches per side; got 3"),
+    ("gemma3", {"image_token_index": None}, "'image_token_id' or 'image_token_index' must be a token id; got None"),
+    ("gemma3", {"mm_tokens_per_image": 5}, "'mm_tokens_per_image' must be the square of a divisor of 4, .*; got 5"),
+    ("idefics3", {"scale_factor": 3}, "'scale_factor' must be a divisor of 4, the number of patches per side; got 3"),
     ("smolvlm", {"vision_config": {"num_attention_heads": 5}}, "heads' must be a divisor of .*1152; got 5"),
-    ("qwen2_5_vl", {"vision_config": {"out_hidden_size": 8}}, "out_hidden_size' must be the text model's 32; got 8"),
+    ("qwen2_5_vl", {"vision_config": {"out_hidden_size": 8}}, "out_hidden_size' must be hidden_size = 32; got 8"),
     ("qwen2_5_vl", {"rope_scaling": {"mrope_section": [1, 2]}}, "must be three integers whose sum is 4; got"),
 ]
 PREFIXES = {
@@ -45,7 +45,7 @@ def processed(directory):
 
 def tower_inputs(config, outputs):
     """Convert an image processor's outputs to inputs of the tower. Smaller images get windows of zeros."""
-    if not hasattr(config, "window"):
+    if not hasattr(config, "window_size"):
         pixels = [output["pixel_values"].reshape(-1, 3, 28, 28) for output in outputs]
         return {"pixels": np.concatenate(pixels).transpose(0, 2, 3, 1)}
     each = [window_inputs(output["pixel_values"], tuple(output["image_grid_thw"][0, 1:]), config) for output in outputs]
@@ -131,7 +131,7 @@ def test_windows_of_an_image_are_padded():
         "vision_config": {**QWEN, "temporal_patch_size": 1, "in_chans": 1, "patch_size": 1, "window_size": 4},
     }
     config = tower_config(raw)
-    assert (config.channels, config.window, config.merge) == (1, 2, 2)
+    assert (config.patch_values, config.window_size, config.merge_size) == (1, 2, 2)
     rows, columns = np.indices((10, 6))
     squares = (rows // 2 * 3 + columns // 2) * 4 + rows % 2 * 2 + columns % 2  # position in the processor's order
     values = np.zeros((60, 1))
@@ -142,10 +142,10 @@ def test_windows_of_an_image_are_padded():
     assert inputs["valid"].sum(axis=-1).tolist() == [[16, 8, 16, 8, 8, 4]]
     at = inputs["positions"] @ [100, 1]
     np.testing.assert_array_equal(at[inputs["valid"]], inputs["patches"][..., 0][inputs["valid"]])
-    firsts = inputs["patches"].reshape(-1, 4)[inputs["order"][0, :15], 0]
+    firsts = inputs["patches"].reshape(-1, 4)[inputs["raster_index"][0, :15], 0]
     assert firsts.tolist() == [200 * row + 2 * column for row in range(5) for column in range(3)]
-    assert inputs["order"][0, 15:].tolist() == [0] * 9
-    with pytest.raises(ValueError, match=r"multiples of 2 with a product of 60 patches; got \(10, 5\)"):
+    assert inputs["raster_index"][0, 15:].tolist() == [0] * 9
+    with pytest.raises(ValueError, match=r"two multiples of 2 with product 60; got \(10, 5\)"):
         window_inputs(values, (10, 5), config)
 
 
@@ -170,5 +170,5 @@ def test_errors_name_the_key_or_the_tensor(tmp_path):
         with pytest.raises(ValueError, match=f"extra_tensors does not match policy.config: {message}"):
             load_tower(policy.replace(extra_tensors=others | tensors))
     tower, params = load_tower(policy)
-    with pytest.raises(ValueError, match=r"must have shape \[N, 28, 28, 3\]; got \(1, 56, 56, 3\)"):
+    with pytest.raises(ValueError, match=r"must have shape \[tiles, 28, 28, 3\]; got \(1, 56, 56, 3\)"):
         tower.apply({"params": params}, {"pixels": np.zeros((1, 56, 56, 3), np.float32)})

@@ -1,4 +1,4 @@
-"""Prompts with images: logits compared with transformers and PyTorch, and sampling compared with scoring."""
+"""Prompts with images: logits compared with transformers and PyTorch."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,9 +45,10 @@ def encoded(policy, directory):
     p, n = max(map(len, rows)) + 2, max(map(len, own))
     tokens = np.stack([np.pad(row, (0, p - len(row))) for row in rows])
     lengths = np.array([len(row) for row in rows])
-    places = np.where((tokens == token) & (np.arange(p) < lengths[:, None]), np.cumsum(tokens == token, axis=1) - 1, -1)
+    is_image = (tokens == token) & (np.arange(p) < lengths[:, None])
+    feature_index = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1)
     stacked = np.stack([np.pad(x, ((0, n - len(x)), (0, 0))) for x in own])
-    return Prompts(tokens, lengths, PromptImages(stacked, places)), outputs, rows
+    return Prompts(tokens, lengths, PromptImages(stacked, feature_index)), outputs, rows
 
 
 def with_positions(prompts, model, outputs, rows):
@@ -56,7 +57,7 @@ def with_positions(prompts, model, outputs, rows):
 
     found = np.zeros((len(rows), 3, prompts.tokens.shape[1]), np.int32)
     for i, (row, chosen) in enumerate(zip(rows, IMAGES_OF, strict=True)):
-        kinds = torch.tensor(prompts.images.places[i, : len(row)] >= 0).int()[None]
+        kinds = torch.tensor(prompts.images.feature_index[i, : len(row)] >= 0).int()[None]
         grids = torch.tensor(np.concatenate([outputs[j]["image_grid_thw"] for j in chosen])) if chosen else None
         positions, _ = model.model.get_rope_index(torch.tensor(row)[None], kinds, grids)
         found[i, :, : len(row)] = positions[:, 0].numpy() + len(row) - 1 - int(positions.max())
@@ -64,7 +65,7 @@ def with_positions(prompts, model, outputs, rows):
 
 
 def model_inputs(family, outputs, chosen):
-    """Return transformers' inputs for some of the images."""
+    """Return transformers' inputs for the images at the indices `chosen`."""
     keys = [key for key in ("pixel_values", "image_grid_thw") if key in outputs[0]] if chosen else []
     found = {key: [outputs[i][key] for i in chosen] for key in keys}
     if family in ("idefics3", "smolvlm") and chosen:  # [1, tiles, 3, H, W]

@@ -17,7 +17,7 @@ from grpo_jax.maths.sampling import Sampling
 from grpo_jax.models.scoring import score_completions
 from grpo_jax.run.images import with_encoder, with_tower
 from grpo_jax.run.rollout_result import RolloutResult
-from grpo_jax.text.images import find_processor
+from grpo_jax.text.images import load_processor_if_needed
 from grpo_jax.text.prompts import encode_prompts
 from grpo_jax.types import Completions
 from grpo_jax.watch.monitor import StopRun
@@ -35,12 +35,12 @@ def rows(seed=3):
     return [{"prompt": [{"role": "user", "content": f"a{i}"}], "images": some} for i, some in enumerate(of_rows)]
 
 
-def count_images(completions, images):
-    """Reward short completions more, and more so for prompts with images."""
+def image_reward(completions, images):
+    """Reward the number of a prompt's images, minus 0.1 per character of the completion."""
     return [len(some) - 0.1 * len(text[0]["content"]) for text, some in zip(completions, images, strict=True)]
 
 
-class Echo:
+class ThreeTurns:
     """Environment with three turns."""
 
     def reset(self, **row):
@@ -63,12 +63,12 @@ def policies(tmp_path_factory):
 
 
 def run(policy, run_dir=None, callbacks=(), **settings):
-    """Train on the rows in dataset order, as far as they go; return the final state and the logged lines."""
+    """Train on `dataset`, by default `rows()`. Returns the final state and the logged metrics."""
     lines, more = [], {name: settings.pop(name) for name in ("environment_factory",) if name in settings}
     dataset = settings.pop("dataset", None) or rows()
     callbacks = [lambda step, line: lines.append(line), *callbacks]
     state = train(
-        policy, dataset, count_images, GRPOConfig(**SETTINGS | settings), run_dir=run_dir, callbacks=callbacks, **more
+        policy, dataset, image_reward, GRPOConfig(**SETTINGS | settings), run_dir=run_dir, callbacks=callbacks, **more
     )
     return state, lines
 
@@ -76,7 +76,7 @@ def run(policy, run_dir=None, callbacks=(), **settings):
 @pytest.mark.parametrize(("family", "turns"), [*((family, 1) for family in FAMILIES), ("gemma3", 3), ("qwen2_5_vl", 3)])
 def test_sampler_and_trainer_agree(policies, family, turns):
     """Log-probs from sampling equal the update's, with one and three turns after prompts with and without images."""
-    more = {} if turns == 1 else {"environment_factory": Echo, "max_turn_length": 3, "max_completion_length": 120}
+    more = {} if turns == 1 else {"environment_factory": ThreeTurns, "max_turn_length": 3, "max_completion_length": 120}
     _, lines = run(policies(family), per_device_train_batch_size=16, **more)
     assert 0 <= lines[-1]["sampler_gap"] < 2e-5
     assert turns == 1 or lines[-1]["turns/mean"] == 3
@@ -84,7 +84,7 @@ def test_sampler_and_trainer_agree(policies, family, turns):
 
 def encoded_rows(policy, freeze):
     """Return the policy, with a trained tower unless `freeze`, and the encoded rows."""
-    data = {"dataset": encode_prompts(rows(), policy.tokenizer, processor=find_processor(policy, rows()))}
+    data = {"dataset": encode_prompts(rows(), policy.tokenizer, processor=load_processor_if_needed(policy, rows()))}
     policy = with_tower(policy, data, freeze=freeze)
     return policy, with_encoder(policy, data)["dataset"]
 
@@ -96,7 +96,7 @@ def encoded(policy, freeze):
 
 
 def gradient(policy, prompts, tokens):
-    """Return the compiled gradient of the mean log-prob of completions."""
+    """Return the compiled `value_and_grad` of the mean log-prob of completions."""
 
     def loss(params, prompts):
         return score_completions(policy.model, params, prompts, tokens, tokens > 0, Sampling()).log_probs.mean()
@@ -119,7 +119,7 @@ def test_frozen_and_trained_towers_have_equal_losses_and_decoder_gradients(polic
 
 
 def test_a_frozen_tower_costs_nothing_in_the_update(policies):
-    """By XLA, a gradient with a frozen tower has the FLOPs of text. A trained one adds three encodings per prompt."""
+    """By XLA's count, a frozen tower adds no FLOPs to a gradient. A trained tower adds three encodings per prompt."""
 
     def flops(program):
         return program.cost_analysis()["flops"]
@@ -135,7 +135,7 @@ def test_a_frozen_tower_costs_nothing_in_the_update(policies):
         assert flops(of_frozen) == pytest.approx(flops(of_text), rel=0.02)
         assert (flops(gradient(trained, tiles, tokens)) - flops(of_frozen)) / one == pytest.approx(3, abs=0.3)
         memory = [x.memory_analysis().temp_size_in_bytes for x in (of_text, of_frozen)]
-        features = prompts.images.features.nbytes + prompts.images.places.nbytes
+        features = prompts.images.features.nbytes + prompts.images.feature_index.nbytes
         assert memory[1] - memory[0] < 8 * features
 
 
@@ -178,15 +178,15 @@ def test_a_trained_tower_is_exported_and_a_frozen_one_unchanged(policies, tmp_pa
         again = from_pretrained(tmp_path / "model")
         same = [np.array_equal(x, again.extra_tensors[name]) for name, x in policy.extra_tensors.items()]
         assert all(same) if freeze else not any(same)
-        texts = [[row["completion"] for row in evaluate(x, rows(), count_images, max_completion_length=4)[1]]
+        texts = [[row["completion"] for row in evaluate(x, rows(), image_reward, max_completion_length=4)[1]]
             for x in (trained, again)]  # fmt: skip
         assert texts[0] == texts[1]
-    with pytest.raises(ValueError, match=r"freeze_vision = True, but policy\.params contain a trained vision tower"):
+    with pytest.raises(ValueError, match=r"freeze_vision=True, but policy\.params contain a trained vision tower"):
         sft(trained, examples, SFTConfig(max_steps=1))
 
 
-def test_rows_without_images_and_of_other_lengths_stand_next_to_each_other(policies):
-    """SFT datasets with and without images, packed examples, and examples of which only each by itself fits."""
+def test_sft_with_and_without_images_and_with_different_lengths(policies):
+    """SFT with and without images, with packing, and with a longest prompt and completion that exceed the context."""
     policy, settings = policies("smolvlm"), {"max_steps": 1, "packing": True, "max_length": 512, "logging_steps": 1}
     examples = [{**row, "completion": [{"role": "assistant", "content": "b"}]} for row in rows()]
     plain = [{"prompt": "a" * 20, "completion": "b" * 300}, {"prompt": "c" * 400, "completion": "d"}]
@@ -198,7 +198,7 @@ def test_rows_without_images_and_of_other_lengths_stand_next_to_each_other(polic
 
 @pytest.mark.parametrize("freeze", [True, False])
 def test_joined_rollouts_keep_their_images(policies, freeze):
-    """Prompts have the same states alone and after rollouts with different prompt lengths were joined."""
+    """States of prompts do not change if rollouts with different prompt lengths are joined."""
     policy, data = encoded_rows(policies("qwen2_5_vl"), freeze)
     empty = Completions(*np.zeros((3, 2, 1, 1)), np.zeros((2, 1)))
     halves = (RolloutResult([], data.prompts(at, length=p), empty) for at, p in (((0, 1), 64), ((2, 3), 96)))
@@ -208,23 +208,23 @@ def test_joined_rollouts_keep_their_images(policies, freeze):
 
 
 @pytest.mark.quick
-def test_a_tower_that_was_trained_is_used_under_adapters(policies):
+def test_a_tower_that_was_trained_is_used_with_adapters(policies):
     policy = policies("gemma3")
     tower = jax.tree.map(lambda x: 1.1 * x, load_tower(policy)[1])
     adapted = add_lora(policy.replace(params={**policy.params, "tower": tower}), jax.random.key(0), rank=2)
-    data = {"": encode_prompts(rows(), policy.tokenizer, processor=find_processor(policy, rows()))}
-    chex.assert_trees_all_equal(with_encoder(adapted, data, params=adapted.params)[""].add_images.params, tower)
+    data = {"": encode_prompts(rows(), policy.tokenizer, processor=load_processor_if_needed(policy, rows()))}
+    chex.assert_trees_all_equal(with_encoder(adapted, data, params=adapted.params)[""].image_encoder.params, tower)
 
 
 def test_unsupported_combinations_are_rejected(policies):
     policy = policies("gemma3")
-    with pytest.raises(ValueError, match="teacher does not receive the images"):
-        train(policy, rows(), count_images, GRPOConfig(distillation_coef=1.0, max_steps=1), teacher=policy)
-    with pytest.raises(ValueError, match="sampler does not receive the images"):
-        evaluate(policy, rows(), count_images, sampler=lambda **keywords: None)
+    with pytest.raises(ValueError, match="teacher does not support the dataset's images"):
+        train(policy, rows(), image_reward, GRPOConfig(distillation_coef=1.0, max_steps=1), teacher=policy)
+    with pytest.raises(ValueError, match="sampler does not support the dataset's images"):
+        evaluate(policy, rows(), image_reward, sampler=lambda **keywords: None)
     adapted = add_lora(policy, jax.random.key(0), rank=2)
     run(adapted, per_device_train_batch_size=16)
-    with pytest.raises(ValueError, match="freeze_vision = False, but the policy has adapters"):
+    with pytest.raises(ValueError, match="freeze_vision=False, but the policy has adapters"):
         run(adapted, freeze_vision=False)
-    with pytest.raises(ValueError, match="freeze_vision = False, but the dataset has no images"):
+    with pytest.raises(ValueError, match="freeze_vision=False, but the dataset has no images"):
         sft(policy, [{"prompt": "a", "completion": "b"}], SFTConfig(freeze_vision=False, max_steps=1))

@@ -19,7 +19,7 @@ from grpo_jax.hub.processor import load_processor
 from grpo_jax.models.qwen_vision import window_inputs
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.examples import encode_examples, load_examples
-from grpo_jax.text.images import find_processor, open_image, place_images
+from grpo_jax.text.images import assign_images, load_processor_if_needed, open_image
 from grpo_jax.text.prompts import encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 
@@ -114,10 +114,10 @@ def test_ids_and_pixels_equal_those_of_transformers(family, load, monkeypatch):
             ends = np.cumsum([math.prod(grid) for grid in grids], dtype=int)
             for x, grid, end in zip(inputs, grids, ends, strict=True):
                 pixels = np.asarray(wanted["pixel_values"])[end - math.prod(grid) : end]
-                chex.assert_trees_all_equal(x, window_inputs(pixels, grid, processor.tower))
+                chex.assert_trees_all_equal(x, window_inputs(pixels, grid, processor.tower_config))
         elif found:
             ours = np.concatenate([x["pixels"] for x in inputs])
-            assert [len(x["pixels"]) * processor.tower.num_features for x in inputs] == counts
+            assert [len(x["pixels"]) * processor.tower_config.num_features for x in inputs] == counts
             pixels = np.reshape(np.asarray(wanted["pixel_values"]), (-1, 3, *ours.shape[1:3]))
             np.testing.assert_array_equal(np.moveaxis(ours, -1, 1), pixels)
 
@@ -152,7 +152,7 @@ def test_images_are_placed_as_in_trl(load):
     dialog = [{"role": "system", "content": "be brief"}, *user("a"), *user("b")]
 
     def place(prompt, *images):
-        return place_images({"images": list(images)}, prompt, processor, "row")
+        return assign_images({"images": list(images)}, prompt, processor, "row")
 
     placed = place(dialog, first, second)
     assert [message["content"] for message in placed.prompt] == ["be brief", [PART, PART, text("a")], "b"]
@@ -197,7 +197,7 @@ def test_photos_are_turned_upright_and_transparent_pixels_are_white(load):
     exif[0x0112] = 6  # rotated by 90 degrees
     photo = encoded(noise(20, 48), "JPEG", exif=exif)
     assert open_image(photo).size[::-1] == (48, 20)
-    assert place_images({"image": photo}, "<start_of_image>", load("gemma3")[2], "row").sizes == [(48, 20)]
+    assert assign_images({"image": photo}, "<start_of_image>", load("gemma3")[2], "row").sizes == [(48, 20)]
     clear = Image.new("RGBA", (2, 2), (200, 0, 0, 0))
     assert open_image(clear).getpixel((0, 0)) == open_image(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
     gray = Image.new("L", (2, 2), 7)
@@ -252,7 +252,7 @@ FAULTS = [
     ({"prompt": user(PART, text("a"))}, r"row 1 has 0 images in its columns, but 1 image parts without an image"),
     ({"prompt": [{"role": "system", "content": "a"}], "image": noise(9, 9)}, r"1 images.*, but 0 image.* user message"),
     ({"prompt": user("<start_of_image>?"), "image": noise(9, 9)}, r"row 1 has 1 images.*'<start_of_image>' 2 times"),
-    ({"prompt": user("<image_soft_token>")}, r"row 1 has 1 image tokens \('<image_soft_token>'\) for images with 0"),
+    ({"prompt": user("<image_soft_token>")}, r"row 1 has 1 image tokens .*, but its images require 0"),
 ]  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def test_too_many_pixels_are_refused(load, monkeypatch):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         warnings.simplefilter("ignore")
         with pytest.raises(
-            ValueError, match=rf"row 0: image 0 .* has more pixels than Pillow's limit \({limit}, .*resi"
+            ValueError, match=rf"row 0: image 0 .* exceeds PIL.Image.MAX_IMAGE_PIXELS \({limit} pixels, .*resi"
         ):
             encode_prompts(rows, policy.tokenizer, processor=processor)
 
@@ -292,33 +292,33 @@ def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
     _, policy, _ = load("gemma3")
     rows = [{"prompt": "a", "image": None}, {"prompt": "a", "image": noise(9, 9)}]
     other = {"input_ids": [1, 2], "prompt": [1, 2], "completion": 3.5, "messages": [{}]}  # unused columns of SFT rows
-    assert find_processor(tiny_policy(), [rows[0], other]) is None
-    with pytest.raises(ValueError, match=r"eval row 1 has images, but .*Qwen3ForCausalLM.* Gemma3For"):
-        find_processor(tiny_policy(), rows, "eval")
+    assert load_processor_if_needed(tiny_policy(), [rows[0], other]) is None
+    with pytest.raises(ValueError, match=r"eval row 1 has images; remove them, .*: Qwen3ForCausalLM.* Gemma3For"):
+        load_processor_if_needed(tiny_policy(), rows, "eval")
     settings = json.loads(policy.files["preprocessor_config.json"])
     larger = {"preprocessor_config.json": json.dumps({**settings, "size": {"height": 35, "width": 28}}).encode()}
     with pytest.raises(
         ValueError, match=r"gives pixels of shape \(1, 35, 28, 3\), but the tower in .*\(1, 28, 28, 3\)"
     ):
-        find_processor(policy.replace(files=larger), rows)
+        load_processor_if_needed(policy.replace(files=larger), rows)
     split = load("idefics3")[1]
     odd = json.loads(split.files["preprocessor_config.json"]) | {"size": {"longest_edge": 60}}
-    with pytest.raises(ValueError, match=r"preprocessor_config.json: size.longest_edge=60 must be a multiple of"):
-        find_processor(split.replace(files={"preprocessor_config.json": json.dumps(odd).encode()}), rows)
+    with pytest.raises(ValueError, match=r"preprocessor_config.json: size.longest_edge=60 must be a multiple of .*=28"):
+        load_processor_if_needed(split.replace(files={"preprocessor_config.json": json.dumps(odd).encode()}), rows)
     cropped = {"preprocessor_config.json": json.dumps({**settings, "do_pan_and_scan": True}).encode()}
     with pytest.raises(ValueError, match=r"preprocessor_config.json: do_pan_and_scan=true .* is not supported"):
-        find_processor(policy.replace(files=cropped), rows)
-    with pytest.raises(ValueError, match=r"row 1 has images, but policy.files has no preprocessor_config.json"):
-        find_processor(policy.replace(files={}), rows)
-    with pytest.raises(ValueError, match=r"dataset row 1 has images, but no processor was passed"):
+        load_processor_if_needed(policy.replace(files=cropped), rows)
+    with pytest.raises(ValueError, match=r"row 1 has images; .* error: policy.files has no preprocessor_config.json"):
+        load_processor_if_needed(policy.replace(files={}), rows)
+    with pytest.raises(ValueError, match=r"dataset row 1 has images, but processor is None"):
         encode_prompts(rows, policy.tokenizer)
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
-    with pytest.raises(ValueError, match=r"row 1 has images, but pillow is required .*; pip install pillow"):
-        find_processor(policy, rows)
+    with pytest.raises(ValueError, match=r"row 1 has images; .* error: pillow is required .*; pip install pillow"):
+        load_processor_if_needed(policy, rows)
     nested = {"image_processor": settings}
     monkeypatch.undo()
     files = {"processor_config.json": json.dumps(nested).encode()}  # as transformers 5 saves it
-    assert find_processor(policy.replace(files=files), rows).transform.size["height"] == 28
+    assert load_processor_if_needed(policy.replace(files=files), rows).image_processor.size["height"] == 28
 
 
 @pytest.mark.quick

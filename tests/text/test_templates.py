@@ -138,8 +138,8 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
 
 @pytest.mark.parametrize(("template", "message"), [
     (None, "need a chat template, but the tokenizer has none"),
-    (chat(after_assistant="\n"), "before a message with the role 'tool', it ends the turn with '.*', which is no EOS"),
-    (chat(after_assistant="<|eot_id|>"), r"with '<\|eot_id\|>.*', which is no EOS \(<\|im_end\|>\)"),
+    (chat(after_assistant="\n"), "before a message with the role 'tool', it ends the turn .*, which is not an EOS"),
+    (chat(after_assistant="<|eot_id|>"), r"with '<\|eot_id\|>.*', which is not an EOS \(<\|im_end\|>\)"),
     (chat(tool=False), "omits messages with the role 'tool'; use a template with tool support"),
     (
         "{{ tools }}{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}",
