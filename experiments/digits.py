@@ -1,4 +1,4 @@
-"""Train a small vision-language model by GRPO to read handwritten digits, from a reward for right answers alone.
+"""Train a small vision-language model with GRPO to read handwritten digits, using only a reward for correct answers.
 
     python -m experiments.digits [--seed N] [--seeds K] [--control] [--picture FILE] [--run-dir DIR]
 
@@ -57,14 +57,14 @@ GROUP = 16
 """Completions per image."""
 PROMPTS = 64
 """Images per GRPO step."""
-LONGEST = 4
-"""Maximum tokens per completion. A digit and the end token are two."""
+MAX_TOKENS = 4
+"""Maximum tokens per completion. A digit and the end token take two."""
 SAMPLES = 4
 """Sampled answers per held-out image."""
-EVERY = 50
+EVAL_STEPS = 50
 """GRPO steps between evaluations."""
-DRAWN = 15
-"""Held-out images in the picture, the first ones."""
+NUM_DRAWN = 15
+"""Number of held-out images in the picture, starting with the first."""
 QUESTION = "Which digit?"
 
 SPECIAL = [
@@ -84,10 +84,10 @@ accuracy = accuracy_reward("answer")
 
 
 def make_rows(held_out: int = 500) -> tuple[list[Row], list[Row]]:
-    """Return training and held-out rows with `prompt`, `image` and `answer`, in an order that is always the same."""
+    """Return training and held-out rows with `prompt`, `image` and `answer`, in a fixed order."""
     digits = import_extra("sklearn.datasets", "scikit-learn").load_digits()
     pillow = import_extra("PIL.Image", "pillow")
-    pixels = np.minimum(digits.images * 16, 255).astype(np.uint8)  # from 0 … 16
+    pixels = np.minimum(digits.images * 16, 255).astype(np.uint8)  # 0 … 16 to 0 … 255
     rows = [
         {
             "prompt": [{"role": "user", "content": QUESTION}],
@@ -99,8 +99,8 @@ def make_rows(held_out: int = 500) -> tuple[list[Row], list[Row]]:
     return rows[held_out:], rows[:held_out]
 
 
-def lessons(rows: Sequence[Row], seed: int, passes: int) -> list[Row]:
-    """Return rows for `sft`: one image of each digit with its answer, `passes` times. Seeds have different images."""
+def sft_rows(rows: Sequence[Row], seed: int, passes: int) -> list[Row]:
+    """Return rows for `sft`: one image per digit with its answer, `passes` times. `seed` selects the images."""
     chosen = [[row for row in rows if row["answer"] == str(digit)][seed] for digit in range(10)]
     answers = [[{"role": "assistant", "content": row["answer"]}] for row in chosen]
     return [
@@ -127,7 +127,7 @@ def make_tokenizer() -> Any:
 
 
 def random_tower(seed: int) -> dict[str, np.ndarray]:
-    """Return the tensors of a random tower and projector in Gemma 3's checkpoints, keyed by name."""
+    """Return the tensors of a random vision tower and projector, keyed by their names in Gemma 3's checkpoints."""
     draw, width, start = np.random.default_rng(seed), WIDTH, "vision_tower.vision_model."
     layer = f"{start}encoder.layers.0."
     matrices: dict[str, tuple[int, ...]] = {f"{start}embeddings.patch_embedding": (width, 3, PATCH, PATCH)}
@@ -213,7 +213,7 @@ def make_config(arguments: argparse.Namespace, seed: int, held_out: int) -> GRPO
     return GRPOConfig(
         num_generations=GROUP,
         per_device_train_batch_size=GROUP * PROMPTS,
-        max_completion_length=LONGEST,
+        max_completion_length=MAX_TOKENS,
         max_steps=arguments.steps,
         learning_rate=1e-3,
         lr_scheduler_type="linear",
@@ -223,10 +223,10 @@ def make_config(arguments: argparse.Namespace, seed: int, held_out: int) -> GRPO
         gradient_checkpointing=False,
         pad_to_multiple_of=None,  # all prompts have the same length
         seed=seed,
-        eval_steps=EVERY,
+        eval_steps=EVAL_STEPS,
         num_generations_eval=1,
         per_device_eval_batch_size=held_out,
-        logging_steps=min(EVERY, arguments.steps),
+        logging_steps=min(EVAL_STEPS, arguments.steps),
         save_steps=None,
     )
 
@@ -252,18 +252,18 @@ def run(
 ) -> Result:  # fmt: skip
     """Run one seed from random weights to the last evaluation."""
 
-    def test(params: Any) -> tuple[Rates, list[str]]:
+    def measure(params: Any) -> tuple[Rates, list[str]]:
         with watch("evaluation"):
-            settings: dict[str, Any] = {"max_completion_length": LONGEST, "batch_size": len(held_out), "seed": seed}
+            settings: dict[str, Any] = {"max_completion_length": MAX_TOKENS, "batch_size": len(held_out), "seed": seed}
             rates, found = held_out_rates(base, held_out, accuracy, params=params, samples=SAMPLES, **settings)
         return rates, [completion_text(row["completion"]).strip() for row in found]
 
     with watch("warm_up"):
         new = make_policy(run_dir / "new", seed)
-        taught = supervise(new, lessons(rows, seed, arguments.warm_up_steps), batch=10)
+        taught = supervise(new, sft_rows(rows, seed, arguments.warm_up_steps), batch=10)
         save_pretrained(run_dir / "base", taught)
         base = from_pretrained(run_dir / "base")
-    before, answers = test(base.params)
+    before, answers = measure(base.params)
     print(f"seed {seed}, before, on {len(held_out)} unseen images: {show_rates(before)}")
     result = Result({}, {}, {"before": answers})
     config = make_config(arguments, seed, len(held_out))
@@ -273,11 +273,11 @@ def run(
         arms["random"] = ([flips, accuracy], dataclasses.replace(config, reward_weights=[1.0, 0.0]))
     for arm, (rewards, settings) in arms.items():
         print(f"\nGRPO, rewarded {'for right answers' if arm == 'grpo' else 'at random'}:")
-        own = run_dir if arm == "grpo" else run_dir / arm
+        arm_dir = run_dir if arm == "grpo" else run_dir / arm
         with watch(arm):
-            state = train(base, rows, rewards, settings, eval_dataset=held_out, run_dir=own)
-        after, answers = test(state.params)
-        result.rates[arm], result.curves[arm] = {"before": before, "after": after}, held_out_curve(own)
+            state = train(base, rows, rewards, settings, eval_dataset=held_out, run_dir=arm_dir)
+        after, answers = measure(state.params)
+        result.rates[arm], result.curves[arm] = {"before": before, "after": after}, held_out_curve(arm_dir)
         if arm == "grpo":
             save_pretrained(run_dir / "final", base.replace(params=state.params))
             result.answers["after"] = answers
@@ -299,7 +299,7 @@ def draw_picture(held_out: Sequence[Row], results: Mapping[int, Result], out: Pa
         "Greedy answers before and after, on held-out images", x=0.02, ha="left", fontsize=12, color=LIGHT.ink
     )
     answers = next(iter(results.values())).answers
-    for i, axes in enumerate(left.subplots(3, DRAWN // 3).flat):
+    for i, axes in enumerate(left.subplots(3, NUM_DRAWN // 3).flat):
         axes.imshow(held_out[i]["image"], cmap="gray_r")
         axes.set_axis_off()
         for when, x in (("before", 0.25), ("after", 0.75)):
@@ -316,7 +316,7 @@ def draw_picture(held_out: Sequence[Row], results: Mapping[int, Result], out: Pa
             axes.plot(*zip(*curve, strict=True), color=color(meaning), lw=1.8, marker="o", markersize=4, label=label)
             label = ""  # one entry per arm in the legend
     axes.set_title(f"Accuracy on {len(held_out)} held-out images (sampled)", loc="left", fontsize=12, color=LIGHT.ink)
-    axes.set_xlabel("steps of training by GRPO", fontsize=10, color=LIGHT.gray)
+    axes.set_xlabel("GRPO steps", fontsize=10, color=LIGHT.gray)
     axes.set_ylim(0, 1.02)
     axes.grid(color=LIGHT.grid, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -349,9 +349,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     rows, held_out = make_rows(arguments.held_out)
     results: dict[int, Result] = {}
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        own = run_dir if arguments.seeds == 1 else run_dir / f"seed-{seed}"
-        own.mkdir(exist_ok=True)
-        results[seed] = run(arguments, seed, rows, held_out, own, watch)
+        seed_dir = run_dir if arguments.seeds == 1 else run_dir / f"seed-{seed}"
+        seed_dir.mkdir(exist_ok=True)
+        results[seed] = run(arguments, seed, rows, held_out, seed_dir, watch)
     picture = run_dir / "digits.png"
     draw_picture(held_out, results, picture)
     if arguments.picture:

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("sklearn", reason="scikit-learn, which contains the images, is not installed")
 
 from experiments import digits
-from grpo_jax.text.images import find_processor
+from grpo_jax.text.images import load_processor_if_needed
 from grpo_jax.watch.writer import read_lines
 
 
@@ -19,7 +19,7 @@ def test_digits_are_split_in_the_same_way_and_lessons_have_one_image_of_each():
     assert (len(rows), len(held_out)) == (1297, 500)
     assert len(set(pixels)) == len(pixels), "an image is in both parts"
     assert [row["answer"] for row in digits.make_rows()[1]] == [row["answer"] for row in held_out]
-    taught = [digits.lessons(rows, seed, passes=2) for seed in (0, 1)]
+    taught = [digits.sft_rows(rows, seed, passes=2) for seed in (0, 1)]
     for lessons in taught:
         assert [row["completion"][0]["content"] for row in lessons] == list("0123456789") * 2
     assert not {id(row["image"]) for row in taught[0]} & {id(row["image"]) for row in taught[1]}
@@ -43,7 +43,7 @@ def test_digits_prints_json_and_writes_its_files(tmp_path, monkeypatch, capsys):
     for name, tensor in policies[0].extra_tensors.items():
         np.testing.assert_array_equal(policies[1].extra_tensors[name], tensor, err_msg=name)
     row = digits.make_rows()[0][0]
-    pixels = find_processor(policies[1], [row]).inputs(row["image"].convert("RGB"))["pixels"]
+    pixels = load_processor_if_needed(policies[1], [row]).inputs(row["image"].convert("RGB"))["pixels"]
     np.testing.assert_allclose(pixels[0, :, :, 0], np.asarray(row["image"]) / 127.5 - 1, atol=1e-6)
     assert [step for step, _ in digits.held_out_curve(run_dir / "random")] == [0, 2]
     for run, rewarded in (("", "accuracy"), ("random", "random_reward")):
