@@ -13,7 +13,7 @@ FAMILIES = ("gemma3", "idefics3", "smolvlm", "qwen2_5_vl")
 """Idefics 3 splits images into tiles of 28 x 28 pixels; SmolVLM's processor is configured not to."""
 
 TEXT = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3,
 }  # fmt: skip
 SIGLIP = {
@@ -90,7 +90,7 @@ def vision_config(family):
     text = {**TEXT, "vocab_size": len(vocabulary(family)), "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1}
     if family == "gemma3":
         text |= {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-        text |= {"query_pre_attn_scalar": 16, "model_type": "gemma3_text"}
+        text |= {"num_hidden_layers": 2, "query_pre_attn_scalar": 16, "model_type": "gemma3_text"}
         config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "mm_tokens_per_image": 4}
         config |= {"vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False}}
         config |= {"boi_token_index": special["<start_of_image>"], "eoi_token_index": special["<end_of_image>"]}

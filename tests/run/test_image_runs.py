@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_vision import images
-from tiny_vision import FAMILIES, write_vision_model
+from tiny_vision import write_vision_model
 
 from grpo_jax import GRPOConfig, SFTConfig, evaluate, from_pretrained, save_pretrained, sft, train
 from grpo_jax.hub.peft import add_lora
@@ -24,7 +24,7 @@ from grpo_jax.watch.monitor import StopRun
 
 SETTINGS = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "learning_rate": 1e-2,
-    "logging_steps": 1, "max_steps": 1, "beta": 0.1,
+    "logging_steps": 1, "max_steps": 1, "beta": 0.1, "gradient_checkpointing": False,
 }  # fmt: skip
 
 
@@ -73,13 +73,16 @@ def run(policy, run_dir=None, callbacks=(), **settings):
     return state, lines
 
 
-@pytest.mark.parametrize(("family", "turns"), [*((family, 1) for family in FAMILIES), ("gemma3", 3), ("qwen2_5_vl", 3)])
+TURNS = {"environment_factory": ThreeTurns, "max_turn_length": 3, "max_completion_length": 120}
+
+
+@pytest.mark.parametrize(("family", "turns"), [("idefics3", None), ("gemma3", 3)])
 def test_sampler_and_trainer_agree(policies, family, turns):
-    """Log-probs from sampling equal the update's, with one and three turns after prompts with and without images."""
-    more = {} if turns == 1 else {"environment_factory": ThreeTurns, "max_turn_length": 3, "max_completion_length": 120}
-    _, lines = run(policies(family), per_device_train_batch_size=16, **more)
+    """Log-probs from sampling equal the update's, with one turn (of adapters) and three, with and without images."""
+    policy = policies(family) if turns else add_lora(policies(family), jax.random.key(0), rank=2)
+    _, lines = run(policy, per_device_train_batch_size=16, **TURNS if turns else {})
     assert 0 <= lines[-1]["sampler_gap"] < 2e-5
-    assert turns == 1 or lines[-1]["turns/mean"] == 3
+    assert lines[-1].get("turns/mean") == turns
 
 
 def encoded_rows(policy, freeze):
@@ -124,28 +127,29 @@ def test_a_frozen_tower_costs_nothing_in_the_update(policies):
     def flops(program):
         return program.cost_analysis()["flops"]
 
-    frozen, prompts = encoded(policies("gemma3"), True)
-    trained, tiles = encoded(policies("gemma3"), False)
+    frozen, prompts = encoded(policies("smolvlm"), True)
+    trained, tiles = encoded(policies("smolvlm"), False)
     encode = jax.jit(lambda params, tiles: trained.model.apply({"params": params}, tiles, method="prefill"))
     one = flops(encode.lower(trained.params, tiles).compile()) - flops(encode.lower(trained.params, prompts).compile())
-    text = prompts.replace(images=None)
-    for g in (2, 8):
-        tokens = jnp.ones((4, g, 5), jnp.int32)
-        of_text, of_frozen = (gradient(frozen, x, tokens) for x in (text, prompts))
-        assert flops(of_frozen) == pytest.approx(flops(of_text), rel=0.02)
-        assert (flops(gradient(trained, tiles, tokens)) - flops(of_frozen)) / one == pytest.approx(3, abs=0.3)
-        memory = [x.memory_analysis().temp_size_in_bytes for x in (of_text, of_frozen)]
-        features = prompts.images.features.nbytes + prompts.images.feature_index.nbytes
-        assert memory[1] - memory[0] < 8 * features
+    tokens = jnp.ones((4, 8, 5), jnp.int32)
+    of_text, of_frozen = (gradient(frozen, x, tokens) for x in (prompts.replace(images=None), prompts))
+    assert one > 0.05 * flops(of_text)
+    assert flops(of_frozen) == pytest.approx(flops(of_text), rel=0.02)
+    assert (flops(gradient(trained, tiles, tokens)) - flops(of_frozen)) / one == pytest.approx(3, abs=0.3)
+    memory = [x.memory_analysis().temp_size_in_bytes for x in (of_text, of_frozen)]
+    features = prompts.images.features.nbytes + prompts.images.feature_index.nbytes
+    assert memory[1] - memory[0] < 8 * features
 
 
 def test_a_mesh_gives_the_same_run(policies):
-    settings = {"per_device_train_batch_size": 16, "learning_rate": 1e-3}
-    state, lines = run(policies("qwen2_5_vl"), **settings)
-    for mesh in ({"data": 2}, {"fsdp": 2}):
-        other, more = run(policies("qwen2_5_vl"), mesh=mesh, **settings | {"per_device_train_batch_size": 8})
-        assert more[-1]["reward"] == lines[-1]["reward"]
-        chex.assert_trees_all_close(jax.tree.map(np.asarray, other.params), state.params, atol=1e-5)
+    """A run with three turns on four devices equals one on one device, in which sampler and trainer agree."""
+    settings = {**TURNS, "learning_rate": 1e-3}
+    state, lines = run(policies("qwen2_5_vl"), per_device_train_batch_size=16, **settings)
+    assert 0 <= lines[-1]["sampler_gap"] < 2e-5
+    settings |= {"mesh": {"data": 2, "fsdp": 2}, "per_device_train_batch_size": 4}
+    other, more = run(policies("qwen2_5_vl"), **settings)
+    assert more[-1]["reward"] == lines[-1]["reward"]
+    chex.assert_trees_all_close(jax.tree.map(np.asarray, other.params), state.params, atol=1e-5)
 
 
 @pytest.mark.parametrize("freeze", [True, False])
@@ -156,9 +160,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(policies, tmp_path, freeze):
         if step == 1:
             raise StopRun
 
-    settings = {"max_steps": 4, "num_iterations": 2, "freeze_vision": freeze, "save_steps": 1}
-    policy = policies("gemma3")
-    whole, _ = run(policy, tmp_path / "whole", **settings)
+    settings = {"max_steps": 3, "num_iterations": 2, "freeze_vision": freeze, "save_steps": 1}
+    policy = policies("smolvlm")
+    whole, lines = run(policy, tmp_path / "whole", **settings)
+    assert 0 <= lines[0]["sampler_gap"] < 2e-5
     run(policy, tmp_path / "cut", callbacks=[stop], **settings)
     with pytest.raises(ValueError, match="dataset: the prompts or their order differ"):
         run(policy, tmp_path / "cut", dataset=rows(seed=1), **settings)
@@ -190,7 +195,7 @@ def test_sft_with_and_without_images_and_with_different_lengths(policies):
     policy, settings = policies("smolvlm"), {"max_steps": 1, "packing": True, "max_length": 512, "logging_steps": 1}
     examples = [{**row, "completion": [{"role": "assistant", "content": "b"}]} for row in rows()]
     plain = [{"prompt": "a" * 20, "completion": "b" * 300}, {"prompt": "c" * 400, "completion": "d"}]
-    for dataset, held_out in ((examples, plain[:1]), (plain[:1], examples), (plain, examples)):
+    for dataset, held_out in ((examples, plain[:1]), (plain, examples)):
         lines, config = [], SFTConfig(**settings)
         sft(policy, dataset, config, eval_dataset=held_out, callbacks=[lambda step, line: lines.append(line)])
         assert all(np.isfinite(line.get("loss", 0)) for line in lines)
@@ -223,7 +228,6 @@ def test_unsupported_combinations_are_rejected(policies):
     with pytest.raises(ValueError, match="sampler does not support the dataset's images"):
         evaluate(policy, rows(), image_reward, sampler=lambda **keywords: None)
     adapted = add_lora(policy, jax.random.key(0), rank=2)
-    run(adapted, per_device_train_batch_size=16)
     with pytest.raises(ValueError, match="freeze_vision=False, but the policy has adapters"):
         run(adapted, freeze_vision=False)
     with pytest.raises(ValueError, match="freeze_vision=False, but the dataset has no images"):
