@@ -67,22 +67,26 @@ def test_no_compilation_after_warm_up(tmp_path):
     assert sizes[2:] == [sizes[2]] * 4
 
 
-def test_programs_compiled_in_advance_are_the_ones_that_run():
+def test_programs_compiled_in_advance_are_the_ones_that_run(monkeypatch):
     """The first burst compiles during prefill, the metrics and the optimizer step during `add_gradients`, each once."""
-    compiled = []
+    compiled, ready, add_gradients = [], threading.Event(), packed.add_gradients
 
     def note(event, seconds, fun_name="", **about):
         if event.endswith("backend_compile_duration"):
             compiled.append((fun_name, "background" in threading.current_thread().name))
+            if fun_name == "jit(sum_metrics)":
+                ready.set()
 
-    def only_ab(prompts, completions):
+    def slow(*args):  # a large model's `add_gradients` takes longer to compile than `sum_metrics`
+        assert ready.wait(60)
+        return add_gradients(*args)
+
+    def only_ab(prompts, completions):  # only the completions of "ab" have different rewards
         return np.where(np.array(prompts) == "ab", lower_case(completions), 0.0)
 
     jax.monitoring.register_event_duration_secs_listener(note)
-    try:  # only the completions of "ab" have different rewards
-        run(only_ab, rows=ROWS[:2], max_steps=1, max_completion_length=5)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+    monkeypatch.setattr(packed, "add_gradients", slow)
+    run(only_ab, rows=ROWS[:2], max_steps=1, max_completion_length=5)
     names = ("add_gradients", "decode_burst", "sum_metrics", "apply_gradients")
     at = {name: [background for found, background in compiled if found == f"jit({name})"] for name in names}
     assert at == {"add_gradients": [False], "decode_burst": [True], "sum_metrics": [True], "apply_gradients": [True]}
