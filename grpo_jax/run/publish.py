@@ -173,14 +173,15 @@ class Publisher:
             argument = f"push_to_hub = True: hub_model_id = {name!r}"
             self._name = _create(name, argument, config.hub_private_repo, config.hub_revision)
             # Otherwise, the card from a previous push would overwrite later edits on the Hub.
-            (self._directory / "README.md").unlink(missing_ok=True)
+            for file in ("README.md", "report.png"):
+                (self._directory / file).unlink(missing_ok=True)
 
     def saved(self, step: int, params: Params, *, last: int) -> None:
         """Upload a checkpoint's policy, unless `step` is the last or `hub_strategy` is "end". Failures only warn."""
         if self._config.hub_strategy == "end" or step == last:
             return
-        write_policy(self._directory, self._policy.replace(params=params))
         try:
+            write_policy(self._directory, self._policy.replace(params=params))
             self._push(f"Training in progress, step {step}")
         except Exception as error:
             warnings.warn(

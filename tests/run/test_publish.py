@@ -77,6 +77,7 @@ def test_hub_strategy_end_pushes_once(tmp_path, monkeypatch):
 
 def test_failed_push_warns_during_the_run_and_raises_at_its_end(tmp_path, monkeypatch):
     params = tiny_policy().params
+    (tmp_path / "report.png").write_bytes(b"a picture")
     with serving(monkeypatch) as hub:
         publisher = opened(CONFIG, tmp_path)
         hub.broken = True
@@ -86,6 +87,15 @@ def test_failed_push_warns_during_the_run_and_raises_at_its_end(tmp_path, monkey
             OSError, match=r"could not be pushed to 'me/sums' .*It is saved in .*hub\. Call train again"
         ):
             publisher.end(moved(params))
+        hub.broken = False
+        for steps in (1, 2):  # the upload is repeated, and the run is resumed with more steps
+            publisher = opened(CONFIG, tmp_path)
+            publisher.saved(1, params, last=steps)
+            publisher.end(moved(params))
+            assert hub.commits[-1][3]["report.png"] == b"a picture"
+        (tmp_path / "hub" / "notes.txt").touch()
+        with pytest.warns(RuntimeWarning, match=r"step 1 could not be pushed to 'me/sums' \(.*notes\.txt"):
+            publisher.saved(1, params, last=3)
     assert same(from_pretrained(tmp_path / "hub").params, moved(params))
 
 
