@@ -258,14 +258,18 @@ def _check_supported(config: Json) -> None:
     for key, value in {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"config key {key!r} must be {value!r}; got {config[key]!r}.")
-    for key in ("modules_to_save", "layers_pattern", "alora_invocation_tokens"):
+    unset = ("modules_to_save", "layers_pattern", "layer_replication", "alora_invocation_tokens", "kasa_config")
+    for key in (*unset, "arrow_config", "use_bdlora"):
         if config.get(key):
             raise ValueError(f"config key {key!r} must be unset; got {config[key]!r}.")
+    init = str(config.get("init_lora_weights")).lower()
+    if init.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+        raise ValueError(f"config key 'init_lora_weights' must keep the base's weights; {init!r} changes them.")
     dropout, pattern = {"lora_dropout": config.get("lora_dropout") or 0.0}, config.get("alpha_pattern") or {}
     for key, value in {"r": config["r"], "lora_alpha": config["lora_alpha"], **pattern, **dropout}.items():
         re.compile(key)
         most = 1 if key in dropout else math.inf
-        if type(value) not in (int, float) or not 0 <= value < most or (value == 0 and key == "r"):
+        if type(value) not in (int, float) or not 0 <= value < most or (value == 0 and key in ("r", "lora_alpha")):
             raise ValueError(f"config key {key!r} is out of range or not a number: {show(value)}.")
 
 

@@ -114,7 +114,10 @@ def test_invalid_uses_of_adapters_are_refused(tmp_path):
     ("changes", "message"),
     [
         *(({key: value}, f"config key '{key}' must be .*; got ") for key, value in (("peft_type", "IA3"),
-            ("bias", "all"), ("use_dora", True), ("modules_to_save", ["lm_head"]))),
+            ("bias", "all"), ("use_dora", True), ("modules_to_save", ["lm_head"]), ("layer_replication", [[0, 1]]))),
+        *(({"init_lora_weights": name}, f"'init_lora_weights' must .*; '{name.lower()}' changes")
+          for name in ("pissa_niter_4", "OLoRA")),
+        ({"lora_alpha": 0}, "config key 'lora_alpha' is out of range or not a number: 0"),
         ({"r": None}, "config key 'r' is out of range or not a number: None"),
         ({"lora_alpha": "6"}, "config key 'lora_alpha' is out .*: '6'"),
         ({"alpha_pattern": {"o_proj": []}}, r"config key 'o_proj' is out .*: \[\]"),
