@@ -120,7 +120,7 @@ def from_pretrained(
         config={key: value for key, value in raw.items() if key != "quantization_config"},
         generation_config=found.generation_config,
         files=found.files,
-        extra_tensors={name: x.mapped() for name in extra if (x := stored[name]).offset},
+        extra_tensors={name: x.mapped() if (x := stored[name]).offset else x.rows(0, x.shape[0]) for name in extra},
         stacked_experts=stacked,
         loaded_tokenizer=state_of(found.tokenizer),
     )

@@ -20,6 +20,7 @@ from test_families import (
     raw_config,
     write_checkpoint,
 )
+from test_quantize import BITSANDBYTES, GOLDEN, array, dequantized
 
 from grpo_jax.hub.families import FAMILIES, family_of, read_config
 from grpo_jax.hub.files import stored_tensors
@@ -115,6 +116,17 @@ def test_export_preserves_non_language_tensors(tmp_path, name, layout):
     prefix = prefixes_of(policy.config, layout)[0]
     assert {len(before[n]) // len(half[n]) for n in before if n.startswith(prefix)} == {2}
     assert all(half[n] == before[n] for n in policy.extra_tensors)
+
+
+def test_quantized_tower_is_dequantized(tmp_path):
+    stored = {f"vision_tower.fc1.weight{part}": array(x) for part, x in GOLDEN["k_proj"]["parts"].items()}
+    directory = write(tmp_path / "model", "gemma3", tower=TOWER | stored)
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": BITSANDBYTES}))
+    save_pretrained(tmp_path / "out", from_pretrained(directory))
+    found = stored_tensors(tmp_path / "out")
+    assert sum("vision_tower" in name for name in found) == sum("vision_tower" in name for name in TOWER) + 1
+    np.testing.assert_array_equal(found["vision_tower.fc1.weight"].mapped(), dequantized("k_proj"))
 
 
 def test_stacked_experts_keep_their_layout(tmp_path):
