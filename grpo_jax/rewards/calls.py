@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import inspect
 import threading
@@ -155,7 +156,7 @@ def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object,
         result: object
         try:
             result = await awaitable
-        except BaseException as error:  # SystemExit would end the loop's thread and block the caller forever
+        except BaseException as error:  # also SystemExit and CancelledError
             result = error
         return result, time.perf_counter() - started
 
@@ -174,7 +175,14 @@ def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object,
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop for async rewards. It runs in a separate thread, since notebooks already run a loop."""
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="grpo_jax-rewards", daemon=True)
+
+    def serve() -> None:
+        while True:  # a task that raises SystemExit stores it and also raises it here
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+                return
+
+    thread = threading.Thread(target=serve, name="grpo_jax-rewards", daemon=True)
     thread.start()
 
     def close() -> None:

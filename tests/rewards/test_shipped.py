@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from grpo_jax.rewards.shipped import (
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
 )
+from grpo_jax.rollout.tools import call_within
 
 pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.* were not scored")]
 
@@ -71,6 +73,15 @@ def test_row_error_keeps_the_other_scores():
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         found = score(reward, ["x"] * 3, by=[1, 0, 3], on_error="none")
         assert found == pytest.approx([6, np.nan, 2], nan_ok=True)
+
+
+def test_row_may_exit_in_an_asynchronous_function():
+    async def leaves(completion, row):
+        return 1.0 if row["by"] else sys.exit(1)
+
+    for _ in range(2):  # the shared event loop keeps running
+        found = call_within(60.0, lambda: score(from_row(leaves), ["x"] * 2, by=[1, 0], on_error="none"))
+        assert found == pytest.approx([1, np.nan], nan_ok=True)
 
 
 def test_from_row_scores_asynchronous_functions_together():

@@ -241,12 +241,15 @@ def test_calls_return_raise_or_time_out():
     def leaves():
         raise SystemExit(3)
 
+    async def leaves_later():
+        leaves()
+
     async def hangs():
         await asyncio.sleep(1000)
 
-    for seconds in (None, 10.0):
+    for seconds in (10.0, None):
         assert call_within(seconds, later, 1, 2) == 3
-        for function, error in ((leaves, SystemExit), (lambda: 1 / 0, ZeroDivisionError)):
+        for function, error in ((leaves, SystemExit), (leaves_later, SystemExit), (lambda: 1 / 0, ZeroDivisionError)):
             with pytest.raises(error):
                 call_within(seconds, function)
     free, begun = threading.Event(), time.monotonic()
