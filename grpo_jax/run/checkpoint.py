@@ -168,9 +168,9 @@ class Checkpoints:
             return
         if progress.metric is None:
             warnings.warn(
-                f"metric_for_best_model = {name!r} has no value up to step {step}, so the checkpoint at this step"
-                " cannot be selected as the best. If no checkpoint has a value, the last policy is returned. Check the"
-                " name against the metrics in metrics.jsonl",
+                f"metric_for_best_model = {name!r} has no finite value for the checkpoint at step {step}, which cannot"
+                " be selected as the best. If no checkpoint has a value, the last policy is returned. Check the name"
+                " and the values in metrics.jsonl",
                 stacklevel=3,
             )
         elif not name.startswith("eval/") or progress.evaluated == step:
