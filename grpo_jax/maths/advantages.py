@@ -30,7 +30,10 @@ def _center(values: jax.Array, scored: jax.Array, axis: int | tuple[int, ...]) -
 def _rewards_and_weights(
     rewards: jax.Array, weights: Sequence[float] | jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Convert rewards to [B, G, K] and weights to [K], at least float32. Raise ValueError if a shape is wrong."""
+    """Convert rewards to [B, G, K] and weights to [K], at least float32. Rewards with weight 0 become NaN.
+
+    Raises ValueError if a shape is wrong.
+    """
     rewards = jnp.asarray(rewards)
     if rewards.ndim not in (2, 3):
         raise ValueError(f"rewards has shape {rewards.shape}; expected [B, G] or [B, G, K], with the group on axis 1.")
@@ -41,7 +44,7 @@ def _rewards_and_weights(
     weights = jnp.ones(functions) if weights is None else jnp.asarray(weights)
     if weights.shape != (functions,):
         raise ValueError(f"weights has shape {weights.shape}; expected ({functions},), one per reward function.")
-    return rewards, weights.astype(rewards.dtype)
+    return jnp.where(weights[None, None] == 0, jnp.nan, rewards), weights.astype(rewards.dtype)
 
 
 def _weighted_sum(values: jax.Array, weights: jax.Array, scored: jax.Array) -> jax.Array:
@@ -122,7 +125,8 @@ def compute_advantages(
     | opo | r − Σ_G L·r / Σ_G L |
     | reinforce_pp | c / (std_BG c + epsilon), c = r − mean_G r |
 
-    A NaN reward means that the function did not score the completion. It is excluded from sums, means and stds.
+    A NaN reward means that the function did not score the completion. It is excluded from sums, means and stds. So is
+    every reward of a function with weight 0, which therefore does not make an otherwise unscored completion scored.
     A = 0 for a completion without any reward, and exactly 0 for all completions in a group with equal rewards.
 
     Args:
@@ -227,6 +231,6 @@ def zero_signal_groups(
     scored_by = ~jnp.isnan(rewards)
     if multi_objective_aggregation == "normalize_then_sum":
         _, std = _center(rewards, scored_by, axis=1)
-        return jnp.all((std[:, 0, :] == 0) | (weights[None, :] == 0), axis=1)
+        return jnp.all(std[:, 0, :] == 0, axis=1)
     _, std = _center(_weighted_sum(rewards, weights, scored_by), jnp.any(scored_by, axis=2), axis=1)
     return std[:, 0] == 0

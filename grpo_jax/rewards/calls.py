@@ -222,10 +222,12 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
     """Sum weighted rewards: Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64.
 
-    The sum is NaN if no function scored the completion. The default weights are 1. The metric `reward` is their mean.
+    The sum is NaN if no function with a nonzero weight scored the completion. The default weights are 1. The metric
+    `reward` is the mean of the sums.
     """
-    weighted = rewards * np.array([1.0] * rewards.shape[-1] if weights is None else weights)
-    return np.where(np.isnan(rewards).all(axis=-1), np.nan, np.nansum(weighted, axis=-1))
+    w = np.array([1.0] * rewards.shape[-1] if weights is None else weights)
+    weighted = np.where(w == 0, np.nan, rewards * w)
+    return np.where(np.isnan(weighted).all(axis=-1), np.nan, np.nansum(weighted, axis=-1))
 
 
 def mean_of_scored(totals: np.ndarray) -> float:

@@ -73,6 +73,9 @@ def test_definition(scale, aggregation, missing):
         np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=3e-6)
         with x64():
             np.testing.assert_allclose(compute_advantages(rewards, **settings), expected, atol=1e-13)
+    logged = np.concatenate([rewards, example(seed=1, K=1)], axis=2)  # the fourth function scores every completion
+    logged = compute_advantages(logged, **settings | {"weights": [*weights, 0.0]})
+    np.testing.assert_allclose(logged, expected, atol=3e-6)
 
 
 @pytest.mark.quick
@@ -206,8 +209,8 @@ def test_zero_signal_groups():
     # The second function has weight 0.
     first_only = [1.0, 0.0]
     for aggregation in AGGREGATIONS:
-        signal = zero_signal_groups(rewards[[0, 1, 4]], weights=first_only, multi_objective_aggregation=aggregation)
-        assert signal.tolist() == [True, False, True]
+        signal = zero_signal_groups(rewards[[0, 1, 2, 4]], weights=first_only, multi_objective_aggregation=aggregation)
+        assert signal.tolist() == [True, False, True, True]
     assert zero_signal_groups(np.full((1, 3), 0.1)).tolist() == [True]
 
 

@@ -163,16 +163,16 @@ def test_none_is_unscored_and_not_zero():
     assert "rewards/reward_2/std" not in stats
 
 
-@pytest.mark.parametrize("weights", [None, [2.0, -0.5, 1.0]])
+@pytest.mark.parametrize("weights", [None, [2.0, -0.5, 1.0], [2.0, 0.0, 1.0]])
 def test_total_is_the_weighted_sum_of_the_functions_that_scored(weights):
     rewards = np.array([[0.25, np.nan, 1], [np.nan, 2, np.nan], [np.nan] * 3, [0, 0, np.nan]], np.float32)
     expected = []
     for row in rewards.tolist():
-        scored = [w * r for w, r in zip(weights or [1.0] * 3, row, strict=True) if r == r]
+        scored = [w * r for w, r in zip(weights or [1.0] * 3, row, strict=True) if w and r == r]
         expected.append(sum(scored) if scored else float("nan"))
     found = total_rewards(rewards.reshape(2, 2, 3), weights)
     np.testing.assert_array_equal(found, np.reshape(expected, (2, 2)))
-    assert mean_of_scored(found) == (expected[0] + expected[1] + expected[3]) / 3
+    assert mean_of_scored(found) == np.nanmean(expected)
     assert np.isnan(mean_of_scored(found[1, :1]))
 
 
