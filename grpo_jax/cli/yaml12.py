@@ -47,6 +47,7 @@ for _tag, _pattern, _first in (
     ("float", r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", list("-+.0123456789")),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))  # YAML 1.1 reads 010 as octal
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
@@ -56,15 +57,22 @@ def dump_yaml(values: Json) -> str:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a key's command-line value as YAML, or as a string if the key accepts only strings."""
+    """Parse a key's command-line value as YAML, or as a string if the key accepts only strings.
+
+    An unquoted string is returned unchanged, including spaces and characters that would start a YAML comment.
+    """
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
-    if name not in FIELDS:
-        return value
+    if text in ("", "~", "null", "Null", "NULL", "None"):
+        return None
+    if value is None or (isinstance(value, str) and text[0] not in "\"'"):
+        return text
+    if name not in FIELDS:  # a directory or a model may be named 2024
+        return text if isinstance(value, int | float) and name != "lora" else value
     kind = FIELDS[name].type
     return text if read(kind, value)[1] and not read(kind, text)[1] else value
 

@@ -11,8 +11,16 @@ from grpo_jax.cli.yaml12 import _Loader, dump_yaml, parse_value, read_file
 pytestmark = pytest.mark.quick
 
 TEXTS = ["1_000", "no", "off", "2026-01-01", "1:30"]
-SCALARS = {"1e-6": 1e-6, "-2.5E+3": -2500.0, ".5": 0.5, "7": 7, "007": 7, "true": True, "False": False, "null": None}
-SCALARS |= {"None": None, "~": None, "'1e-6'": "1e-6", "[1, 0.2]": [1, 0.2], "{fsdp: 8}": {"fsdp": 8}}
+SCALARS = {"1e-6": 1e-6, "-2.5E+3": -2500.0, ".5": 0.5, "7": 7, "010": 10, "08": 8, "true": True, "False": False}
+SCALARS |= {
+    "null": None,
+    "08": 8,
+    "None": None,
+    "~": None,
+    "'1e-6'": "1e-6",
+    "[1, 0.2]": [1, 0.2],
+    "{fsdp: 8}": {"fsdp": 8},
+}
 
 
 def parsed(text):
@@ -55,10 +63,13 @@ def test_command_line_values_are_yaml_except_for_text_fields():
     cases += [("mesh", "{data: 2, fsdp: 4}", {"data": 2, "fsdp": 4}), ("scale_rewards", "false", False)]
     cases += [("prompt", "{question", "{question"), ("prompt", "Q: {question}", "Q: {question}")]
     cases += [("prompt", "[{role: user, content: hi}]", messages), ("pad_to_multiple_of", "auto", "auto")]
+    cases += [(name, x, x) for name, x in [("run_dir", "runs/a #1"), ("run_dir", "2024"), ("model", "007")]]
+    cases += [("stop", text, text) for text in ("\n", "#", "---", "foo # bar", " END", "END\n", "5")]
+    cases += [("stop", "'\\n'", "\\n"), ("stop", '"\\n"', "\n"), ("stop", "[a, b]", ["a", "b"]), ("lora", "8", 8)]
     for field in dataclasses.fields(GRPOConfig):
         cases.append((field.name, yaml.safe_dump(field.default).removesuffix("...\n").strip(), field.default))
     for name, text, value in cases:
-        assert parse_value(name, text) == value, name
+        assert parse_value(name, text) == value, (name, text)
 
 
 def test_dump_yaml_round_trips():
