@@ -127,10 +127,12 @@ def read_run(
     """
     values: dict[str, Any] = {} if path is None else read_file(Path(path).expanduser())
     path = Path("command line" if path is None else path).expanduser()
-    folder = (path.parent / str(values.get("folder") or "")).expanduser().resolve()
     for name, text in (overrides or {}).items():
         value = parse_value(name, text)
-        values[name] = value if name == "run_dir" else from_current_directory(value)
+        if name == "folder" and value is not None:
+            value = str(Path(text).expanduser().absolute())
+        values[name] = from_current_directory(value) if name in RUN_KEYS and name != "run_dir" else value
+    folder = (path.parent / Path(str(values.get("folder") or "")).expanduser()).resolve()
     stated = {name: value for name, value in values.items() if value is not None}
     problems = _Problems()
     stages = problems.call("", _read_stages, stated) or ("grpo",)
