@@ -96,7 +96,7 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> Run
     settings = read_settings(run_dir)
     config, dtype = settings["config"], settings.get("param_dtype", "float32")
     fields = ["chat_template_kwargs", "seed", "compute_dtype"] if config_class(config) is SFTConfig else _GRPO_FIELDS
-    values = {name: json.dumps(config[name]) for name in fields if name in config}
+    values = {name: json.dumps(config[name], ensure_ascii=False) for name in fields if name in config}
     run = read_run(None, {**values, "param_dtype": dtype, **keys}, load=[part for part in load if part != "model"])
     new = init_policy(
         read_json(policy / "config.json") or {},

@@ -118,9 +118,11 @@ def test_export_writes_adapters_or_merges_them(folder, trained, params):
 @pytest.mark.quick
 def test_api_run_is_read_with_its_policy_and_sampling_settings(tmp_path):
     save_pretrained(tmp_path / "policy", tiny_policy())
-    RunWriter(tmp_path).config(GRPOConfig(temperature=0.5, learning_rate=0.5), param_dtype="bfloat16")
+    config = GRPOConfig(temperature=0.5, learning_rate=0.5, stop=["😀"])
+    RunWriter(tmp_path).config(config, param_dtype="bfloat16")
     found = commands._run_at(tmp_path, {"top_k": "5"}, ("model",))
     assert (found.config.temperature, found.config.top_k, found.config.learning_rate) == (0.5, 5, 1e-6)
+    assert found.config.stop == config.stop
     policy = commands.load_policy(found)
     assert policy.eos_token_ids == tiny_policy().eos_token_ids
     assert {leaf.dtype.name for leaf in jax.tree.leaves(policy.params)} == {"bfloat16"}
