@@ -156,7 +156,7 @@ def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction |
     """Append a reward function for each environment class that has `get_reward`."""
     kinds = {} if interaction is None else interaction.kinds
     added = [
-        EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if issubclass(kinds[n], kind)])
+        EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if kinds[n] is kind])
         for kind in dict.fromkeys(kinds.values())
         if hasattr(kind, "get_reward")
     ]

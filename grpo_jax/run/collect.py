@@ -30,6 +30,7 @@ from grpo_jax.rewards.calls import Rewards, compute_rewards, means_of
 from grpo_jax.rewards.contract import TrainerState, check_metrics, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import generate
+from grpo_jax.run.policy_checks import check_positions
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards, refill_groups, rollout_metrics
 from grpo_jax.run.run import Run
@@ -293,6 +294,8 @@ def sample(
         draw = functools.partial(generate_by, sampler, policy)
 
     def complete(prompts: Prompts, answer_turn: AnswerTurn | None = None) -> Completions:
+        if answer_turn is not None:  # environments may have made prompts longer
+            check_positions(policy, int(np.max(prompts.lengths)), config.max_completion_length)
         return draw(
             policy.model,
             params,

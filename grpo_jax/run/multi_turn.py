@@ -68,6 +68,7 @@ def episode_prompts(
             encoded = encode_prompts(
                 [row],
                 interaction.tokenizer,
+                max_prompt_length=interaction.config.max_prompt_length,
                 chat_template_kwargs=interaction.config.chat_template_kwargs,
                 tools=[interaction.schemas(row)],
                 processor=None if data.image_encoder is None else data.image_encoder.processor,

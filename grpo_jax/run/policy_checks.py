@@ -69,8 +69,14 @@ def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: in
             " Use the tokenizer from the model's checkpoint."
         )
     if max_completion_length:
-        longest, positions = max(map(len, data.token_ids)), shape.max_position_embeddings
-        for problem in position_problems(longest, max_completion_length, positions):
+        check_positions(policy, max(map(len, data.token_ids)), max_completion_length)
+
+
+def check_positions(policy: Policy, longest_prompt: int, max_completion_length: int) -> None:
+    """Raise ValueError if prompts and completions need more positions than the policy's model has."""
+    shape = shape_of(policy)
+    if shape is not None:
+        for problem in position_problems(longest_prompt, max_completion_length, shape.max_position_embeddings):
             raise ValueError(problem)
 
 

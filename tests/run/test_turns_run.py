@@ -169,6 +169,20 @@ def test_incompatible_arguments_are_rejected_before_sampling():
         train(POLICY, ROWS, [], advantage_fn=lambda rewards, mask: rewards[..., 0], **how)
 
 
+def test_text_from_reset_counts_towards_the_limits_of_prompts():
+    class Long(Game):
+        def reset(self, target, **row):
+            super().reset(target)
+            return "x" * 220
+
+    for settings, message in (
+        ({"max_prompt_length": 16}, r"longer than max_prompt_length=16.* after reset, row 0, has 22\d tokens"),
+        ({}, "max_completion_length = 40: with prompts of up to 22. tokens, this exceeds the model's 256 positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            experience_of(Long, **settings)
+
+
 def test_prefetched_episodes_do_not_keep_their_environments():
     """Episodes played one iteration ahead equal those without prefetching; their environments are not kept."""
     given = []
