@@ -70,7 +70,7 @@ class GRPOConfig(Settings):
     """Additional token ids that, like an EOS, end a turn. Ours."""
     max_turn_length: Count | None = None
     """Maximum number of tokens in a turn. None uses `max_completion_length`. A turn that reaches it is passed to the
-    environment and counted in `turns/cut_short`. Without tools or environments, the completion is truncated. Ours."""
+    environment and counted in `turns/cut_short`. If nothing responds to it, the completion is truncated. Ours."""
 
     # Batches (see `Sizes`).
     steps_per_generation: Count | None = setting(None, resume="rounding")
@@ -91,7 +91,7 @@ class GRPOConfig(Settings):
     max_tool_calling_iterations: Count | None = None
     """Maximum number of turns with tool calls per completion. None disables the limit."""
     on_environment_error: Literal["raise", "end"] = "raise"
-    """Whether an environment error stops the run, or ends its episode, which is counted and keeps its reward. Ours."""
+    """Whether an environment error stops the run, or ends its episode, whose `get_reward` is still called. Ours."""
     shuffle_dataset: bool = True
     """Whether to shuffle the prompts in each epoch."""
     dynamic_sampling: bool = False

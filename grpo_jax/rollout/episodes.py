@@ -65,6 +65,7 @@ class Episode:
         self.turns: list[tuple[bool, str]] = []  # see `EpisodeRecord` for turns, messages, lengths and counts
         self.messages: Messages = []
         self.lengths: list[int] = []
+        self._call_turns = 0  # number of turns with tool calls
         self.turn_rewards: dict[int, float] = {}  # rewards returned by `respond`, keyed by turn
         self.counts = EpisodeCounts(cut_short=None if interaction.ends.max_turn_length is None else 0)
 
@@ -84,15 +85,20 @@ class Episode:
                 self.opening = as_text(self._guarded("reset", reset))
 
     def answer(self, ids: np.ndarray, limit: int) -> Sequence[int] | None:
-        """Return the token ids of the observation that follows a turn, or None at the end of the completion."""
+        """Return the token ids of the observation that follows a turn, or None at the end of the completion.
+
+        A turn truncated at `max_turn_length` that nothing answers truncates the completion (`AnswerTurn`).
+        """
         parsed, interaction, observation = self.note(ids), self._interaction, None
-        if interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
+        cut = interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids)
+        if cut:
             self.counts.cut_short = (self.counts.cut_short or 0) + 1
         if not self.over:
             with contextlib.suppress(_Failed):
                 observation = self._observation(parsed)
         if observation is None:
-            return None
+            unanswered = cut and not self.counts.clipped and not hasattr(self.environment, "respond")
+            return range(limit + 1) if unanswered else None
         tokens = self._encode(observation, limit, int(ids[-1]))
         if len(tokens) <= limit:  # longer observations are not shown to the policy
             self._follow(tokens)
@@ -147,7 +153,8 @@ class Episode:
         calls, problems, limit = parsed.calls, parsed.problems, self._interaction.config.max_tool_calling_iterations
         if not calls and not problems:
             return self._respond(parsed.content)
-        if limit is not None and self.counts.turns > limit:
+        self._call_turns += 1
+        if limit is not None and self._call_turns > limit:
             self.counts.clipped = 1
             return None
         self.counts.calls += len(calls) + len(problems)

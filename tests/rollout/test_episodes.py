@@ -199,7 +199,7 @@ def test_environment_error_ends_the_run_or_its_episode(where):
 
     class Bad:
         reset = lambda self, **row: at("reset")
-        respond = lambda self, text: at("respond", "x")
+        respond = lambda self, text: at("respond", ("x", 1.0) if where == "get_reward" else "x")
         get_reward = lambda self: at("get_reward", 0.5)
 
     raising, ending = (interaction_of(Bad, on_environment_error=on_error) for on_error in ("raise", "end"))
@@ -274,6 +274,24 @@ def test_turn_without_a_call_is_the_last_and_calls_are_limited():
         episode.answer(turn(tokenizer, ("add", {"n": 1})), 400)
     assert episode.answer(turn(tokenizer, text="It is 3."), 400) is None
     assert episode.counts.clipped == 0, "a final answer must not count as clipped"
+
+    class Talks(Sums):
+        respond = lambda self, text: "go on"
+
+    episode = begun(chat_interaction(Talks, max_tool_calling_iterations=1), CHAT)
+    said = [episode.answer(turn(tokenizer, text="Hello."), 400)]
+    said += [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(2)]
+    assert [x is None for x in said] == [False, False, True], "turns without calls must not count"
+
+
+def test_turn_cut_at_the_maximum_length_truncates_a_completion_without_an_answer():
+    for factory, said in ((Sums, 401), (type("Ends", (Sums,), {"respond": lambda self, text: None}), None)):
+        interaction = chat_interaction(factory, max_turn_length=5)
+        episode = begun(interaction, CHAT)
+        answer = episode.answer(ids(interaction.tokenizer, "abcdefghijkl")[:5], 400)
+        assert (answer and len(answer), episode.counts.cut_short) == (said, 1)
+    short = np.append(ids(interaction.tokenizer, "abc")[:1], interaction.eos_token_ids[0])
+    assert begun(chat_interaction(max_turn_length=5), CHAT).answer(short, 400) is None
 
 
 def double(n: int) -> int:
@@ -394,6 +412,10 @@ def test_a_column_selects_the_environment_and_its_reward():
     rewards = [one.reward for one in played]
     given = {"environment_rewards": rewards, "environment": [row["environment"] for row in rows]}
     assert [fn(**given) for fn in fns] == [[0.0, None], [None, 1.0]]
+    rows = [{**ROW, "environment": name} for name in ("guess", "harder")]
+    fns = with_environments([], interaction_of({"guess": Guess, "harder": type("Harder", (Guess,), {})}, rows=rows))
+    given = {"environment_rewards": [1.0, 2.0], "environment": ["guess", "harder"]}
+    assert [fn(**given) for fn in fns] == [[1.0, None], [None, 2.0]], "each reward must count once"
 
 
 class Wants(Guess):
