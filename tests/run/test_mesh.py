@@ -25,6 +25,7 @@ MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, None]
 SMALL = {
     "num_generations": 4, "max_completion_length": 20, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
     "logging_steps": 1, "max_steps": 1, "beta": 0.1, "seed": 0,
+    "gradient_checkpointing": False,
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ SETTINGS = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 24, "learning_rate": 1e-3,
     "lr_scheduler_type": "constant", "logging_steps": 1, "beta": 0.1, "seed": 0, "save_steps": 1,
     "per_device_eval_batch_size": 8, "mesh": {"data": 2, "fsdp": 2}, "rollout_ahead": True, "max_steps": 3,
+    "gradient_checkpointing": False,
 }  # fmt: skip
 CALLS = collections.Counter()
 """Counts of completions scored and episodes played in this process."""
