@@ -241,8 +241,8 @@ def derive_sft(
 
 
 def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
-    """Load the rows of a dataset. Streams are read only as far as the run needs."""
-    most = config.max_steps * config.sizes().prompts if config.max_steps > 0 else None
+    """Load the rows of a dataset. Without packing, streams are read only as far as the run needs."""
+    most = config.max_steps * config.sizes().prompts if config.max_steps > 0 and not config.packing else None
     check_finite(dataset, argument, config.max_steps)
     rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=most)
     if argument == "dataset" and config.shuffle_dataset:

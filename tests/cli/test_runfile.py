@@ -33,9 +33,7 @@ def test_run_file_gives_the_arguments_of_train(folder):
     assert (again.config, again.rows, again.folder, again.run_dir) == (run.config, run.rows, run.folder, run.run_dir)
     # On the command line, the directory is relative to the current directory.
     assert read_run(folder / "elsewhere.yaml", {"folder": "project", "run_dir": "2024"}, load=ALL).folder == run.folder
-    named = read_run(
-        path, {"hub_model_id": "project/model", "model": "project/model"}
-    )  # a directory of this name exists
+    named = read_run(path, {"hub_model_id": "project/model", "model": "project/model"})
     assert (named.config.hub_model_id, named.model) == ("project/model", str(folder / "project" / "model"))
     path = write_run(folder, run_dir=None)
     assert str(read_run(path).run_dir) == "runs/my_run"

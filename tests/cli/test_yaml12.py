@@ -12,15 +12,7 @@ pytestmark = pytest.mark.quick
 
 TEXTS = ["1_000", "no", "off", "2026-01-01", "1:30"]
 SCALARS = {"1e-6": 1e-6, "-2.5E+3": -2500.0, ".5": 0.5, "7": 7, "010": 10, "08": 8, "true": True, "False": False}
-SCALARS |= {
-    "null": None,
-    "08": 8,
-    "None": None,
-    "~": None,
-    "'1e-6'": "1e-6",
-    "[1, 0.2]": [1, 0.2],
-    "{fsdp: 8}": {"fsdp": 8},
-}
+SCALARS |= {"null": None, "None": None, "~": None, "'1e-6'": "1e-6", "[1, 0.2]": [1, 0.2], "{fsdp: 8}": {"fsdp": 8}}
 
 
 def parsed(text):

@@ -178,5 +178,8 @@ def test_stream_is_read_only_as_far_as_needed(settings, count):
         run = run_of(rows=stream, **{"shuffle_dataset": True} | settings)
         assert [row["prompt"] for row in run.data.rows] == expected
     assert len(made) <= 2 * (count + 5 + 1), "the stream was read too far"
+    mixed = ({"prompt": "a" * n} for n in (1, 90) * 16)
+    run = run_of(rows=mixed, max_prompt_length=64, on_long_prompt="drop", **settings)
+    assert len(run.data.rows) == 16, "dropped prompts are replaced with later ones"
     with pytest.raises(ValueError, match=r"dataset is an IterableDataset.*; set max_steps"):
         run_of(rows=stream, **settings | {"max_steps": -1})

@@ -216,6 +216,11 @@ def test_mesh_of_two_devices_equals_one_device():
     chex.assert_trees_all_close(jax.device_get(two.params), jax.device_get(one.params), rtol=1e-4, atol=1e-5)
 
 
+def test_stream_is_read_to_its_end_if_examples_are_packed():
+    for packing, count in ((False, 4 * 2), (True, len(ROWS) * 10)):
+        assert len(prepare_sft(tiny_policy(), iter(ROWS * 10), settings(packing=packing)).data.rows) == count
+
+
 def test_examples_with_a_shared_prefix_are_spread_evenly():
     rows = [{"prompt": "Say: ", "completion": "x" * n} for n in (9, 9, 2, 2)]
     config = settings(per_device_train_batch_size=2, train_sampling_strategy="sequential", mesh={"data": 2})
