@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +154,11 @@ def evaluate_rows(
         check_sampler(sampler, interaction, ends)
         check_text_only(by_part, "sampler", sampler)
     environment_columns = () if interaction is None else turns.REWARD_COLUMNS
-    check_reward_fns(fns, [*data.rows[0], *environment_columns], rows=rows)
+    for name, some in by_part.items():
+        argument = f"dataset[{name!r}]" if name else "the dataset"
+        check_reward_fns(fns, [*some[0], *environment_columns], argument=argument, rows=some)
+    if data.dropped:
+        warnings.warn(f"dropped {len(data.dropped)} rows whose prompts are longer than max_prompt_length", stacklevel=3)
     check_tokens(policy, data, config.max_completion_length)
     warn_of_tokens(data, policy, "dataset", ends=ends, template_kwargs=template_kwargs)
     weights = turns.environment_weights(config.reward_weights, fns)

@@ -89,9 +89,18 @@ def test_evaluation_on_a_mesh_equals_one_device(monkeypatch):
 
 
 @pytest.mark.quick
+def test_dropped_rows_are_reported():
+    drop = {"max_prompt_length": 2, "on_long_prompt": "drop", "max_completion_length": 4, "reward_weights": [1, 2]}
+    with pytest.warns(UserWarning, match="dropped 1 rows whose prompts"), pytest.raises(ValueError, match="weight"):
+        evaluate(tiny_policy(), ROWS, length, **drop)
+
+
+@pytest.mark.quick
 def test_missing_reward_column_is_reported_before_sampling():
     with pytest.raises(ValueError, match="'truth', which is not a column"):
         evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0])
+    with pytest.raises(ValueError, match=r"'answer', which is not a column of dataset\['b'\]"):
+        evaluate(tiny_policy(), {"a": ROWS, "b": [{"prompt": "ab"}]}, lambda completions, answer: 1 / 0)
     with pytest.raises(ValueError, match="5 of 5 rows of the dataset have no single number in the column 'answer'"):
         evaluate(tiny_policy(), ROWS, number_reward())
 
