@@ -272,9 +272,9 @@ def _check_plain(policy: Policy) -> None:
 
 def _with_dtype(config: Json, dtype: str) -> Json:
     """Return a copy of a config.json with `dtype` set to the weights' dtype, including in its `text_config`."""
-    named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": dtype}
-    inner = dict(config.get("text_config") or {})
-    inner |= {key: dtype for key in ("torch_dtype", "dtype") if key in inner}
+    keys, inner = ("torch_dtype", "dtype"), dict(config.get("text_config") or {})
+    inner |= {key: dtype for key in keys if key in inner}
+    named = config | dict.fromkeys([key for key in keys if key in config] or ["dtype"], dtype)
     return named | ({"text_config": inner} if inner else {})
 
 
