@@ -137,22 +137,29 @@ def state_of(tokenizer: Tokenizer | None) -> object:
     """Return a tokenizer with copies of its mutable attributes, to detect changes. Returns None if there is none."""
     if tokenizer is None:
         return None
-    attributes = [getattr(tokenizer, name, None) for name in ("chat_template", "special_tokens_map")]
-    return tokenizer, copy.deepcopy(attributes), len(tokenizer) if isinstance(tokenizer, Sized) else 0
+    names = ("chat_template", "special_tokens_map", "model_max_length")
+    attributes = [getattr(tokenizer, name, None) for name in names]
+    added = tokenizer("")["input_ids"]  # add_bos_token is False for some tokenizers that add a BOS token
+    return tokenizer, copy.deepcopy(attributes), added, len(tokenizer) if isinstance(tokenizer, Sized) else 0
 
 
 def files_of(policy: Policy) -> dict[str, bytes]:
     """Return the files to write with a policy as bytes, keyed by name. A changed tokenizer is saved again."""
-    if policy.loaded_tokenizer == state_of(policy.tokenizer):
+    named = isinstance(getattr(policy.tokenizer, "chat_template", None), dict)  # templates in a subdirectory
+    if policy.loaded_tokenizer == state_of(policy.tokenizer) and not named:
         return dict(policy.files)
     others = {name: content for name, content in policy.files.items() if name not in TOKENIZER_FILES}
     return others | (tokenizer_files(policy.tokenizer) if hasattr(policy.tokenizer, "save_pretrained") else {})
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Save a transformers tokenizer, and return its files as bytes, keyed by name."""
+    """Save a transformers tokenizer, and return its files as bytes, keyed by name.
+
+    Several named chat templates are written to tokenizer_config.json instead of a subdirectory.
+    """
+    options = {"save_jinja_files": False} if isinstance(getattr(tokenizer, "chat_template", None), dict) else {}
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch, **options)
         return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
 
 

@@ -123,6 +123,26 @@ def test_current_tokenizer_is_written(policy, tmp_path):
             assert load_tokenizer(tmp_path / "b").chat_template == used.tokenizer.chat_template
         write_policy_files(tmp_path, used)
         assert load_tokenizer(tmp_path / "policy").chat_template == used.tokenizer.chat_template
+    named = from_pretrained(tmp_path / "a")
+    named.tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    named.tokenizer.save_pretrained(tmp_path / "a")  # writes the second template to a subdirectory
+    for used in (named, from_pretrained(tmp_path / "a")):
+        save_pretrained(tmp_path / "c", used)
+        assert load_tokenizer(tmp_path / "c").chat_template == named.tokenizer.chat_template
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "value"), [("add_bos_token", True), ("model_max_length", 77)])
+def test_modified_tokenizer_is_written(name, value, checkpoint, tmp_path):
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.bos_token = "<eos>"
+    tokenizer.save_pretrained(checkpoint)
+    changed = from_pretrained(checkpoint)
+    setattr(changed.tokenizer, name, value)
+    save_pretrained(tmp_path / "out", changed)
+    found, wanted = load_tokenizer(tmp_path / "out"), changed.tokenizer
+    assert found("a")["input_ids"] == wanted("a")["input_ids"] == ([1] if name == "add_bos_token" else []) + [66]
+    assert found.model_max_length == wanted.model_max_length
 
 
 @pytest.mark.parametrize(("dtype", "header"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
@@ -134,6 +154,10 @@ def test_storage_dtypes_are_byte_equal_after_a_round_trip(dtype, header, checkpo
     assert {entry[0] for entry in stored(tmp_path / "a").values()} == {header}
     assert stored(tmp_path / "a") == stored(tmp_path / "b")
     assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == dtype
+    older = policy.replace(config=policy.config | {"torch_dtype": "float64", "dtype": "float64"})
+    save_pretrained(tmp_path / "older", older, dtype=dtype)
+    named = json.loads((tmp_path / "older" / "config.json").read_text())
+    assert named["torch_dtype"] == named["dtype"] == dtype
     as_stored = jax.tree.map(lambda x: np.asarray(x).astype(dtype), policy.params)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.asarray(y).astype(dtype)), as_stored, loaded.params)
 
