@@ -26,7 +26,7 @@ def run_problems(
     """
     problems = list(config.device_problems(num_devices))
     if config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
-        functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns > 1)}"
+        functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns != 1)}"
         problems.append(
             f"{shown(config, 'reward_weights')}: got {len(config.reward_weights)} weights for {functions};"
             " pass one weight per function, or None for 1.0 each"

@@ -58,26 +58,26 @@ def check_ends(ends: TurnEnds, policy: Policy, params: Params) -> None:
         ends.check(policy.tokenizer, vocab_size(policy.model, params) if ends.stop_token_ids else None)
 
 
-def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: int = 0) -> None:
-    """Raise ValueError for token ids outside the model's vocabulary, or lengths that exceed its context length."""
+def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: int = 0, *, prefix: str = "") -> None:
+    """Raise ValueError, with `prefix`, for token ids outside the model's vocabulary or lengths beyond its context."""
     largest, shape = max(max(ids) for ids in data.token_ids), shape_of(policy)
     if shape is None:
         return
     if largest >= shape.vocab_size:
         raise ValueError(
-            f"policy.tokenizer returned the token id {largest}, but the model's vocabulary size is {shape.vocab_size}."
-            " Use the tokenizer from the model's checkpoint."
+            f"{prefix}policy.tokenizer returned the token id {largest}, but the model's vocabulary size is"
+            f" {shape.vocab_size}. Use the tokenizer from the model's checkpoint."
         )
     if max_completion_length:
-        check_positions(policy, max(map(len, data.token_ids)), max_completion_length)
+        check_positions(policy, max(map(len, data.token_ids)), max_completion_length, prefix)
 
 
-def check_positions(policy: Policy, longest_prompt: int, max_completion_length: int) -> None:
+def check_positions(policy: Policy, longest_prompt: int, max_completion_length: int, prefix: str = "") -> None:
     """Raise ValueError if prompts and completions need more positions than the policy's model has."""
     shape = shape_of(policy)
     if shape is not None:
         for problem in position_problems(longest_prompt, max_completion_length, shape.max_position_embeddings):
-            raise ValueError(problem)
+            raise ValueError(prefix + problem)
 
 
 def warn_of_tokens(

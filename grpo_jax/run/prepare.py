@@ -100,6 +100,7 @@ def prepare(
     policy, config, mesh, encoded = _encode(policy, config, rows, fns or (), interaction, errors)
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     if isinstance(teacher, Policy):
+        check_tokens(teacher, encoded["dataset"], config.max_completion_length, prefix="teacher: ")
         teacher = place_policy(teacher.replace(model=with_settings(teacher.model, config, devices, mesh)), mesh)
     encoded = with_encoder(policy, encoded, mesh)
     data, *eval_data = encoded.values()
@@ -150,7 +151,7 @@ def _encode(
     problems = run_problems(
         config,
         num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
-        num_reward_fns=len(reward_fns) or 1,
+        num_reward_fns=len(reward_fns) or len(errors[:1]),  # invalid functions are already reported
         has_eval_data=len(rows) > 1,
         longest_prompt=max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1),
         context_length=None if shape is None else shape.max_position_embeddings,

@@ -79,6 +79,13 @@ def test_using_a_donated_policy_raises(tmp_path):
     assert trained.model.apply({"params": trained.params}, tokens).shape == (1, 2, len(tiny_tokenizer()))
 
 
+def test_arrays_of_the_teacher_are_not_donated():
+    policy = fresh()
+    config = config_of(max_steps=1, distillation_coef=1.0)
+    train(policy, ROWS, [], config, teacher=policy.replace(params=dict(policy.params)), donate=True)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
+
+
 @pytest.mark.quick
 def test_rejected_run_does_not_consume_the_policy(tmp_path):
     policy = fresh()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import tiny_policy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import GRPOConfig, Policy, train
@@ -135,6 +136,7 @@ REFUSED = [
     ({}, {"distillation_mode": "sampled_token", "distillation_divergence": "jsd"}, "supports only .*; got 'jsd'"),
     ({}, {"distillation_alpha": 0.1}, "distillation_alpha=0.1 has an effect only with"),
     ({}, {"dynamic_sampling": True}, "dynamic_sampling=True needs rewards to select groups"),
+    ({}, {"reward_weights": [1.0]}, "got 1 weights for 0 reward functions"),
 ]
 
 
@@ -153,6 +155,15 @@ def test_teacher_with_another_tokenizer_is_rejected():
     ):
         run(teacher=TEACHER.replace(tokenizer=letters(".bac")))
     check_same_tokenizer(TOKENIZER, letters())
+
+
+@pytest.mark.quick
+def test_teacher_with_a_short_context_is_rejected():
+    policy = tiny_policy()
+    short = dataclasses.replace(policy.model.config, max_position_embeddings=6)
+    teacher = policy.replace(model=policy.model.clone(config=short))
+    with pytest.raises(ValueError, match=r"^teacher: max_completion_length = 4: .* exceeds the model's 6 positions"):
+        train(policy, ROWS, [], CONFIG, teacher=teacher)
 
 
 @pytest.mark.parametrize(
