@@ -211,7 +211,8 @@ RUN_METRICS = {
     "frac_reward_zero_std", "learning_rate", "update_skipped", "loss", "policy_loss", "aux_loss", "grad_norm", "kl",
     "kl_in_loss", "kl_initial", "kl_bounded_tokens", "approx_kl_old", "sampler_gap", "ratio_mean", "ratio_max",
     "entropy", "entropy_bonus", "entropy_coef", "selected_entropy", "selected_tokens", "clip_fraction",
-    "clip_fraction_low", "clip_fraction_high", "clip_fraction_delta",
+    "clip_fraction_low", "clip_fraction_high", "clip_fraction_delta", "off_policy_fraction", "distillation",
+    "distillation_loss",
 }  # fmt: skip
 """Metrics that the run itself logs. `log_metric` rejects these names; `check_metrics` rejects rollout metrics."""
 

@@ -65,9 +65,11 @@ def test_names_of_all_run_metrics_are_refused():
     settings = {"per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 4, "max_steps": 1}
     settings |= {"beta": 0.1, "sync_ref_model": True, "delta": 2.0, "num_iterations": 2, "dynamic_sampling": True}
     settings |= {"entropy_coef": 0.1, "use_adaptive_entropy": True, "top_entropy_quantile": 0.5}
-    names = {"step"}
-    train(tiny_policy(), ROWS, length, GRPOConfig(**settings), callbacks=[lambda step, line: names.update(line)])
-    assert {"loss", "num_prompts", "seconds/total", "clip_fraction_delta", "entropy_coef"} <= names
+    settings |= {"off_policy_mask_threshold": 0.1, "distillation_coef": 1.0}
+    names, policy = {"step"}, tiny_policy()
+    noted = [lambda step, line: names.update(line)]
+    train(policy, ROWS, length, GRPOConfig(**settings), teacher=policy, callbacks=noted)
+    assert {"loss", "num_prompts", "seconds/total", "clip_fraction_delta", "entropy_coef", "distillation"} <= names
     for name in names:
         if not name.startswith(("rewards/", "completions/")):
             with pytest.raises(SetupError):
