@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import io
 import itertools
@@ -173,9 +174,12 @@ def _read_file(path: Path, argument: str) -> list[object]:
         return _read_jsonl(path, argument)
     try:
         from pyarrow import parquet
+
+        return list(parquet.read_table(path).to_pylist())
     except ImportError as error:
         raise ValueError(f"{argument}={str(path)!r}: Parquet requires pyarrow; run `pip install pyarrow`") from error
-    return list(parquet.read_table(path).to_pylist())
+    except (ValueError, OSError, NotImplementedError) as error:  # base classes of pyarrow's exceptions
+        raise ValueError(f"{argument}={str(path)!r} cannot be read as Parquet ({one_line(error)})") from error
 
 
 _UTF16 = "is UTF-16; convert it to UTF-8 (iconv -f utf-16 -t utf-8)"
@@ -201,15 +205,19 @@ def _read_lines(path: Path, argument: str) -> Iterator[str]:
 
 def _read_csv(path: Path, argument: str) -> list[object]:
     lines = io.StringIO("".join(_read_lines(path, argument)), newline="")  # keep \r as a line break
-    reader = csv.DictReader(lines)
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.DictReader(lines, strict=True)
     rows: list[object] = []
     try:
+        if twice := sorted(name for name, n in collections.Counter(reader.fieldnames).items() if n > 1):
+            raise csv.Error(f"duplicate column {twice[0]!r}")
         for row in reader:
             if None in row:
                 raise csv.Error(f"{len(row) - 1 + len(row[None])} fields, but the header has {len(row) - 1}")
             rows.append(row)
     except csv.Error as error:
-        raise ValueError(f"{argument}: line {reader.line_num} of {str(path)!r} is not valid CSV ({error})") from error
+        where = f"{argument}: line {reader.reader.line_num} of {str(path)!r}"
+        raise ValueError(f"{where} is not valid CSV ({error})") from error
     return rows
 
 
@@ -221,10 +229,10 @@ def _read_jsonl(path: Path, argument: str) -> list[object]:
         where = f"{argument}: line {number} of {str(path)!r}"
         try:
             row = json.loads(line.strip())
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where} is not valid JSON ({error.msg} at column {error.colno}); write one object per line"
-            ) from error
+        except (ValueError, RecursionError) as error:  # ValueError is also raised for huge integers
+            column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            reason = getattr(error, "msg", str(error))
+            raise ValueError(f"{where} is not valid JSON ({reason}{column}); write one object per line") from error
         if isinstance(row, list) and not rows:
             raise ValueError(f"{where} is a JSON list; write one object per line, or pass the result of json.load")
         if not isinstance(row, dict):

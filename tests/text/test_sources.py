@@ -137,7 +137,28 @@ def test_file_that_is_not_utf8_is_named_with_its_line(folder, name):
             load_rows(name, **SHAPE)
 
 
-def test_csv_row_with_too_many_fields_is_named(tmp_path):
-    (tmp_path / "rows.csv").write_text("prompt,answer\na,1\nb, or c,2\n")
-    with pytest.raises(ValueError, match=r"line 3 of '.*' is not valid CSV \(3 fields, but the header has 2\)"):
-        load_rows(tmp_path / "rows.csv")
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.csv", "prompt,answer\na,1\nb, or c,2\n", r"line 3 .* CSV \(3 fields, but the header has 2\)"),
+        ("rows.csv", 'prompt,answer\n"a,1\nb,2\n', r"line 3 .* CSV \(unexpected end of data\)"),
+        ("rows.csv", "prompt,x,x\na,1,2\n", r"line 1 .* CSV \(duplicate column 'x'\)"),
+        ("rows.jsonl", '{"prompt": ' + "[" * 10**5, r"line 1 .* JSON \(.*recursion"),
+        ("rows.jsonl", '{"prompt": ' + "1" * 5000, r"line 1 .* JSON \(Exceeds the limit"),
+        ("rows.jsonl", "{", r"line 1 .* JSON \(.* at column 2\); write one object per line"),
+    ],
+    ids=["fields", "quote", "duplicate", "nested", "digits", "syntax"],
+)
+def test_invalid_file_is_named_with_its_line(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"dataset: {message}".replace(" .* ", f" of '.*{name}' is not valid ", 1)):
+        load_rows(tmp_path / name)
+
+
+def test_long_csv_field_is_read_and_invalid_parquet_is_named(tmp_path):
+    (tmp_path / "rows.csv").write_text(f"prompt,answer\n{'a' * 140_000},1\n")
+    assert [len(row["prompt"]) for row in load_rows(tmp_path / "rows.csv")] == [140_000]
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    (tmp_path / "rows.parquet").write_text("no")
+    with pytest.raises(ValueError, match=r"dataset='.*rows\.parquet' cannot be read as Parquet \("):
+        load_rows(tmp_path / "rows.parquet")
