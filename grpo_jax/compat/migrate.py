@@ -339,7 +339,7 @@ def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
     targets = script.get("lora_target_modules")
     targets = [targets] if isinstance(targets, str) else targets
     if targets and targets != ["all-linear"]:
-        lora["targets"] = rf"layers_\d+/\w+/({'|'.join(targets)})"
+        lora["targets"] = rf"(.*/)?({'|'.join(targets).replace('.', '/')})"
     elif targets is None:
         note = "by default, all projections get adapters, but PEFT selects them by model family; list them"
         missing["lora_target_modules"] = note

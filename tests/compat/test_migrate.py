@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig
 from grpo_jax.compat.migrate import from_trl, from_trl_script
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME
 from grpo_jax.config.settings import OTHER_NAMES
+from grpo_jax.models.transformer import projections
 
 pytestmark = pytest.mark.quick
 
@@ -186,6 +188,13 @@ def test_base_model_is_quantized_with_adapters():
         run, moved = from_trl_script({bits: True, "use_bnb_nested_quant": True, **adapters})
         assert (run["quantize"], moved.missing) == (kind, {})
         assert set(from_trl_script({bits: True})[1].missing) == {bits}, "a quantized model needs adapters"
+
+
+def test_adapter_targets_match_the_same_modules_as_in_peft():
+    run, moved = from_trl_script({"use_peft": True, "lora_target_modules": ["self_attn.q_proj", "down_proj"]})
+    paths = ["/".join(path) for path, _ in projections(tiny_policy(layers=1).params)]
+    found = {path for path in paths if re.fullmatch(run["lora"]["targets"], path)}
+    assert (found, moved.missing) == ({"layers_0/self_attn/q_proj", "layers_0/mlp/down_proj"}, {})
 
 
 def test_values_server_and_rewards_in_a_script():
