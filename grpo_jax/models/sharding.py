@@ -328,7 +328,7 @@ def place_of(tree: Params) -> jax.sharding.Sharding | None:
     return NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
 
 
-def placed(tree: Tree, source: object) -> Tree:
+def abstract_from(tree: Tree, source: object) -> Tree:
     """Convert a tree to `ShapeDtypeStruct`s with the sharding of arrays computed from `source` (see `place_of`)."""
     at = place_of(source)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.maths.sampling import Sampling, check_sampling
-from grpo_jax.models.sharding import fetch, mesh_of, placed, shard_count
+from grpo_jax.models.sharding import abstract_from, fetch, mesh_of, shard_count
 from grpo_jax.models.streams import in_background, run_in_streams
 from grpo_jax.rollout.decode import (
     Drawn,
@@ -237,7 +237,7 @@ class _OneTurn:
         if rollout.mesh is None:
             model, params, settings = rollout.model, rollout.params, rollout.settings
             shapes, _ = prefill.eval_shape(model, params, *rollout.inputs(part), 0, settings=settings, slots=self.slots)
-            stream = placed(shapes, (params, model))
+            stream = abstract_from(shapes, (params, model))
             burst = functools.partial(decode_burst.lower, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
             burst(model, rollout.decode_variables, stream.cache, stream.replace(cache=()), 0, 0).compile()
 

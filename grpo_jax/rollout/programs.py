@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.layers import Quantized
-from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, placed, shard_count, split_sharding
+from grpo_jax.models.sharding import abstract, abstract_from, constrained_sharding, mesh_of, shard_count, split_sharding
 from grpo_jax.models.streams import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
 from grpo_jax.rollout.decode import Stream, decode_burst, place_stream, prefill
@@ -116,7 +116,7 @@ def decode_call(
     argument, shapes = abstract((as_argument(model), params))
     variables, mesh = variables_shape(model, params), mesh_of(params)
     if "columns" in variables:
-        variables["columns"] = placed(variables["columns"], (shapes, argument))
+        variables["columns"] = abstract_from(variables["columns"], (shapes, argument))
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
     # On a mesh, waiting prompts form the next batch instead of replacing finished groups.
     waits = at_once < groups and mesh is None
@@ -127,7 +127,7 @@ def decode_call(
     read = functools.partial(prefill, settings=settings, slots=ladder.slots[-1])
     prompts, keys = _inputs(at_once, num_generations, prompt_length, mesh)
     stream: Stream = jax.eval_shape(read, argument, shapes, prompts, keys, 0)[0]
-    stream = placed(stream, (shapes, argument)) if mesh is None else place_stream(stream, mesh, _at)
+    stream = abstract_from(stream, (shapes, argument)) if mesh is None else place_stream(stream, mesh, _at)
     cache, rest = stream.cache, stream.replace(cache=())
     burst = functools.partial(decode_burst, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
     return functools.partial(burst, argument, variables, cache, rest, 0, 0)

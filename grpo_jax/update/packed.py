@@ -15,6 +15,7 @@ A minibatch is split into such parts. The number of sequences is an argument, so
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -39,7 +40,7 @@ from grpo_jax.models.packing import (
     sequence_shapes,
 )
 from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
-from grpo_jax.models.sharding import constrain, constrain_params, fetch, placed, shard_count, split
+from grpo_jax.models.sharding import abstract_from, constrain, constrain_params, fetch, shard_count, split
 from grpo_jax.models.streams import count_streams, devices_of, in_background, run_in_streams, shared, wait_on_cpu
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
@@ -129,21 +130,21 @@ class PackedUpdater(Updater):
                     sums.append(wait_on_cpu(sum_metrics(self, state, placed, totals)))
             return total, sums
 
-        with in_background(functools.partial(self._compile, state, zeros[0], parts, totals)):
+        def compile_next() -> None:
+            """Compile the programs that run after `add_gradients` while that one compiles."""
+            arguments = self, state, parts[0], totals
+            if streams == 1 and any(part.num_used > part.num_trained for part in parts):
+                sum_metrics.lower(*arguments).compile()
+            if self.optimizer is not None:
+                grads, sums = zero_gradients.eval_shape(self, state.params), sum_metrics.eval_shape(*arguments)
+                apply_update.lower(self, state, *abstract_from((grads, sums), state)).compile()
+
+        with in_background(compile_next) if self.mesh is None else contextlib.nullcontext():
             results = run_in_streams(add_parts, range(streams))
         sums = functools.reduce(_merge, [more for _, sums in results for more in sums])
         grads = results[0][0] if streams == 1 else _add([grads for grads, _ in results])
         used = [jax.tree.map(operator.itemgetter(np.s_[:, : part.num_used]), part.sequences) for part in parts]
         return grads, sums, padding_share(used)
-
-    def _compile(self, state: TrainState, total: Params, parts: list[Packed], totals: dict[str, jax.Array]) -> None:
-        """Compile the programs that run after `add_gradients` while that one compiles. Does nothing on a mesh."""
-        if self.mesh is None:
-            arguments = self, state, parts[0], totals
-            if any(part.num_used > part.num_trained for part in parts):
-                sum_metrics.lower(*arguments).compile()
-            if self.optimizer is not None:
-                apply_update.lower(self, state, total, placed(sum_metrics.eval_shape(*arguments), state)).compile()
 
     def _score(
         self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array, *, with_entropy: bool
@@ -250,17 +251,16 @@ def choose_updater(
     micro: tuple[int, int],
     optimizer: optax.GradientTransformation | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    on_policy: bool | None = None,
     surrogate: Surrogate | None = None,
     teacher: Teacher | None = None,
 ) -> Updater:
     """Return a `PackedUpdater` if the model and any teacher model come from this package, else an `Updater`.
 
-    `micro` is the shape (prompts, completions per prompt) of a micro-batch. `on_policy` defaults to `config.on_policy`.
+    `micro` is the shape (prompts, completions per prompt) of a micro-batch.
     """
     kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else Updater
-    on_policy, mesh = config.on_policy if on_policy is None else on_policy, mesh if mesh and mesh.size > 1 else None
-    return kind(as_argument(model), config, micro, optimizer, on_policy, mesh, surrogate, teacher)
+    mesh = mesh if mesh and mesh.size > 1 else None
+    return kind(as_argument(model), config, micro, optimizer, config.on_policy, mesh, surrogate, teacher)
 
 
 def _prefill(
