@@ -16,6 +16,7 @@ attention. Softmax and all sums are computed in float32 regardless of the comput
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -26,6 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.context import Prefix, Segments, num_slots
 from grpo_jax.models.fused import fused_attention
+from grpo_jax.models.splash import most_tiles, right_aligned, splash_attention
 from grpo_jax.models.tiles import MASKED, NO_SEGMENT, Kernel, SegmentIds, TileMask, find_tiles, padded, repeated
 
 PromptKeys = tuple[jax.Array, jax.Array, jax.Array]
@@ -203,8 +205,9 @@ def make_tile_mask(
     """Build the `TileMask` for completions or packed sequences.
 
     `tokens` is their shape, (B, G, T) or (A, 1, N). `windows` contains the attention windows of the decoder's layers,
-    and `group` is R, the number of query heads that share a key head.
+    and `group` is R, the number of query heads that share a key head. "splash" needs a prefix and segments.
     """
+    splash = kernel.implementation == "splash"
     b, g, t = tokens
     n = g * t
     index = jnp.arange(n)[None]
@@ -221,11 +224,16 @@ def make_tile_mask(
     )
     if prefix is not None:
         at, numbers = jnp.arange(num_slots(prefix.layers))[None, None], jnp.arange(lengths.shape[1])[None, :, None]
-        number = jnp.where(at < lengths[..., None], NO_SEGMENT - 1 - numbers, NO_SEGMENT)
+        at = at - (at.shape[2] - lengths[..., None]) if splash else at
+        number = jnp.where((at >= 0) & (at < lengths[..., None]), NO_SEGMENT - 1 - numbers, NO_SEGMENT)
         prompts = SegmentIds(number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
         keys = jax.tree.map(lambda x, own: jnp.concatenate([x.reshape(b, -1), own], axis=1), prompts, queries)
-    rows, columns = padded(repeated(queries, group), kernel.rows), padded(keys, kernel.columns)
-    return TileMask(queries, keys, {str(window): find_tiles(rows, columns, kernel, window) for window in windows})
+    rows, columns = padded(repeated(queries, 1 if splash else group), kernel.rows), padded(keys, kernel.columns)
+    tiles = {str(window): find_tiles(rows, columns, kernel, window) for window in windows}
+    if splash and segments is not None and prefix is not None:
+        most = most_tiles(segments, kernel, prompts=lengths.shape[1], size=num_slots(prefix.layers))
+        tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
+    return TileMask(queries, keys, tiles, kernel.implementation)
 
 
 def tiled_attention(
@@ -245,23 +253,29 @@ def tiled_attention(
     """
     b, h, g, t, r, d = q.shape
     k, v = (x.reshape(b, h, g * t, d) for x in (k, v))
+    attend = functools.partial(fused_attention, kernel=kernel)
     if prefix is not None:
 
         def of_rows(x: jax.Array) -> jax.Array:
             """Merge the prompts of each packed sequence: [B, H, P, d] → [A, H, B / A · P, d]."""
             return x.reshape((b, -1, *x.shape[1:])).swapaxes(1, 2).reshape(b, h, -1, d)
 
-        k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
-        v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)
+        keys, values, lengths = prefix
+        keys = keys.swapaxes(-1, -2)
+        if kernel.implementation == "splash":
+            keys, values = right_aligned(keys, lengths), right_aligned(values, lengths)
+            attend = functools.partial(splash_attention, kernel=kernel, size=keys.shape[2])
+        k = jnp.concatenate([of_rows(keys), k], axis=2)
+        v = jnp.concatenate([of_rows(values), v], axis=2)
     merged = q.reshape(b, h, g * t, r, d)
     if mesh is None:
-        return fused_attention(merged, k, v, tile_mask, kernel, sinks).reshape(q.shape)
+        return attend(merged, k, v, tile_mask, sinks=sinks).reshape(q.shape)
 
     # Use `shard_map`, since XLA's partitioner would gather the arrays that the loops over tiles read.
     first, heads = dividing_axes(b, mesh, "data", "fsdp"), dividing_axes(h, mesh, "tensor")
     each = PartitionSpec(first, heads)
     local = jax.shard_map(
-        lambda q, k, v, tile_mask, sinks: fused_attention(q, k, v, tile_mask, kernel, sinks),
+        lambda q, k, v, tile_mask, sinks: attend(q, k, v, tile_mask, sinks=sinks),
         mesh=mesh,
         in_specs=(each, each, each, PartitionSpec(first), PartitionSpec(heads)),
         out_specs=each,

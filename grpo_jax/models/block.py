@@ -96,7 +96,8 @@ class Attention(nn.Module):
         if c.attention_sinks:
             init = nn.initializers.normal(c.initializer_range)
             sinks = self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(h, -1)
-        kernel = Kernel.of(implementation(c.attention), d, c.dtype)
+        chosen = implementation(c.attention) if context.tile_mask is None else context.tile_mask.implementation
+        kernel = Kernel.of(chosen, d, c.dtype)
         kernel = kernel._replace(scale=scale, window=window, soft_cap=soft_cap)
         prefix = context.prompt_keys
         if context.tile_mask is not None:

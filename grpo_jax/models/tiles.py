@@ -42,17 +42,26 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     """Resolve the attention implementation for full sequences. "auto" selects the fastest for the devices.
 
-    "auto" is "triton" on NVIDIA GPUs with compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs
-    and TPUs, and "einsum" on CPUs. If `devices` is empty, the default device is used.
+    "auto" is "triton" on NVIDIA GPUs with compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs,
+    "splash" on TPUs, and "einsum" on CPUs. If `devices` is empty, the default device is used.
     """
     if name != "auto":
         return name
     platform, capability = platform_of(devices)
     if platform == "cpu":
         return "einsum"
-    # Pallas's Triton backend has been deprecated since jax 0.11 and may be missing.
-    has_triton = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-    return "triton" if platform in ("gpu", "cuda") and capability >= 8 and has_triton else "tiles"
+    # JAX may drop these modules. It deprecated Pallas's Triton backend in version 0.11.
+    if platform == "tpu":
+        return "splash" if _exists("jax.experimental.pallas.ops.tpu.splash_attention") else "tiles"
+    newer = platform in ("gpu", "cuda") and capability >= 8
+    return "triton" if newer and _exists("jax.experimental.pallas.triton") else "tiles"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
 
 
 def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.CompilerParams | None:
@@ -72,7 +81,7 @@ class SegmentIds(flax.struct.PyTreeNode):
     """Segment, prompt and position ids for N completion or prompt tokens. Arrays are [A, N] int32."""
 
     number: jax.Array  # segment of completion tokens; −2 − i for tokens in prompt i; `NO_SEGMENT` for padding
-    prompt: jax.Array  # −2 − i for completion tokens after prompt i; not used for keys
+    prompt: jax.Array  # −2 − i for completion tokens after prompt i; for keys, only used by "splash"
     position: jax.Array  # position relative to the first token of the prompt
     index: jax.Array  # index among the completion tokens; −1 for prompt tokens
 
@@ -80,7 +89,7 @@ class SegmentIds(flax.struct.PyTreeNode):
 class Tiles(flax.struct.PyTreeNode):
     """Key tiles (of Y) that each of X query tiles reads, and query tiles that read each key tile. Arrays are int32."""
 
-    keys: jax.Array  # [A, X, Y], indices of key tiles, visible tiles first
+    keys: jax.Array  # [A, X, Y], indices of key tiles, visible tiles first; for "splash" [A, X, at most Y]
     key_count: jax.Array  # [A, X], number of visible key tiles
     queries: jax.Array  # [A, Y, X], indices of query tiles, starting with the tiles that read the key tile
     query_count: jax.Array  # [A, Y], number of query tiles that read the key tile
@@ -92,12 +101,13 @@ class TileMask(flax.struct.PyTreeNode):
     queries: SegmentIds  # [A, N]
     keys: SegmentIds  # [A, S], prompt keys first
     tiles: dict[str, Tiles]  # keyed by str(window)
+    implementation: str = flax.struct.field(pytree_node=False)
 
 
 class Kernel(NamedTuple):
     """Static arguments to fused attention. Scale, window and soft cap are as in `attention.group_attention`."""
 
-    implementation: str  # "tiles", "triton", or "interpreted" (the "triton" kernels on any platform)
+    implementation: str  # "tiles", "triton", "interpreted" (the "triton" kernels on any platform), or "splash"
     rows: int  # queries per tile; R query heads that share a key head are R queries
     columns: int  # keys per tile
     scale: float = 1.0
@@ -108,8 +118,8 @@ class Kernel(NamedTuple):
     @classmethod
     def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:
         """Return a kernel with suitable tile sizes. On a GPU, tiles fit in a program's registers."""
-        if implementation == "tiles":
-            return cls(implementation, 1024, 512)
+        if implementation in ("tiles", "splash"):
+            return cls(implementation, 1024, 512 if implementation == "tiles" else 1024)
         if jnp.dtype(dtype).itemsize > 2:  # tensor cores are not used, and larger tiles are slow to compile
             rows, columns = (64, 32) if head_dim <= 64 else (32, 32) if head_dim <= 128 else (32, 16)
         else:
