@@ -16,7 +16,6 @@ attention. Softmax and all sums are computed in float32 regardless of the comput
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 
@@ -27,7 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.context import Prefix, Segments, num_slots
 from grpo_jax.models.fused import fused_attention
-from grpo_jax.models.splash import most_tiles, right_aligned, splash_attention
+from grpo_jax.models.splash import splash_attention
 from grpo_jax.models.tiles import MASKED, NO_SEGMENT, Kernel, SegmentIds, TileMask, find_tiles, padded, repeated
 
 PromptKeys = tuple[jax.Array, jax.Array, jax.Array]
@@ -224,14 +223,15 @@ def make_tile_mask(
     )
     if prefix is not None:
         at, numbers = jnp.arange(num_slots(prefix.layers))[None, None], jnp.arange(lengths.shape[1])[None, :, None]
-        at = at - (at.shape[2] - lengths[..., None]) if splash else at
+        at = at + lengths[..., None] - at.shape[2] if splash else at  # right-aligned prompts
         number = jnp.where((at >= 0) & (at < lengths[..., None]), NO_SEGMENT - 1 - numbers, NO_SEGMENT)
         prompts = SegmentIds(number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
         keys = jax.tree.map(lambda x, own: jnp.concatenate([x.reshape(b, -1), own], axis=1), prompts, queries)
     rows, columns = padded(repeated(queries, 1 if splash else group), kernel.rows), padded(keys, kernel.columns)
     tiles = {str(window): find_tiles(rows, columns, kernel, window) for window in windows}
-    if splash and segments is not None and prefix is not None:
-        most = most_tiles(segments, kernel, prompts=lengths.shape[1], size=num_slots(prefix.layers))
+    if splash and segments is not None:  # the kernels have as many steps for each tile of queries
+        longest = kernel.rows + segments.longest, keys.number.shape[1] - n
+        most = sum((keys - 2) // kernel.columns + 2 for keys in longest)
         tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
     return TileMask(queries, keys, tiles, kernel.implementation)
 
@@ -253,29 +253,33 @@ def tiled_attention(
     """
     b, h, g, t, r, d = q.shape
     k, v = (x.reshape(b, h, g * t, d) for x in (k, v))
-    attend = functools.partial(fused_attention, kernel=kernel)
+    splash = kernel.implementation == "splash"
     if prefix is not None:
 
         def of_rows(x: jax.Array) -> jax.Array:
             """Merge the prompts of each packed sequence: [B, H, P, d] → [A, H, B / A · P, d]."""
+            if splash:  # right-align the prompts
+                at = (jnp.arange(x.shape[2])[None] + prefix[2][:, None]) % x.shape[2]
+                x = jnp.take_along_axis(x, at[:, None, :, None], axis=2)
             return x.reshape((b, -1, *x.shape[1:])).swapaxes(1, 2).reshape(b, h, -1, d)
 
-        keys, values, lengths = prefix
-        keys = keys.swapaxes(-1, -2)
-        if kernel.implementation == "splash":
-            keys, values = right_aligned(keys, lengths), right_aligned(values, lengths)
-            attend = functools.partial(splash_attention, kernel=kernel, size=keys.shape[2])
-        k = jnp.concatenate([of_rows(keys), k], axis=2)
-        v = jnp.concatenate([of_rows(values), v], axis=2)
+        k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
+        v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, sinks: jax.Array | None) -> jax.Array:
+        if splash and prefix is not None:
+            return splash_attention(q, k, v, tile_mask, kernel, prefix[1].shape[2])
+        return fused_attention(q, k, v, tile_mask, kernel, sinks)
+
     merged = q.reshape(b, h, g * t, r, d)
     if mesh is None:
-        return attend(merged, k, v, tile_mask, sinks=sinks).reshape(q.shape)
+        return attend(merged, k, v, tile_mask, sinks).reshape(q.shape)
 
     # Use `shard_map`, since XLA's partitioner would gather the arrays that the loops over tiles read.
     first, heads = dividing_axes(b, mesh, "data", "fsdp"), dividing_axes(h, mesh, "tensor")
     each = PartitionSpec(first, heads)
     local = jax.shard_map(
-        lambda q, k, v, tile_mask, sinks: attend(q, k, v, tile_mask, sinks=sinks),
+        attend,
         mesh=mesh,
         in_specs=(each, each, each, PartitionSpec(first), PartitionSpec(heads)),
         out_specs=each,

@@ -18,43 +18,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.context import Segments
 from grpo_jax.models.tiles import Kernel, TileMask, padded
 
 BITS = 16
-"""Bits for a query's index, and for the number of own keys before it. Both are in one int32."""
-
-PART = 512
-"""Keys of a tile for which a kernel computes scores at a time, which limits the memory on the chip."""
-
-
-def supports(tokens: int, *, sinks: bool) -> bool:
-    """Return whether the kernels support packed sequences of `tokens` tokens, given whether a layer has sinks.
-
-    The gradients of bfloat16 layers' sinks are not float32 before jax 0.11.
-    """
-    return tokens <= 1 << BITS and not sinks
-
-
-def right_aligned(x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Move prompts' keys or values [B, H, P, d] from the first `lengths` [B] slots to the last ones."""
-    size = x.shape[2]
-    at = (jnp.arange(size)[None] + lengths[:, None]) % size
-    return jnp.take_along_axis(x, at[:, None, :, None], axis=2)
-
-
-def most_tiles(segments: Segments, kernel: Kernel, *, prompts: int, size: int) -> int:
-    """Return an upper bound on the number of key tiles that a tile of queries reads, given prompts of `size` slots.
-
-    The kernels have as many steps for each tile of queries.
-    """
-
-    def tiles(keys: int) -> int:
-        """Return the maximum number of tiles with any of `keys` consecutive keys."""
-        return (keys - 2) // kernel.columns + 2
-
-    block = segments.number.shape[1] // segments.prompt.shape[1]
-    return tiles(kernel.rows + segments.longest) + min(tiles(prompts * size), (kernel.rows // block + 1) * tiles(size))
+"""Bits for a query's index, and for the number of own keys before it. Sequences have at most 2^BITS tokens."""
 
 
 @functools.cache  # `jit` compares functions by identity
@@ -73,15 +40,9 @@ def _visible(shared: int, size: int, window: int | None) -> Callable[[jax.Array,
 
 
 def splash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tile_mask: TileMask,
-    kernel: Kernel,
-    size: int,
-    sinks: None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, kernel: Kernel, size: int
 ) -> jax.Array:
-    """Compute `fused.fused_attention` for packed sequences. Sinks are not supported, and outputs in padding are not 0.
+    """Compute `fused.fused_attention` for packed sequences, without sinks. Outputs in padding are finite, but not 0.
 
     The first keys belong to prompts, each right-aligned in `size` slots, so that the distance of a query and a prompt
     key depends only on the query's position and the key's slot.
@@ -90,42 +51,37 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     a, h, n, r, d = q.shape
-    rows, columns, part = kernel.rows, kernel.columns, min(kernel.columns, PART)
+    rows, columns, part = kernel.rows, kernel.columns, min(kernel.columns, 512)
     queries, keys = padded(tile_mask.queries, rows), padded(tile_mask.keys, columns)
     index = jnp.arange(queries.number.shape[1], dtype=jnp.int32)[None]
     begins = queries.number != jnp.roll(queries.number, 1, axis=1)
     reach = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
     reach = reach if kernel.window is None else jnp.minimum(reach, kernel.window - 1)
-    tiles = tile_mask.tiles[str(kernel.window)]
 
     def steps(at: jax.Array, count: jax.Array, axis: int) -> MaskInfo:
-        """Read tiles `at` [A, X, Y]. Steps after the first `count` [A, X] don't compute, and repeat a tile to load."""
+        """Read `count` [A, X] of the tiles `at` [A, X, Y], and at least one, since outputs are NaN without a tile."""
         step, last = jnp.arange(at.shape[2])[None, None], jnp.maximum(count - 1, 0)[..., None]
-        at = jnp.take_along_axis(at, jnp.minimum(step, last), axis=2)
+        at = jnp.take_along_axis(at, jnp.minimum(step, last), axis=2)  # a repeated tile is not loaded again
         at, used = (jnp.moveaxis(x, 2, axis)[:, None] for x in (at, (step <= last).astype(jnp.int32)))
         return MaskInfo(at, None, used, None, (index << BITS) | reach)
 
-    forward = steps(tiles.keys, tiles.key_count, 2)
-    backward = steps(tiles.queries, tiles.query_count, 1)
-    sizes = splash.BlockSizes(rows, columns, part, rows, columns, part, rows, columns)
+    tiles = tile_mask.tiles[str(kernel.window)]
+    forward, backward = steps(tiles.keys, tiles.key_count, 2), steps(tiles.queries, tiles.query_count, 1)
+    settings = {
+        "block_sizes": splash.BlockSizes(rows, columns, part, rows, columns, part, rows, columns),
+        "mask_function": _visible(k.shape[2] - n, size, kernel.window),
+        "mask_value": splash.DEFAULT_MASK_VALUE,
+        "attn_logits_soft_cap": kernel.soft_cap,
+        "residual_checkpoint_name": None,
+    } | dict.fromkeys(("is_mqa", "save_residuals", "interpret"), False)
 
     def one(q: jax.Array, k: jax.Array, v: jax.Array, infos: tuple[MaskInfo, ...], *ids: jax.Array) -> jax.Array:
-        attend = splash.SplashAttentionKernel(
-            *infos,
-            block_sizes=sizes,
-            is_mqa=False,
-            save_residuals=False,
-            mask_value=splash.DEFAULT_MASK_VALUE,
-            attn_logits_soft_cap=kernel.soft_cap,
-            residual_checkpoint_name=None,
-            mask_function=_visible(k.shape[1] - n, size, kernel.window),
-            interpret=False,
-        )
-        q, k, v = (
-            jnp.pad(x, ((0, 0), (0, -x.shape[1] % side), (0, 0))) for x, side in ((q, rows), (k, columns), (v, columns))
-        )
-        return attend(q, k, v, splash.SegmentIds(*ids))
+        return splash.SplashAttentionKernel(*infos, **settings)(q, k, v, splash.SegmentIds(*ids))
 
-    q = (q * kernel.scale).astype(q.dtype).swapaxes(2, 3).reshape(a, h * r, n, d)
+    def fill(x: jax.Array, side: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % side), (0, 0)))
+
+    q = (q * kernel.scale).swapaxes(2, 3).reshape(a, h * r, n, d)
+    q, k, v = fill(q, rows), fill(k, columns), fill(v, columns)
     out = jax.vmap(one)(q, k, v, (forward, forward, backward), queries.prompt, keys.prompt)
     return out[:, :, :n].reshape(a, h, r, n, d).swapaxes(2, 3)

@@ -50,18 +50,10 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     platform, capability = platform_of(devices)
     if platform == "cpu":
         return "einsum"
-    # JAX may drop these modules. It deprecated Pallas's Triton backend in version 0.11.
-    if platform == "tpu":
-        return "splash" if _exists("jax.experimental.pallas.ops.tpu.splash_attention") else "tiles"
-    newer = platform in ("gpu", "cuda") and capability >= 8
-    return "triton" if newer and _exists("jax.experimental.pallas.triton") else "tiles"
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        return False
+    name = "splash" if platform == "tpu" else "triton" if platform in ("gpu", "cuda") and capability >= 8 else "tiles"
+    modules = {"splash": "jax.experimental.pallas.ops.tpu.splash_attention", "triton": "jax.experimental.pallas.triton"}
+    # Pallas's Triton backend has been deprecated since jax 0.11. Later versions may lack either module.
+    return name if name == "tiles" or importlib.util.find_spec(modules[name]) is not None else "tiles"
 
 
 def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.CompilerParams | None:
@@ -117,9 +109,13 @@ class Kernel(NamedTuple):
 
     @classmethod
     def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:
-        """Return a kernel with suitable tile sizes. On a GPU, tiles fit in a program's registers."""
-        if implementation in ("tiles", "splash"):
-            return cls(implementation, 1024, 512 if implementation == "tiles" else 1024)
+        """Return a kernel with suitable tile sizes. They fit in a GPU's registers or a TPU's vector memory."""
+        if implementation == "tiles":
+            return cls(implementation, 1024, 512)
+        if implementation == "splash":  # large tiles, since a skipped tile takes about 300 cycles
+            width = head_dim * jnp.dtype(dtype).itemsize
+            side = 1024 if width <= 512 else 512 if width <= 1024 else 256
+            return cls(implementation, side, side)
         if jnp.dtype(dtype).itemsize > 2:  # tensor cores are not used, and larger tiles are slow to compile
             rows, columns = (64, 32) if head_dim <= 64 else (32, 32) if head_dim <= 128 else (32, 16)
         else:

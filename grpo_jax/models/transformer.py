@@ -29,7 +29,7 @@ from grpo_jax.models.layers import Linear, Quantized, RMSNorm, tokens_of
 from grpo_jax.models.matmul import matmul
 from grpo_jax.models.rope import check_rope_length, positions_by_channel, query_growth, rope_table
 from grpo_jax.models.sharding import constrain
-from grpo_jax.models.splash import supports
+from grpo_jax.models.splash import BITS
 from grpo_jax.models.tiles import MASKED, Kernel, TileMask, implementation
 from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts
 
@@ -184,7 +184,8 @@ class Transformer(nn.Module):
         c, chosen = self.config, implementation(self.config.attention)
         if chosen == "einsum":
             return None
-        if chosen == "splash" and (segments is None or not supports(tokens[-1], sinks=c.attention_sinks)):
+        # The kernels' gradients of sinks do not have the sinks' dtype in older versions of JAX.
+        if chosen == "splash" and (segments is None or c.attention_sinks or tokens[2] > 1 << BITS):
             chosen = "tiles"
         masks = []
         for heads, width in dict.fromkeys(map(c.heads_of, c.layer_kinds)):

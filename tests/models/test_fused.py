@@ -155,9 +155,9 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
 
 @pytest.mark.quick
 def test_default_implementation_depends_on_the_devices():
-    """By default an H100 uses the Triton kernels, and a T4 or a TPU uses tiles."""
+    """By default an H100 uses the Triton kernels, a T4 tiles, and a TPU the splash attention kernels."""
     assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
-    assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == ["triton", "tiles", "tiles"]
+    assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == ["triton", "tiles", "splash"]
     assert implementation("auto", [H100, H100]) == "triton"
     assert implementation("auto", jax.devices("cpu")) == "einsum"
     assert implementation("tiles", [H100]) == "tiles"
