@@ -35,7 +35,7 @@ def has(module):
 
 CAPTURED = {"capture_output": True, "text": True, "check": False}
 PROGRAM = """
-import json, os, sys
+import json, os, re, sys, types
 request = json.load(sys.stdin)
 from grpo_jax.models.devices import ENVIRONMENT, Target, compile_program
 os.environ.update(ENVIRONMENT)
@@ -45,20 +45,21 @@ devices, found = Target.read(request["device"]).devices(), []
 for length in request["lengths"]:
     config = GRPOConfig(max_completion_length=length, **request["config"])
     lowered = programs(request["model"], config, prompt_length=256, devices=devices)[request["phase"]]
-    one = compile_program(lowered)
-    copies = lowered.compile().as_text().count(" copy(") if request["copies"] else None
-    found.append([one.temporaries, one.collectives, one.kernels, copies])
+    program = lowered.compile()
+    one = compile_program(types.SimpleNamespace(as_text=lowered.as_text, compile=lambda: program))
+    lines = re.findall(request["lines"], program.as_text()) if request["lines"] else None
+    found.append([one.temporaries, one.collectives, one.kernels, lines])
 print(json.dumps(found))
 """
 
 
-def compiled(device, lengths, phase="update", model=MODEL, copies=False, **config):
-    """Compile a phase and return (bytes of temporaries, collectives, kernels, copies) of its largest program per T."""
+def compiled(device, lengths, phase="update", model=MODEL, lines=None, **config):
+    """Compile a phase for each T. Return (bytes of temporaries, collectives, kernels, matches of the regex `lines`)."""
     module = "libtpu" if device.startswith("v") else "jax_cuda12_plugin"
     if not has(module):
         pytest.skip(f"{module} is not installed for {PYTHON}")
     request = {"model": model, "config": config, "device": device, "lengths": lengths, "phase": phase}
-    request["copies"] = copies
+    request["lines"] = lines
     done = subprocess.run([PYTHON, "-c", PROGRAM], input=json.dumps(request), **CAPTURED)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -72,6 +73,16 @@ def test_update_memory_is_linear_in_the_completion_length(device):
     assert 1.5 * short < long < 2.3 * short
     if device == "H100":
         assert kernels["__gpu$xla.gpu.triton"] > 2 * MODEL["num_hidden_layers"], "attention must use the fused kernel"
+
+
+@pytest.mark.parametrize("device", ["v5e", "v6e"])
+def test_packed_attention_on_a_tpu_is_splash_attention(device):
+    """Packed sequences use a forward and two backward kernels, and no loop over tiles, which is left to the prompts."""
+    lines = r'%(splash_mha_[a-z]+)\S* =|( while\(.*op_name="(?:(?!prefill).)*_attend/.*)'
+    ((*_, kernels, found),) = compiled(device, [512], lines=lines)
+    assert kernels.get("tpu_custom_call") == 4, "the forward kernel is also recomputed"
+    assert {kernel for kernel, _ in found if kernel} == {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
+    assert not any(loop for _, loop in found)
 
 
 def test_experts_on_a_gpu_are_kernels_over_their_own_rows():
@@ -105,9 +116,9 @@ def test_decode_on_a_gpu_does_not_copy_its_cache(completions):
     """A decode writes its cache in place: the copies in a burst do not depend on the size of the cache."""
     lengths = [1024, 4096]
     (short, _, _, few), (long, _, _, many) = compiled(
-        "H100", lengths, phase="rollout", copies=True, per_device_train_batch_size=completions
+        "H100", lengths, phase="rollout", lines=r" copy\(", per_device_train_batch_size=completions
     )
-    assert few == many
+    assert len(few) == len(many)
     of_a_layer = 2 * completions * 2 * 64 * 3072  # additional bytes in the longer cache, for keys or values
     assert long - short < of_a_layer / 2
 
