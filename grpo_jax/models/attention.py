@@ -230,8 +230,8 @@ def make_tile_mask(
     rows, columns = padded(repeated(queries, 1 if splash else group), kernel.rows), padded(keys, kernel.columns)
     tiles = {str(window): find_tiles(rows, columns, kernel, window) for window in windows}
     if splash and segments is not None:  # the kernels have as many steps for each tile of queries
-        longest = kernel.rows + segments.longest, keys.number.shape[1] - n
-        most = sum((keys - 2) // kernel.columns + 2 for keys in longest)
+        own, shared = kernel.rows + segments.longest, keys.number.shape[1] - n
+        most = sum((length - 2) // kernel.columns + 2 for length in (own, shared))
         tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
     return TileMask(queries, keys, tiles, kernel.implementation)
 

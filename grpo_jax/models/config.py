@@ -143,8 +143,8 @@ class TransformerConfig:
     remat_on_cpu: bool = False  # whether to recompute with `block.recomputed`, which supports only reverse mode
     # Attention implementation for whole sequences. "einsum" stores all scores. "tiles" and "triton" (`fused`) support
     # only reverse-mode gradients. "triton" also uses kernels for experts (`ragged`) and large decode steps
-    # (`fused_step`). "splash" is "tiles", but with JAX's kernels for packed sequences on TPUs (`splash`). "auto" selects
-    # the fastest implementation for the devices.
+    # (`fused_step`). "splash" uses kernels on TPUs for packed sequences (`splash`), else "tiles". "auto" selects the
+    # fastest implementation for the devices.
     attention: str = "auto"
     mesh: Mesh | None = None  # mesh that fused attention and experts are sharded over; None for one device
     float32_sums: bool | None = None  # whether bfloat16 products use float32 sums (`matmul`); None picks the faster

@@ -1,8 +1,7 @@
 """Attention of packed sequences on TPUs, with JAX's splash attention kernels.
 
-The kernels take lists of tiles, a segment id for each query and key, and a function of an int32 for each query and of
-the key's index. Prompt i and all its completions have the same segment id. The function separates the completions, so
-that neither prompts nor completions are copied or padded to a common length:
+The kernels take lists of tiles, segment ids, and a function of an int32 for each query and of the key's index. A prompt
+and its completions have one segment id, and the function separates the completions. Neither are copied or padded:
 
 ```
 key        p0 p0  · │ p1 p1 p1 │ c0 c0 c0 c1 c1 c2 c2 c2
@@ -14,14 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.tiles import Kernel, TileMask, padded
 
-BITS = 16
-"""Bits for a query's index, and for the number of own keys before it. Sequences have at most 2^BITS tokens."""
+BITS = 16  # for a query's index, and for the number of own keys before it; sequences have at most 2^BITS tokens
 
 
 @functools.cache  # `jit` compares functions by identity
@@ -31,10 +30,8 @@ def _visible(shared: int, size: int, window: int | None) -> Callable[[jax.Array,
     def visible(query: jax.Array, key: jax.Array) -> jax.Array:
         index, reach = jax.lax.shift_right_logical(query, BITS), query & ((1 << BITS) - 1)
         before = index + shared - key
-        of_prompt = key < shared
-        if window is not None:
-            of_prompt &= size - jax.lax.rem(key, size) + reach < window
-        return of_prompt | ((before >= 0) & (before <= reach))
+        near = window is None or size - jax.lax.rem(key, size) + reach < window
+        return ((key < shared) & near) | ((before >= 0) & (before <= reach))
 
     return visible
 
@@ -47,23 +44,24 @@ def splash_attention(
     The first keys belong to prompts, each right-aligned in `size` slots, so that the distance of a query and a prompt
     key depends only on the query's position and the key's slot.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask_info
+
+    splash: Any = splash_attention_kernel  # its types are for masks that are known at compile time
+    mask_info: Any = splash_attention_mask_info.MaskInfo
 
     a, h, n, r, d = q.shape
     rows, columns, part = kernel.rows, kernel.columns, min(kernel.columns, 512)
     queries, keys = padded(tile_mask.queries, rows), padded(tile_mask.keys, columns)
     index = jnp.arange(queries.number.shape[1], dtype=jnp.int32)[None]
-    begins = queries.number != jnp.roll(queries.number, 1, axis=1)
-    reach = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
-    reach = reach if kernel.window is None else jnp.minimum(reach, kernel.window - 1)
+    begins = jnp.where(queries.number != jnp.roll(queries.number, 1, axis=1), index, 0)
+    reach = jnp.minimum(index - jax.lax.cummax(begins, axis=1), (kernel.window or 1 << BITS) - 1)
 
-    def steps(at: jax.Array, count: jax.Array, axis: int) -> MaskInfo:
+    def steps(at: jax.Array, count: jax.Array, axis: int) -> Any:
         """Read `count` [A, X] of the tiles `at` [A, X, Y], and at least one, since outputs are NaN without a tile."""
         step, last = jnp.arange(at.shape[2])[None, None], jnp.maximum(count - 1, 0)[..., None]
         at = jnp.take_along_axis(at, jnp.minimum(step, last), axis=2)  # a repeated tile is not loaded again
         at, used = (jnp.moveaxis(x, 2, axis)[:, None] for x in (at, (step <= last).astype(jnp.int32)))
-        return MaskInfo(at, None, used, None, (index << BITS) | reach)
+        return mask_info(at, None, used, None, (index << BITS) | reach)
 
     tiles = tile_mask.tiles[str(kernel.window)]
     forward, backward = steps(tiles.keys, tiles.key_count, 2), steps(tiles.queries, tiles.query_count, 1)
@@ -75,13 +73,11 @@ def splash_attention(
         "residual_checkpoint_name": None,
     } | dict.fromkeys(("is_mqa", "save_residuals", "interpret"), False)
 
-    def one(q: jax.Array, k: jax.Array, v: jax.Array, infos: tuple[MaskInfo, ...], *ids: jax.Array) -> jax.Array:
+    def one(q: jax.Array, k: jax.Array, v: jax.Array, infos: tuple[Any, ...], *ids: jax.Array) -> jax.Array:
         return splash.SplashAttentionKernel(*infos, **settings)(q, k, v, splash.SegmentIds(*ids))
 
-    def fill(x: jax.Array, side: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % side), (0, 0)))
-
     q = (q * kernel.scale).swapaxes(2, 3).reshape(a, h * r, n, d)
-    q, k, v = fill(q, rows), fill(k, columns), fill(v, columns)
+    sides = (q, rows), (k, columns), (v, columns)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % side), (0, 0))) for x, side in sides)
     out = jax.vmap(one)(q, k, v, (forward, forward, backward), queries.prompt, keys.prompt)
     return out[:, :, :n].reshape(a, h, r, n, d).swapaxes(2, 3)

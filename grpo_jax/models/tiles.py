@@ -113,8 +113,7 @@ class Kernel(NamedTuple):
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
         if implementation == "splash":  # large tiles, since a skipped tile takes about 300 cycles
-            width = head_dim * jnp.dtype(dtype).itemsize
-            side = 1024 if width <= 512 else 512 if width <= 1024 else 256
+            side = 1024 if (width := head_dim * jnp.dtype(dtype).itemsize) <= 512 else 512 if width <= 1024 else 256
             return cls(implementation, side, side)
         if jnp.dtype(dtype).itemsize > 2:  # tensor cores are not used, and larger tiles are slow to compile
             rows, columns = (64, 32) if head_dim <= 64 else (32, 32) if head_dim <= 128 else (32, 16)
