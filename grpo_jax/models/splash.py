@@ -1,7 +1,7 @@
 """Attention of packed sequences on TPUs, with JAX's splash attention kernels.
 
 The kernels take lists of tiles, segment ids, and a function of an int32 for each query and of the key's index. A prompt
-and its completions have one segment id, and the function separates the completions. Neither are copied or padded:
+and its completions have one segment id, and the function separates the completions. Neither is copied or padded:
 
 ```
 key        p0 p0  · │ p1 p1 p1 │ c0 c0 c0 c1 c1 c2 c2 c2
@@ -12,13 +12,15 @@ query c1   ■  ■   · │          │          ■  ■                own k
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.tiles import Kernel, TileMask, padded
+
+MaskInfo = tuple[jax.Array | None, ...]  # a `MaskInfo` of the kernels
 
 BITS = 16  # for a query's index, and for the number of own keys before it; sequences have at most 2^BITS tokens
 
@@ -44,37 +46,39 @@ def splash_attention(
     The first keys belong to prompts, each right-aligned in `size` slots, so that the distance of a query and a prompt
     key depends only on the query's position and the key's slot.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask_info
-
-    splash: Any = splash_attention_kernel  # its types are for masks that are known at compile time
-    mask_info: Any = splash_attention_mask_info.MaskInfo
-
+    # Import the modules when they are used, and without their types, which are for masks known at compile time.
+    package = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
+    splash, masks = (importlib.import_module(package + name) for name in ("kernel", "mask_info"))
     a, h, n, r, d = q.shape
-    rows, columns, part = kernel.rows, kernel.columns, min(kernel.columns, 512)
+    rows, columns, part = kernel.rows, kernel.columns, min(kernel.columns, 512)  # `part` keys' scores exist at a time
     queries, keys = padded(tile_mask.queries, rows), padded(tile_mask.keys, columns)
     index = jnp.arange(queries.number.shape[1], dtype=jnp.int32)[None]
     begins = jnp.where(queries.number != jnp.roll(queries.number, 1, axis=1), index, 0)
     reach = jnp.minimum(index - jax.lax.cummax(begins, axis=1), (kernel.window or 1 << BITS) - 1)
 
-    def steps(at: jax.Array, count: jax.Array, axis: int) -> Any:
+    def steps(at: jax.Array, count: jax.Array, axis: int) -> MaskInfo:
         """Read `count` [A, X] of the tiles `at` [A, X, Y], and at least one, since outputs are NaN without a tile."""
         step, last = jnp.arange(at.shape[2])[None, None], jnp.maximum(count - 1, 0)[..., None]
         at = jnp.take_along_axis(at, jnp.minimum(step, last), axis=2)  # a repeated tile is not loaded again
         at, used = (jnp.moveaxis(x, 2, axis)[:, None] for x in (at, (step <= last).astype(jnp.int32)))
-        return mask_info(at, None, used, None, (index << BITS) | reach)
+        return masks.MaskInfo(at, None, used, None, (index << BITS) | reach)
 
     tiles = tile_mask.tiles[str(kernel.window)]
     forward, backward = steps(tiles.keys, tiles.key_count, 2), steps(tiles.queries, tiles.query_count, 1)
-    settings = {
-        "block_sizes": splash.BlockSizes(rows, columns, part, rows, columns, part, rows, columns),
-        "mask_function": _visible(k.shape[2] - n, size, kernel.window),
-        "mask_value": splash.DEFAULT_MASK_VALUE,
-        "attn_logits_soft_cap": kernel.soft_cap,
-        "residual_checkpoint_name": None,
-    } | dict.fromkeys(("is_mqa", "save_residuals", "interpret"), False)
+    attention = functools.partial(
+        splash.SplashAttentionKernel,
+        is_mqa=False,
+        block_sizes=splash.BlockSizes(rows, columns, part, rows, columns, part, rows, columns),
+        mask_function=_visible(k.shape[2] - n, size, kernel.window),
+        mask_value=splash.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=kernel.soft_cap,
+        save_residuals=False,
+        residual_checkpoint_name=None,
+        interpret=False,
+    )
 
-    def one(q: jax.Array, k: jax.Array, v: jax.Array, infos: tuple[Any, ...], *ids: jax.Array) -> jax.Array:
-        return splash.SplashAttentionKernel(*infos, **settings)(q, k, v, splash.SegmentIds(*ids))
+    def one(q: jax.Array, k: jax.Array, v: jax.Array, infos: tuple[MaskInfo, ...], *ids: jax.Array) -> jax.Array:
+        return attention(*infos)(q, k, v, splash.SegmentIds(*ids))
 
     q = (q * kernel.scale).swapaxes(2, 3).reshape(a, h * r, n, d)
     sides = (q, rows), (k, columns), (v, columns)

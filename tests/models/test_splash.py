@@ -29,7 +29,7 @@ def interpreted(monkeypatch):
     ("dtype", "window", "soft_cap", "group", "axes"),
     [
         ("float32", None, None, 3, None),
-        ("float32", 30, 2.0, 1, None),
+        pytest.param("float32", 30, 2.0, 1, None, marks=pytest.mark.quick),
         ("float32", 170, None, 2, {"data": 2, "tensor": 2}),
         ("bfloat16", None, None, 2, None),
     ],
