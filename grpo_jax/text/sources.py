@@ -102,12 +102,10 @@ def without_arrays(value: object) -> object:
 
 def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
     """Convert a single dataset to {"": dataset} and None to {}. Dicts of datasets are returned unchanged."""
-    if not isinstance(dataset, Mapping) or {"path", "name"} & dataset.keys():
+    # A dict with a "prompt" contains columns, which `load_rows` rejects.
+    if not isinstance(dataset, Mapping) or not dataset or {"path", "name", "prompt"} & dataset.keys():
         return {} if dataset is None else {"": dataset}
-    # In a dict of columns, the list elements are values, not rows.
-    firsts = [next(iter(value), {}) if isinstance(value, list | tuple) else value for value in dataset.values()]
-    are_datasets = all(isinstance(first, RandomAccess) and not isinstance(first, str) for first in firsts)
-    return {str(name): value for name, value in dataset.items()} if firsts and are_datasets else {"": dataset}
+    return {str(name): value for name, value in dataset.items()}
 
 
 def is_hub_name(text: str) -> bool:

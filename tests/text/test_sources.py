@@ -46,6 +46,16 @@ def test_all_sources_give_the_same_rows(folder, source):
     assert load_rows({**described, "rows": 1}, **SHAPE) == WANTED[:1]
 
 
+def test_dict_of_datasets_is_split_whatever_their_types():
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    stream, several = datasets.Dataset.from_list(ROWS).to_iterable_dataset(), {"easy": ROWS, "empty": []}
+    for named in ({"easy": source} for source in (*SOURCES, stream, iter(ROWS))):
+        assert sources.named_datasets(named) == named
+    assert sources.named_datasets(several) == several
+    for single in ({"path": "rows.csv"}, {"name": "me/sums", "split": "test"}, {"prompt": ["a"], "answer": ["b"]}, {}):
+        assert sources.named_datasets(single) == {"": single}
+
+
 def test_hugging_face_datasets_give_the_same_rows():
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     stored = datasets.Dataset.from_list(ROWS)
