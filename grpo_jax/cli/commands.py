@@ -277,6 +277,8 @@ def _load_checkpoint(run: RunFile, run_dir: Path, checkpoint: int | None) -> tup
 
 def evaluate(arguments: Namespace) -> None:
     """Evaluate a model or a checkpoint and print its mean rewards (`grpo-jax evaluate`)."""
+    if arguments.out is not None and not Path(arguments.out).parent.is_dir():
+        raise FileNotFoundError(f"--out {arguments.out}: the directory does not exist; create it first")
     target = Path(arguments.run).expanduser()
     steps = dict[str, int]()
     if target.is_dir():
@@ -300,10 +302,10 @@ def evaluate(arguments: Namespace) -> None:
         environment_factory=run.environment_factory,
         sampler=run.sampler if "sampler" in arguments.keys else None,
     )
+    print(json.dumps(to_json({**steps, "rows": len(rows), **metrics})))
     if arguments.out is not None:
         lines = [json.dumps(to_json(row), ensure_ascii=False) + "\n" for row in found]
         Path(arguments.out).write_text("".join(lines), encoding="utf-8")
-    print(json.dumps(to_json({**steps, "rows": len(rows), **metrics})))
 
 
 def export(arguments: Namespace) -> None:
