@@ -102,7 +102,7 @@ def train(
       donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
         memory of full fine-tuning with AdamW. Afterwards, any use of `policy.params` raises an error. The model,
         tokenizer and files remain, so `policy.replace(params=state.params)` is a usable policy. It has no effect if
-        `teacher` is a policy with the same arrays.
+        `teacher` has the same `params`.
 
     Returns:
       The final `TrainState`, or the best checkpoint's state with `load_best_model_at_end`. Export it with
@@ -158,8 +158,7 @@ def train(
         teacher=teacher,
     )
     check_run_dir(run, run_dir, resume)
-    teacher_arrays = {id(x) for x in jax.tree.leaves(getattr(teacher, "params", None))}  # must not be overwritten
-    donate = donate and teacher_arrays.isdisjoint(map(id, jax.tree.leaves(policy.params)))
+    donate = donate and getattr(teacher, "params", None) is not policy.params  # the teacher does not change
     state = committed(new_state(run, donate=donate))  # like restored arrays, so that both run the same programs
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     ends, eval_data = run.policy.eos_token_ids, [] if run.eval_data is None else [run.eval_data]

@@ -82,7 +82,7 @@ def test_using_a_donated_policy_raises(tmp_path):
 def test_arrays_of_the_teacher_are_not_donated():
     policy = fresh()
     config = config_of(max_steps=1, distillation_coef=1.0)
-    train(policy, ROWS, [], config, teacher=policy.replace(params=dict(policy.params)), donate=True)
+    train(policy, ROWS, [], config, teacher=policy.replace(), donate=True)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
 
 
