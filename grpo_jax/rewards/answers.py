@@ -33,8 +33,8 @@ _NUMBER = re.compile(
     (?<![\w.^/])                                     # not inside a word or a number, not an exponent or a denominator
     (?:(?<![)\]}}%])(?P<sign>[-+])(?=[$€£¥₹.\d]))?    # after a bracket or a number, - is an operator
     (?:[$€£¥₹]\s?(?P<inner>-)?)?
-    (?>(?P<above>{_DIGITS})(?:\s?/\s?(?P<below>\d+)(?![\d/]))?(?:e(?P<power>[-+]?\d\d?)\b)?)
-    (?!\s?\^|_\d|(?:st|nd|rd|th|k)\b|\s?(?:thousand|million|billion|trillion)\b)  # 2^5, 101_2 and 3rd are not amounts
+    (?<!\d,)(?>(?P<above>{_DIGITS})(?:\s?/\s?(?P<below>\d+)(?![\d/]))?(?:e(?P<power>[-+]?\d\d?)\b)?)
+    (?![.,]\d|\s?\^|_\d|(?:st|nd|rd|th|k)\b|\s?(?:thousand|million|billion|trillion)\b)  # 1.5.2, 100,00, 2^5, 3rd
     """,
     re.VERBOSE | re.IGNORECASE,
 )
