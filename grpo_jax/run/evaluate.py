@@ -62,7 +62,8 @@ def evaluate(
       num_generations: number of completions per prompt.
       max_completion_length: T, maximum number of tokens in a completion.
       temperature: sampling temperature. 0 selects greedy decoding.
-      batch_size: number of prompts per batch on each data-parallel device. It does not affect the samples.
+      batch_size: number of prompts per batch on each data-parallel device. It does not affect the samples. The last
+        batch repeats a prompt to have the same size. Its additional completions and episodes are discarded.
       seed: seed for sampling. A prompt's PRNG keys depend only on the seed and the prompt's index in the dataset.
       tools: functions that the policy can call, as in `train`.
       environment_factory: factory of environments for multi-turn completions, as in `train`.
