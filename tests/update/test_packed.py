@@ -53,11 +53,11 @@ def batch(seed=0, **changes) -> Batch:
 def step(model, params, b, config, *, packs, on_policy=False):
     """Return (params, metrics) after an optimizer step with packed sequences or padded rows."""
     state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True, entropy_coef=0.1)
-    how = {"optimizer": OPTIMIZER, "on_policy": on_policy, "micro": (4, G)}
+    how = {"optimizer": OPTIMIZER, "micro": (4, G)}
     if packs:
-        state, metrics = choose_updater(model, config, **how).update(state, b)
+        state, metrics = choose_updater(model, config, **how).replace(on_policy=on_policy).update(state, b)
     else:
-        state, metrics = JITTED(state, b, model=as_argument(model), config=config, **how)
+        state, metrics = JITTED(state, b, model=as_argument(model), config=config, on_policy=on_policy, **how)
     return state.params, dict(metrics)
 
 

@@ -41,8 +41,8 @@ def test_minibatch_without_a_trained_token_changes_nothing(bare):
     config = GRPOConfig(
         beta=0.1, max_completion_length=T, use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=9
     )
-    how = {"micro": (4, G), "optimizer": adamw, "on_policy": False}
-    updater = choose_updater(Bare(model) if bare else model, config, **how)
+    how = {"micro": (4, G), "optimizer": adamw}
+    updater = choose_updater(Bare(model) if bare else model, config, **how).replace(on_policy=False)
     masked = jnp.zeros((4, G, T), bool)
     truncated = batch(seed=1, mask=masked)
     fillers = batch(seed=2, mask=masked, counted=jnp.zeros(4, bool))
