@@ -274,8 +274,8 @@ def _with_dtype(config: Json, dtype: str) -> Json:
     """Return a copy of a config.json with `dtype` set to the weights' dtype, including in its `text_config`."""
     keys, inner = ("torch_dtype", "dtype"), dict(config.get("text_config") or {})
     inner |= {key: dtype for key in keys if key in inner}
-    named = config | dict.fromkeys([key for key in keys if key in config] or ["dtype"], dtype)
-    return named | ({"text_config": inner} if inner else {})
+    named: Json = {**config, **dict.fromkeys([key for key in keys if key in config] or ["dtype"], dtype)}
+    return {**named, "text_config": inner} if inner else named
 
 
 def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) -> np.ndarray:

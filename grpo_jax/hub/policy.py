@@ -157,9 +157,9 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
     Several named chat templates are written to tokenizer_config.json instead of a subdirectory.
     """
-    options = {"save_jinja_files": False} if isinstance(getattr(tokenizer, "chat_template", None), dict) else {}
+    named = isinstance(getattr(tokenizer, "chat_template", None), dict)
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer.save_pretrained(scratch, **options)
+        tokenizer.save_pretrained(scratch, save_jinja_files=not named)
         return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.name in TOKENIZER_FILES}
 
 
