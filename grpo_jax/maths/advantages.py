@@ -30,10 +30,7 @@ def _center(values: jax.Array, scored: jax.Array, axis: int | tuple[int, ...]) -
 def _rewards_and_weights(
     rewards: jax.Array, weights: Sequence[float] | jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Convert rewards to [B, G, K] and weights to [K], at least float32. Rewards with weight 0 become NaN.
-
-    Raises ValueError if a shape is wrong.
-    """
+    """Return rewards [B, G, K], NaN if the weight is 0, and weights [K], at least float32. Raise for wrong shapes."""
     rewards = jnp.asarray(rewards)
     if rewards.ndim not in (2, 3):
         raise ValueError(f"rewards has shape {rewards.shape}; expected [B, G] or [B, G, K], with the group on axis 1.")
@@ -125,9 +122,8 @@ def compute_advantages(
     | opo | r − Σ_G L·r / Σ_G L |
     | reinforce_pp | c / (std_BG c + epsilon), c = r − mean_G r |
 
-    A NaN reward means that the function did not score the completion. It is excluded from sums, means and stds. So is
-    every reward of a function with weight 0, which therefore does not make an otherwise unscored completion scored.
-    A = 0 for a completion without any reward, and exactly 0 for all completions in a group with equal rewards.
+    A reward that is NaN (not scored) or has weight 0 is excluded from sums, means and stds. A = 0 for a completion
+    without any other reward, and exactly 0 for all completions in a group with equal rewards.
 
     Args:
       rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not checked for.

@@ -177,10 +177,9 @@ def event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def serve() -> None:
-        while True:  # a task that raises SystemExit stores it and also raises it here
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):
-                loop.run_forever()
-                return
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a task stores them and also raises them here
+                return loop.run_forever()
 
     thread = threading.Thread(target=serve, name="grpo_jax-rewards", daemon=True)
     thread.start()
@@ -222,8 +221,7 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
     """Sum weighted rewards: Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64.
 
-    The sum is NaN if no function with a nonzero weight scored the completion. The default weights are 1. The metric
-    `reward` is the mean of the sums.
+    The sum is NaN if no function with a nonzero weight did. The default weights are 1. The metric `reward` is its mean.
     """
     w = np.array([1.0] * rewards.shape[-1] if weights is None else weights)
     weighted = np.where(w == 0, np.nan, rewards * w)

@@ -85,20 +85,16 @@ class Episode:
                 self.opening = as_text(self._guarded("reset", reset))
 
     def answer(self, ids: np.ndarray, limit: int) -> Sequence[int] | None:
-        """Return the token ids of the observation that follows a turn, or None at the end of the completion.
-
-        A turn truncated at `max_turn_length` that nothing answers truncates the completion (`AnswerTurn`).
-        """
+        """Return the token ids of the observation that follows a turn, or None at the end of the completion."""
         parsed, interaction, observation = self.note(ids), self._interaction, None
-        cut = interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids)
-        if cut:
+        if cut := interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
             self.counts.cut_short = (self.counts.cut_short or 0) + 1
         if not self.over:
             with contextlib.suppress(_Failed):
                 observation = self._observation(parsed)
         if observation is None:
             unanswered = cut and not self.counts.clipped and not hasattr(self.environment, "respond")
-            return range(limit + 1) if unanswered else None
+            return range(limit + 1) if unanswered else None  # too many tokens truncate the completion
         tokens = self._encode(observation, limit, int(ids[-1]))
         if len(tokens) <= limit:  # longer observations are not shown to the policy
             self._follow(tokens)

@@ -294,8 +294,7 @@ def sample(
         draw = functools.partial(generate_by, sampler, policy)
 
     def complete(prompts: Prompts, answer_turn: AnswerTurn | None = None) -> Completions:
-        if answer_turn is not None:  # environments may have made prompts longer
-            check_positions(policy, int(np.max(prompts.lengths)), config.max_completion_length)
+        check_positions(policy, int(np.max(prompts.lengths)), config.max_completion_length)  # `reset` may add text
         return draw(
             policy.model,
             params,

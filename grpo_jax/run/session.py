@@ -202,8 +202,7 @@ class Session:
         if metric is not None and metric.startswith("eval/") and metric not in measured:
             known = ", ".join(measured)
             raise ValueError(f"metric_for_best_model must be an evaluation metric ({known}); got {metric!r}")
-        if metric in measured:
-            progress.metric = None  # a value that is not finite must not be replaced by the previous evaluation's
+        progress.metric = None if metric in measured else progress.metric  # not the previous evaluation's
         progress.set_metric(metric, measured)
         self.checkpoints.record_metric(progress)
         self.monitor.evaluation(step, metrics)

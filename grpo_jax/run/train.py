@@ -101,8 +101,7 @@ def train(
         (`run.teacher.Scorer`).
       donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
         memory of full fine-tuning with AdamW. Afterwards, any use of `policy.params` raises an error. The model,
-        tokenizer and files remain, so `policy.replace(params=state.params)` is a usable policy. It has no effect if
-        `teacher` has the same `params`.
+        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if the teacher shares them.
 
     Returns:
       The final `TrainState`, or the best checkpoint's state with `load_best_model_at_end`. Export it with
