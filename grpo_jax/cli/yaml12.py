@@ -57,10 +57,7 @@ def dump_yaml(values: Json) -> str:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a key's command-line value as YAML, or as a string if the key accepts only strings.
-
-    An unquoted string is returned unchanged, including spaces and characters that would start a YAML comment.
-    """
+    """Parse a command-line value as YAML. Unquoted strings and values of keys with strings are returned unchanged."""
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:

@@ -137,8 +137,7 @@ def state_of(tokenizer: Tokenizer | None) -> object:
     """Return a tokenizer with copies of its mutable attributes, to detect changes. Returns None if there is none."""
     if tokenizer is None:
         return None
-    names = ("chat_template", "special_tokens_map", "model_max_length")
-    attributes = [getattr(tokenizer, name, None) for name in names]
+    attributes = [getattr(tokenizer, x, None) for x in ("chat_template", "special_tokens_map", "model_max_length")]
     added = tokenizer("")["input_ids"]  # add_bos_token is False for some tokenizers that add a BOS token
     return tokenizer, copy.deepcopy(attributes), added, len(tokenizer) if isinstance(tokenizer, Sized) else 0
 
@@ -153,10 +152,7 @@ def files_of(policy: Policy) -> dict[str, bytes]:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Save a transformers tokenizer, and return its files as bytes, keyed by name.
-
-    Several named chat templates are written to tokenizer_config.json instead of a subdirectory.
-    """
+    """Return a tokenizer's files as bytes, keyed by name. Named chat templates are stored in tokenizer_config.json."""
     named = isinstance(getattr(tokenizer, "chat_template", None), dict)
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch, save_jinja_files=not named)
