@@ -162,7 +162,7 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
         "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
         "alpha_pattern": {module: model.scale * r for module, r in ranks.items() if r != rank},
         "lora_dropout": model.dropout,
-        "target_modules": sorted(ranks if names & untouched else names),
+        "target_modules": sorted(ranks if policy.extra_tensors or names & untouched else names),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

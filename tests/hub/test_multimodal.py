@@ -168,6 +168,8 @@ def test_language_model_equals_that_of_its_text_class(tmp_path):
     save_lora(tmp_path / "lora", adapted)
     names = stored_tensors(tmp_path / "lora", "adapter_model")
     assert "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in names
+    targets = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["target_modules"]
+    assert all(name.startswith("model.language_model.layers.") for name in targets), "PEFT must not adapt the tower"
 
 
 @pytest.mark.quick
