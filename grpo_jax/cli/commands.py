@@ -316,7 +316,8 @@ def export(arguments: Namespace) -> None:
     if arguments.merge:
         save_pretrained(arguments.out, merge_lora(policy))
     else:
-        write_policy(arguments.out, policy)
+        named = isinstance(run.model, str) and not is_reference(run.model)
+        write_policy(arguments.out, policy, base_name=in_folder(str(run.model), run.folder) if named else None)
     print(f"wrote the policy from step {step} to {arguments.out}")
 
 

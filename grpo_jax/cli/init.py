@@ -16,7 +16,7 @@ _RUN = """\
 # A first run, in this directory:
 #
 #     grpo-jax train my_run.yaml             # if run again, it resumes
-#     grpo-jax chat runs/{name} --say "cat: "
+#     grpo-jax chat "runs/{name}" --say "cat: "
 #
 # Then replace the rows, the reward function and the model with your own.
 
@@ -24,7 +24,7 @@ model: model                      # a tiny randomly initialized model; or a name
 data: rows.jsonl                  # one JSON object per line; or a CSV or Parquet file, or a dataset on the hub
 prompt: "{{word}}: "                # a template filled from a row's columns; for an instruct model, a list of messages
 rewards: [rewards.py:in_word]     # a function in a file next to this one
-run_dir: runs/{name}               # relative to the current directory: report.html, metrics.jsonl, checkpoints
+run_dir: "runs/{name}"             # relative to the current directory: report.html, metrics.jsonl, checkpoints
 
 max_steps: 100
 num_generations: 8                # completions per prompt
@@ -66,7 +66,8 @@ def write_start(folder: str | Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     save_pretrained(folder / "model", init_policy(_CONFIG, jax.random.key(0), tokenizer=_make_tokenizer()))
     rows = "".join(json.dumps({"word": word}) + "\n" for word in _WORDS)
-    for path, content in zip(files, (_RUN.format(name=folder.resolve().name), rows, _REWARDS), strict=True):
+    name = json.dumps(folder.resolve().name, ensure_ascii=False)[1:-1]  # JSON strings are valid in YAML
+    for path, content in zip(files, (_RUN.format(name=name), rows, _REWARDS), strict=True):
         path.write_text(content, encoding="utf-8")
     return files
 

@@ -106,7 +106,9 @@ def test_rejected_run_leaves_the_run_file_unchanged(folder, trained):
 
 def test_export_writes_adapters_or_merges_them(folder, trained, params):
     assert "wrote the policy from step 2" in run("export", trained, folder / "adapters")
-    exported = load_lora(folder / "adapters", from_pretrained(folder / "model"))
+    named = json.loads((folder / "adapters" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    exported = load_lora(folder / "adapters", from_pretrained(named))
+    assert named == str(folder / "model")
     assert same(exported.params, params)
     run("export", trained, folder / "merged", "--merge")
     merged = merge_lora(adapted(folder).replace(params=params))
@@ -307,3 +309,6 @@ def test_init_writes_a_run_that_works_offline(tmp_path, monkeypatch):
     assert 0 < found["in_word"] < 1, "the initial rewards must vary"
     with pytest.raises(SystemExit, match=r"my_run.yaml already exists; pass a new directory, or move"):
         run("init", "first")
+    for name in ("x #1", "a: b", '"'):
+        run("init", name)
+        assert read_run(Path(name, "my_run.yaml")).run_dir == Path("runs", name)
