@@ -64,9 +64,8 @@ def parse_value(name: str, text: str) -> Any:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
-    if text in ("", "~", "null", "Null", "NULL", "None"):
-        return None
-    if value is None or (isinstance(value, str) and text[0] not in "\"'"):
+    unquoted = isinstance(value, str) and text[0] not in "\"'"
+    if unquoted or (value is None and text not in ("", "~", "null", "Null", "NULL", "None")):
         return text
     if name not in FIELDS:  # a directory or a model may be named 2024
         return text if isinstance(value, int | float) and name != "lora" else value

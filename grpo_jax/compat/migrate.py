@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from typing import Any
 
@@ -132,7 +133,7 @@ def _translate_value(moved: Migration, name: str, value: Any) -> bool:
             if value not in ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"):
                 moved.missing[name] = f"{value!r}: pass an optax transformation to train as optimizer"
         case "model_init_kwargs":
-            _translate_model(moved, name, value)
+            _translate_model(moved, name, json.loads(value) if isinstance(value, str) else value)
         case "generation_kwargs":
             _translate_generation(moved, name, value)
         case "eval_strategy" | "save_strategy" | "logging_strategy":

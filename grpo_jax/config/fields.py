@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from types import NoneType, UnionType
 from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin
 
@@ -144,7 +144,7 @@ def read_weights(value: object) -> Read:
     """Convert reward weights to a tuple of floats."""
     if value is None:
         return None, ""
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
+    if isinstance(value, str | Set | Mapping) or not hasattr(value, "__iter__"):
         return value, "must be a list with one number per reward function, or None for 1.0 each"
     results = [read(float, weight) for weight in value]
     errors = [f"weight {i} {error}" for i, (_, error) in enumerate(results) if error]
@@ -163,6 +163,7 @@ def read_stop(value: object) -> Read:
 
 def read_token_ids(value: object) -> Read:
     """Convert token ids to a tuple, or to None if there are none."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # NumPy
     listed = (value,) if isinstance(value, int) else value
     if listed is None or (isinstance(listed, list | tuple) and not listed):
         return None, ""

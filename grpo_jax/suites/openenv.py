@@ -57,8 +57,9 @@ def openenv(
     """
     if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
         raise ValueError(f"base_url must start with http:// or https://; got {show(base_url)}")
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"size must be a positive integer; got {show(size)}")
+    for name, count in (("size", size), ("max_turns", 1 if max_turns is None else max_turns)):
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} must be a positive integer; got {show(count)}")
     for name, seconds in (("timeout", timeout), ("wait", wait)):
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"{name} must be a positive number of seconds; got {show(seconds)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import csv
 import io
 import itertools
@@ -101,8 +100,7 @@ def without_arrays(value: object) -> object:
 
 
 def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
-    """Convert a single dataset to {"": dataset} and None to {}. Dicts of datasets are returned unchanged."""
-    # A dict with a "prompt" contains columns, which `load_rows` rejects.
+    """Convert a single dataset to {"": dataset} and None to {}. Dicts of datasets (without "prompt") are unchanged."""
     if not isinstance(dataset, Mapping) or not dataset or {"path", "name", "prompt"} & dataset.keys():
         return {} if dataset is None else {"": dataset}
     return {str(name): value for name, value in dataset.items()}
@@ -138,7 +136,7 @@ def _read_described(source: Json, argument: str) -> list[object]:
     if others := [name for name in ("config", "split") if "path" in source and name in source]:
         raise ValueError(f"{argument}.{others[0]} applies only to a hub dataset; set name instead of path")
     count = source.get("rows")
-    if count is not None and (not isinstance(count, int) or count < 1):
+    if count is not None and (type(count) is not int or count < 1):
         raise ValueError(f"{argument}.rows must be a positive integer, or unset for all rows; got {show(count)}")
     if "path" in source:
         return read_rows(source["path"], argument, count)[:count]
@@ -207,8 +205,8 @@ def _read_csv(path: Path, argument: str) -> list[object]:
     reader = csv.DictReader(lines, strict=True)
     rows: list[object] = []
     try:
-        if twice := sorted(name for name, n in collections.Counter(reader.fieldnames).items() if n > 1):
-            raise csv.Error(f"duplicate column {twice[0]!r}")
+        if len({*(names := reader.fieldnames or ())}) < len(names):
+            raise csv.Error(f"duplicate column names in {', '.join(names)}")
         for row in reader:
             if None in row:
                 raise csv.Error(f"{len(row) - 1 + len(row[None])} fields, but the header has {len(row) - 1}")
@@ -228,9 +226,8 @@ def _read_jsonl(path: Path, argument: str) -> list[object]:
         try:
             row = json.loads(line.strip())
         except (ValueError, RecursionError) as error:  # ValueError is also raised for huge integers
-            column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            reason = getattr(error, "msg", str(error))
-            raise ValueError(f"{where} is not valid JSON ({reason}{column}); write one object per line") from error
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"{where} is not valid JSON ({reason}); write one object per line") from error
         if isinstance(row, list) and not rows:
             raise ValueError(f"{where} is a JSON list; write one object per line, or pass the result of json.load")
         if not isinstance(row, dict):

@@ -134,6 +134,7 @@ def test_unsupported_fields_are_reported_with_advice(values, advice):
         ({"torch_dtype": "torch.float16", "device_map": "auto"}, "bfloat16", {}),
         ({"dtype": "float32", "trust_remote_code": False}, "float32", {}),
         ({"dtype": "auto", "torch_dtype": None}, "auto", {}),
+        ('{"dtype": "float32"}', "float32", {}),
     ],
     ids=str,
 )

@@ -43,6 +43,8 @@ BAD = [
     (dict(learning_rate=10**400), f"learning_rate = 1{'0' * 99}…: must be a finite number"),
     (dict(sync_ref_model=1), "sync_ref_model = 1: must be True or False"),
     (dict(reward_weights=[NAN, True]), "reward_weights = [nan, True]: weight 0 must be a finite number; weight 1"),
+    (dict(reward_weights={0.5}), "reward_weights = {0.5}: must be a list with one number per reward function"),
+    (dict(reward_weights={1: 2}), "reward_weights = {1: 2}: must be a list with one number per reward function"),
     (dict(reward_weights=[0, 0.0]), "reward_weights = (0.0, 0.0): all weights are 0"),
     (dict(chat_template_kwargs={"p": INF}), "chat_template_kwargs = {'p': inf}: must be a dict of JSON values, or"),
     (dict(mesh={"model": 2}), 'mesh = {\'model\': 2}: must be a dict with the number of devices for any of'),
@@ -175,6 +177,7 @@ def test_values_are_stored_as_copies_with_plain_python_types():
     assert config.scale_rewards == "group"
     assert config.reward_weights == (0.5, 1.0)
     assert config.chat_template_kwargs == {"tools": [1]}
+    assert [GRPOConfig(stop_token_ids=x).stop_token_ids for x in (np.int64(3), np.array([3]))] == [(3,)] * 2
     assert GRPOConfig(scale_rewards=False).scale_rewards == "none"
 
 

@@ -105,6 +105,7 @@ def test_bad_arguments_are_named():
     for arguments, message in (
         ({"base_url": "ftp://host"}, "base_url must start with http:// or https://; got 'ftp://host'"),
         ({"size": 0}, "size must be a positive integer; got 0"),
+        ({"max_turns": 0}, "max_turns must be a positive integer; got 0"),
         ({"timeout": 0}, "timeout must be a positive number of seconds; got 0"),
     ):
         with pytest.raises(ValueError, match=message):

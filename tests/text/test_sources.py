@@ -105,6 +105,7 @@ def test_hub_dataset_is_loaded_by_name_config_and_split(folder, monkeypatch):
     ({"split": "test"}, "data must have either a 'path' or the 'name' of a hub dataset"),
     ({"path": "rows.jsonl", "split": "test"}, "data.split applies only to a hub dataset"),
     ({"path": "rows.jsonl", "rows": 0}, "data.rows must be a positive integer, .* got 0"),
+    ({"path": "rows.jsonl", "rows": True}, "data.rows must be a positive integer, .* got True"),
 ])  # fmt: skip
 def test_invalid_sources_are_named(folder, source, said):
     with pytest.raises((ValueError, FileNotFoundError), match=said):
@@ -152,7 +153,7 @@ def test_file_that_is_not_utf8_is_named_with_its_line(folder, name):
     [
         ("rows.csv", "prompt,answer\na,1\nb, or c,2\n", r"line 3 .* CSV \(3 fields, but the header has 2\)"),
         ("rows.csv", 'prompt,answer\n"a,1\nb,2\n', r"line 3 .* CSV \(unexpected end of data\)"),
-        ("rows.csv", "prompt,x,x\na,1,2\n", r"line 1 .* CSV \(duplicate column 'x'\)"),
+        ("rows.csv", "prompt,x,x\na,1,2\n", r"line 1 .* CSV \(duplicate column names in prompt, x, x\)"),
         ("rows.jsonl", '{"prompt": ' + "[" * 10**5, r"line 1 .* JSON \(.*recursion"),
         ("rows.jsonl", '{"prompt": ' + "1" * 5000, r"line 1 .* JSON \(Exceeds the limit"),
         ("rows.jsonl", "{", r"line 1 .* JSON \(.* at column 2\); write one object per line"),
