@@ -195,5 +195,5 @@ def _bytes_of(name: str, index: int) -> bytes:
     if _REPLACEMENT in name:  # the replacement character itself
         return name.encode()
     raise ValueError(
-        f"tokenizer's token {index} ({name!r}) is part of a character, but its name lacks the bytes; use a byte-level one"
+        f"tokenizer's token {index} ({name!r}) is part of a character, but its name has no bytes; use a byte-level one"
     )
