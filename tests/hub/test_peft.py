@@ -121,7 +121,7 @@ def test_invalid_uses_of_adapters_are_refused(tmp_path):
         ({"r": None}, "config key 'r' is out of range or not a number: None"),
         ({"lora_alpha": "6"}, "config key 'lora_alpha' is out .*: '6'"),
         ({"alpha_pattern": {"o_proj": []}}, r"config key 'o_proj' is out .*: \[\]"),
-        ({"alpha_pattern": {"(": 2}}, "error: missing \\), unterminated"),
+        ({"alpha_pattern": {"(": 2}}, "rror: missing \\), unterminated"),
     ],
 )  # fmt: skip
 def test_unsupported_adapters_are_refused_with_the_file_name(changes, message, tmp_path):
