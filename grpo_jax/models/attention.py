@@ -27,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from grpo_jax.models.context import Prefix, Segments, num_slots
 from grpo_jax.models.fused import fused_attention
 from grpo_jax.models.splash import splash_attention
-from grpo_jax.models.tiles import MASKED, NO_SEGMENT, Kernel, SegmentIds, TileMask, find_tiles, padded, repeated
+from grpo_jax.models.tiles import MASKED, NO_PROMPT, Kernel, TileMask, find_tiles
 
 PromptKeys = tuple[jax.Array, jax.Array, jax.Array]
 """Prompt keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B]."""
@@ -212,28 +212,33 @@ def make_tile_mask(
     index = jnp.arange(n)[None]
     # Lengths are [b, prompts per row]. A row of completions has one prompt, and a packed sequence may have several.
     lengths = jnp.zeros((b, 1), jnp.int32) if prefix is None else prefix.lengths.reshape(b, -1)
+    size = 0 if prefix is None else num_slots(prefix.layers)
+    shared = lengths.shape[1] * size + kernel.gap(lengths.shape[1] * size)
     if segments is None:
-        number, prompt, position = index // t, jnp.full((1, 1), NO_SEGMENT - 1), lengths + index % t
+        prompt, position, valid = jnp.zeros((1, 1), jnp.int32), index % t, jnp.ones((1, 1), bool)
     else:
-        of_prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
-        number, prompt = segments.number, NO_SEGMENT - 1 - of_prompt
-        position = jnp.take_along_axis(lengths, of_prompt, axis=1) + segments.position
-    queries = keys = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (b, n)).astype(jnp.int32), SegmentIds(number, prompt, position, index)
-    )
-    if prefix is not None:
-        at, numbers = jnp.arange(num_slots(prefix.layers))[None, None], jnp.arange(lengths.shape[1])[None, :, None]
-        at = at + lengths[..., None] - at.shape[2] if splash else at  # right-aligned prompts
-        number = jnp.where((at >= 0) & (at < lengths[..., None]), NO_SEGMENT - 1 - numbers, NO_SEGMENT)
-        prompts = SegmentIds(number, number, jnp.broadcast_to(at, number.shape), jnp.full(number.shape, -1))
-        keys = jax.tree.map(lambda x, own: jnp.concatenate([x.reshape(b, -1), own], axis=1), prompts, queries)
-    rows, columns = padded(repeated(queries, 1 if splash else group), kernel.rows), padded(keys, kernel.columns)
-    tiles = {str(window): find_tiles(rows, columns, kernel, window) for window in windows}
-    if splash and segments is not None:  # the kernels have as many steps for each tile of queries
-        own, shared = kernel.rows + segments.longest, keys.number.shape[1] - n
-        most = sum((length - 2) // kernel.columns + 2 for length in (own, shared))
-        tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
-    return TileMask(queries, keys, tiles, kernel.implementation)
+        prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
+        position, valid = segments.position, segments.number >= 0
+    length = jnp.take_along_axis(lengths, prompt, axis=1)
+    first = prompt * size + (size - length if splash else 0)  # "splash" right-aligns prompts
+
+    def bounds(window: int | None) -> jax.Array:
+        """Compute `Tiles.bounds`: a query attends to itself and the `window - 1` tokens before it."""
+        before = position if window is None else jnp.minimum(position, window - 1)
+        hidden = 0 if window is None else jnp.clip(length + position - window + 1, 0, length)
+        ends = first + hidden, first + length, shared + index - before, shared + index + 1
+        return jnp.stack([jnp.broadcast_to(jnp.where(valid, x, 0), (b, n)) for x in ends], axis=1).astype(jnp.int32)
+
+    heads = 1 if splash else group
+    tiles = {str(window): find_tiles(bounds(window), shared + n, kernel, heads) for window in windows}
+    if not (splash and segments is not None):
+        return TileMask(tiles, None, kernel.implementation)
+    # The kernels have as many steps for each tile of queries.
+    most = sum((keys - 2) // kernel.columns + 2 for keys in (kernel.rows + segments.longest, shared))
+    tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
+    slot, own = jnp.arange(shared)[None], jnp.broadcast_to(prompt, (b, n))
+    of_slot = jnp.where(slot % size >= size - jnp.repeat(lengths, size, axis=1), slot // size, NO_PROMPT)
+    return TileMask(tiles, (own, jnp.concatenate([of_slot, own], axis=1)), kernel.implementation)
 
 
 def tiled_attention(
@@ -261,7 +266,8 @@ def tiled_attention(
             if splash:  # right-align the prompts
                 at = (jnp.arange(x.shape[2])[None] + prefix[2][:, None]) % x.shape[2]
                 x = jnp.take_along_axis(x, at[:, None, :, None], axis=2)
-            return x.reshape((b, -1, *x.shape[1:])).swapaxes(1, 2).reshape(b, h, -1, d)
+            x = x.reshape((b, -1, *x.shape[1:])).swapaxes(1, 2).reshape(b, h, -1, d)
+            return jnp.pad(x, ((0, 0), (0, 0), (0, kernel.gap(x.shape[2])), (0, 0)))
 
         k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
         v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)

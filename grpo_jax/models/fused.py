@@ -22,14 +22,12 @@ from grpo_jax.models.matmul import tile_product
 from grpo_jax.models.tiles import (
     Kernel,
     Ref,
-    SegmentIds,
     Sums,
     TileMask,
     Tiles,
     add_tile,
     compiler_params,
     finish,
-    padded,
     repeated,
     start_of_sums,
     tile_gradients,
@@ -41,13 +39,11 @@ MOST_PARTS, LEAST_PART = 8, 64
 
 
 class Inputs(NamedTuple):
-    """Queries [A, H, N, d], keys and values [A, H, S, d], ids and tiles. Arrays are padded to whole tiles."""
+    """Queries [A, H, N, d], keys and values [A, H, S, d], and tiles. Arrays are padded to whole tiles."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    rows: SegmentIds
-    keys: SegmentIds
     tiles: Tiles
 
 
@@ -60,10 +56,9 @@ def fused_attention(
     float32 are scores for an additional key without a value in each head. Supports only reverse-mode gradients.
     """
     a, h, n, r, d = q.shape
-    chex.assert_shape([k, v], (a, h, tile_mask.keys.number.shape[1], d))
-    chex.assert_shape(tile_mask.queries.number, (a, n))
-    rows, keys = padded(repeated(tile_mask.queries, r), kernel.rows), padded(tile_mask.keys, kernel.columns)
-    kernel = kernel._replace(shared=tile_mask.keys.number.shape[1] - n)
+    tiles = tile_mask.tiles[str(kernel.window)]
+    chex.assert_shape(tiles.bounds, (a, 4, n))
+    kernel = kernel._replace(shared=k.shape[2] - n)
     # Triton requires array dimensions that are powers of two, and at least 16 channels in matrix products.
     width = d if kernel.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
 
@@ -74,7 +69,7 @@ def fused_attention(
     k, v = fill(k, kernel.columns), fill(v, kernel.columns)
     # Lay out the sinks like the queries: [H_kv, N R].
     sinks = None if sinks is None else jnp.pad(jnp.tile(sinks, (1, n)), ((0, 0), (0, -n * r % kernel.rows)))
-    out = _attend(kernel, Inputs(q, k, v, rows, keys, tile_mask.tiles[str(kernel.window)]), sinks)
+    out = _attend(kernel, Inputs(q, k, v, tiles.replace(bounds=repeated(tiles.bounds, r, kernel.rows))), sinks)
     return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
 
 
@@ -92,16 +87,17 @@ def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> C
 
 
 def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
-    """Slice tile `at` [A] out of an array [A, N] or [A, H, N, ...]."""
-    axis = 0 if x.ndim == 2 else 1
-    return jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis))(x, at)
+    """Slice tile `at` [A] out of an array [A, H, N, ...]."""
+    return jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=1))(x, at)
 
 
 def _seen_by_tile(kernel: Kernel, x: Inputs, row: jax.Array, column: jax.Array, valid: jax.Array) -> jax.Array:
     """Compute the mask [A, rows, columns] for query tiles `row` [A] and key tiles `column` [A]."""
-    rows = [_take(ids, row, kernel.rows) for ids in (x.rows.number, x.rows.prompt, x.rows.position)]
-    keys = [_take(ids, column, kernel.columns) for ids in (x.keys.number, x.keys.position)]
-    return jax.vmap(lambda rows, keys: visible(rows, keys, kernel))(rows, keys) & valid[:, None, None]
+    bounds, keys = (
+        _take(x.tiles.bounds, row, kernel.rows),
+        column[:, None] * kernel.columns + jnp.arange(kernel.columns)[None],
+    )
+    return jax.vmap(visible)(bounds, keys) & valid[:, None, None]
 
 
 def _plain_forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
@@ -173,12 +169,12 @@ def _plain_backward(
 
 
 def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
-    q, k, v, number, prompt, position, key, key_position, tiles, count, out, lse = refs
-    own, ids = q[...], (number[...], prompt[...], position[...])
+    q, k, v, *bounds, key, tiles, count, out, lse = refs
+    own, own_bounds = q[...], [x[...] for x in bounds]
 
     def add(j: jax.Array, sums: Sums) -> Sums:
         at = pl.ds(tiles[j] * kernel.columns, kernel.columns)
-        seen = visible(ids, (key[at], key_position[at]), kernel)
+        seen = visible(own_bounds, key[at])
         return add_tile(sums, own, k[at, :], v[at, :], seen, kernel)
 
     sums = jax.lax.fori_loop(0, count[...], add, start_of_sums(own.shape))
@@ -186,14 +182,14 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
 
 
 def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
-    q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dq = refs
+    q, k, v, *bounds, key, tiles, count, g, lse, delta, dq = refs
     own, own_g, own_lse, own_delta = q[...], g[...], lse[...], delta[...]
-    ids = number[...], prompt[...], position[...]
+    own_bounds = [x[...] for x in bounds]
 
     def add(j: jax.Array, total: jax.Array) -> jax.Array:
         at = pl.ds(tiles[j] * kernel.columns, kernel.columns)
         tile = k[at, :]
-        seen = visible(ids, (key[at], key_position[at]), kernel)
+        seen = visible(own_bounds, key[at])
         _, slope = tile_gradients(own, tile, v[at, :], own_g, own_lse, own_delta, seen, kernel=kernel)
         return total + tile_product(slope.astype(tile.dtype), tile, (1, 0))
 
@@ -201,8 +197,8 @@ def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
 
 
 def _key_kernel(*refs: Ref, kernel: Kernel, parts: int = 1) -> None:
-    q, k, v, number, prompt, position, key, key_position, tiles, count, g, lse, delta, dk, dv = refs
-    own_k, own_v, ids = k[...], v[...], (key[...], key_position[...])
+    q, k, v, *bounds, key, tiles, count, g, lse, delta, dk, dv = refs
+    own_k, own_v, own_key = k[...], v[...], key[...]
     begin: jax.Array | int = 0
     end = count[...]
     if parts > 1:
@@ -212,7 +208,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, parts: int = 1) -> None:
     def add(j: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         at = pl.ds(tiles[j] * kernel.rows, kernel.rows)
         queries, upstream = q[at, :], g[at, :]
-        seen = visible((number[at], prompt[at], position[at]), ids, kernel)
+        seen = visible([x[at] for x in bounds], own_key)
         weights, slope = tile_gradients(queries, own_k, own_v, upstream, lse[at], delta[at], seen, kernel=kernel)
         more = tile_product(slope.astype(queries.dtype), queries, (0, 0))
         return sums[0] + more, sums[1] + tile_product(weights.astype(upstream.dtype), upstream, (0, 0))
@@ -280,12 +276,13 @@ def _call(
 
 def _kernel_inputs(x: Inputs, *, by_rows: bool) -> list[KernelInput]:
     lists = (x.tiles.keys, x.tiles.key_count) if by_rows else (x.tiles.queries, x.tiles.query_count)
+    keys = jnp.broadcast_to(jnp.arange(x.k.shape[2]), (len(x.k), x.k.shape[2]))
     return [
         (x.q, "rows", False),
         (x.k, "columns", False),
         (x.v, "columns", False),
-        *((ids, "rows", True) for ids in (x.rows.number, x.rows.prompt, x.rows.position)),
-        *((ids, "columns", True) for ids in (x.keys.number, x.keys.position)),
+        *((x.tiles.bounds[:, i], "rows", True) for i in range(4)),
+        (keys, "columns", True),
         *((tiles, "line", True) for tiles in lists),
     ]
 
@@ -358,7 +355,7 @@ def _attend_backward(kernel: Kernel, residuals: Residuals, g: jax.Array) -> tupl
     dq, dk, dv = backward(kernel, x, g, lse, delta)
     d_sinks = None if sinks is None else -(jnp.exp(sinks[None] - lse) * delta).sum(axis=0)
     dq, dk, dv = dq.astype(x.q.dtype), dk.astype(x.k.dtype), dv.astype(x.v.dtype)
-    return Inputs(dq, dk, dv, None, None, None), d_sinks  # type: ignore[arg-type]  # integers have no gradient
+    return Inputs(dq, dk, dv, None), d_sinks  # type: ignore[arg-type]  # integers have no gradient
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

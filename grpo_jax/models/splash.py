@@ -18,7 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.tiles import Kernel, TileMask, padded
+from grpo_jax.models.tiles import NO_PROMPT, Kernel, TileMask
 
 MaskInfo = tuple[jax.Array | None, ...]  # a `MaskInfo` of the kernels
 
@@ -51,10 +51,14 @@ def splash_attention(
     splash, masks = (importlib.import_module(package + name) for name in ("kernel", "mask_info"))
     a, h, n, r, d = q.shape
     rows, columns, part = kernel.rows, kernel.columns, min(kernel.columns, 512)  # `part` keys' scores exist at a time
-    queries, keys = padded(tile_mask.queries, rows), padded(tile_mask.keys, columns)
-    index = jnp.arange(queries.number.shape[1], dtype=jnp.int32)[None]
-    begins = jnp.where(queries.number != jnp.roll(queries.number, 1, axis=1), index, 0)
-    reach = jnp.minimum(index - jax.lax.cummax(begins, axis=1), (kernel.window or 1 << BITS) - 1)
+    tiles = tile_mask.tiles[str(kernel.window)]
+    own_first, own_end = jnp.pad(tiles.bounds[:, 2:], ((0, 0), (0, 0), (0, -n % rows))).swapaxes(0, 1)
+    index, reach = jnp.arange(own_end.shape[1], dtype=jnp.int32)[None], jnp.maximum(own_end - 1 - own_first, 0)
+    assert tile_mask.prompts is not None
+    ids = (
+        jnp.pad(x, ((0, 0), (0, -x.shape[1] % side)), constant_values=NO_PROMPT)
+        for x, side in zip(tile_mask.prompts, (rows, columns), strict=True)
+    )
 
     def steps(at: jax.Array, count: jax.Array, axis: int) -> MaskInfo:
         """Read `count` [A, X] of the tiles `at` [A, X, Y], and at least one, since outputs are NaN without a tile."""
@@ -63,7 +67,6 @@ def splash_attention(
         at, used = (jnp.moveaxis(x, 2, axis)[:, None] for x in (at, (step <= last).astype(jnp.int32)))
         return masks.MaskInfo(at, None, used, None, (index << BITS) | reach)
 
-    tiles = tile_mask.tiles[str(kernel.window)]
     forward, backward = steps(tiles.keys, tiles.key_count, 2), steps(tiles.queries, tiles.query_count, 1)
     attention = functools.partial(
         splash.SplashAttentionKernel,
@@ -83,5 +86,5 @@ def splash_attention(
     q = (q * kernel.scale).swapaxes(2, 3).reshape(a, h * r, n, d)
     sides = (q, rows), (k, columns), (v, columns)
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % side), (0, 0))) for x, side in sides)
-    out = jax.vmap(one)(q, k, v, (forward, forward, backward), queries.prompt, keys.prompt)
+    out = jax.vmap(one)(q, k, v, (forward, forward, backward), *ids)
     return out[:, :, :n].reshape(a, h, r, n, d).swapaxes(2, 3)

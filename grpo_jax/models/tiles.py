@@ -1,4 +1,4 @@
-"""Components of fused attention: token ids, lists of tiles with visible keys, and the computation for one tile.
+"""Components of fused attention: visible keys, lists of tiles that contain them, and the computation for one tile.
 
 ```
                      prompt keys         │ completion keys
@@ -8,8 +8,8 @@
                p2, c3   ·    ·    ■      │  ·    ·    ·    ■
 ```
 
-A query attends to its segment's keys up to its position, and to its prompt's keys. `SegmentIds` replace a mask
-[queries, keys], so prompts are not copied for their completions and memory use is linear in the length.
+A query attends to its segment's keys up to its position, and to its prompt's keys. The bounds of these two ranges
+replace a mask [queries, keys], so prompts are not copied for their completions and memory use is linear in the length.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from grpo_jax.models.matmul import tile_product
 LEAST_SIDE = 16
 """Minimum side of a kernel tile, since tensor cores multiply 16 × 16 matrices."""
 
-NO_SEGMENT = -1
-"""Segment id for padding tokens, which neither attend to other tokens nor are attended to."""
+NO_PROMPT = -1
+"""Prompt id of slots without a prompt token, for "splash"."""
 
 MASKED = -1e30
 """Score for masked-out keys. It is finite so that queries without visible keys do not produce NaN."""
@@ -69,18 +69,14 @@ Ref = Any
 """Argument of a Pallas kernel."""
 
 
-class SegmentIds(flax.struct.PyTreeNode):
-    """Segment, prompt and position ids for N completion or prompt tokens. Arrays are [A, N] int32."""
-
-    number: jax.Array  # segment of completion tokens; −2 − i for tokens in prompt i; `NO_SEGMENT` for padding
-    prompt: jax.Array  # −2 − i for completion tokens after prompt i; for keys, only used by "splash"
-    position: jax.Array  # position relative to the first token of the prompt
-    index: jax.Array  # index among the completion tokens; −1 for prompt tokens
-
-
 class Tiles(flax.struct.PyTreeNode):
-    """Key tiles (of Y) that each of X query tiles reads, and query tiles that read each key tile. Arrays are int32."""
+    """Visible keys of each query, key tiles (of Y) that each of X query tiles reads, and vice versa. Arrays are int32.
 
+    A query attends to two ranges of keys, one in its prompt and one in its completion. `bounds` contains the first key
+    of the one and the key after its last, and then those of the other. If both are equal, the range is empty.
+    """
+
+    bounds: jax.Array  # [A, 4, N]
     keys: jax.Array  # [A, X, Y], indices of key tiles, visible tiles first; for "splash" [A, X, at most Y]
     key_count: jax.Array  # [A, X], number of visible key tiles
     queries: jax.Array  # [A, Y, X], indices of query tiles, starting with the tiles that read the key tile
@@ -88,11 +84,10 @@ class Tiles(flax.struct.PyTreeNode):
 
 
 class TileMask(flax.struct.PyTreeNode):
-    """Token ids for a forward pass, and the tiles for each attention window."""
+    """Visible keys and tiles for a forward pass, for each attention window."""
 
-    queries: SegmentIds  # [A, N]
-    keys: SegmentIds  # [A, S], prompt keys first
     tiles: dict[str, Tiles]  # keyed by str(window)
+    prompts: tuple[jax.Array, jax.Array] | None  # prompt ids of queries [A, N] and keys [A, S], for "splash"
     implementation: str = flax.struct.field(pytree_node=False)
 
 
@@ -105,7 +100,11 @@ class Kernel(NamedTuple):
     scale: float = 1.0
     window: int | None = None
     soft_cap: float | None = None
-    shared: int = 0  # number of prompt keys, which precede completion keys
+    shared: int = 0  # number of slots for prompt keys, which precede completion keys
+
+    def gap(self, slots: int) -> int:
+        """Return the number of unused slots after `slots` slots for prompt keys, which complete a tile in "mosaic"."""
+        return -slots % self.columns if self.implementation == "mosaic" else 0
 
     @classmethod
     def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:
@@ -122,60 +121,37 @@ class Kernel(NamedTuple):
         return cls(implementation, rows, columns)
 
 
-def find_tiles(queries: SegmentIds, keys: SegmentIds, kernel: Kernel, window: int | None) -> Tiles:
-    """Find the tiles that may contain visible keys. Extra tiles are harmless, since `visible` masks each score."""
-    rows, columns = kernel.rows, kernel.columns
-    far = jnp.iinfo(jnp.int32).max
+def find_tiles(bounds: jax.Array, num_keys: int, kernel: Kernel, group: int) -> Tiles:
+    """Find the tiles that may contain visible keys. Extra tiles are harmless, since `visible` masks each score.
 
-    def ends(x: jax.Array, where: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-        """Compute the minimum and maximum of x in each tile."""
-        tiles = (x.shape[0], -1, size)
-        low = jnp.where(where, x, far).reshape(tiles).min(axis=-1)
-        return low, jnp.where(where, x, -far).reshape(tiles).max(axis=-1)
-
-    def overlap(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return (a[0][:, :, None] <= b[1][:, None]) & (b[0][:, None] <= a[1][:, :, None])
-
-    valid, own, shared = queries.number != NO_SEGMENT, keys.number >= 0, keys.number < NO_SEGMENT
-    at, slots = ends(queries.index, valid, rows), ends(keys.index, own, columns)
-    same_segment = overlap(ends(queries.number, valid, rows), ends(keys.number, own, columns))
-    same_segment &= slots[0][:, None] <= at[1][:, :, None]
-    same_prompt = overlap(ends(queries.prompt, valid, rows), ends(keys.number, shared, columns))
-    if window is not None:
-        first = ends(queries.position, valid, rows)[0][:, :, None] - window
-        same_segment &= ends(keys.position, own, columns)[1][:, None] > first
-        same_prompt &= ends(keys.position, shared, columns)[1][:, None] > first
+    `group` query heads of a token are that many queries.
+    """
+    each = jnp.pad(
+        repeated := jnp.repeat(bounds, group, axis=2), ((0, 0), (0, 0), (0, -repeated.shape[2] % kernel.rows))
+    )
+    begins, ends = (each[:, i::2].reshape(len(bounds), 2, -1, kernel.rows) for i in range(2))
+    some, first = begins < ends, jnp.arange(0, num_keys, kernel.columns).reshape(1, 1, 1, -1)
+    low = jnp.where(some, begins, num_keys).min(axis=-1)[..., None]
+    high = jnp.where(some, ends, 0).max(axis=-1)[..., None]
 
     def in_order(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
         order = jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
         return order, seen.sum(axis=-1, dtype=jnp.int32)
 
-    seen = same_segment | same_prompt
-    (key_tiles, key_count), (query_tiles, query_count) = in_order(seen), in_order(seen.swapaxes(1, 2))
-    return Tiles(key_tiles, key_count, query_tiles, query_count)
+    seen = ((low < first + kernel.columns) & (high > first)).any(axis=1)
+    return Tiles(bounds, *in_order(seen), *in_order(seen.swapaxes(1, 2)))
 
 
-def repeated(ids: SegmentIds, group: int) -> SegmentIds:
-    """Repeat each token's ids for the `group` query heads that share a key head."""
-    return jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), ids)
+def repeated(bounds: jax.Array, group: int, rows: int) -> jax.Array:
+    """Repeat each token's bounds for the `group` query heads that share a key head, and pad to a multiple of `rows`."""
+    bounds = jnp.repeat(bounds, group, axis=2)
+    return jnp.pad(bounds, ((0, 0), (0, 0), (0, -bounds.shape[2] % rows)))
 
 
-def padded(ids: SegmentIds, size: int) -> SegmentIds:
-    """Pad ids to a multiple of `size` tokens."""
-
-    def pad(x: jax.Array, value: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=value)
-
-    number, prompt = pad(ids.number, NO_SEGMENT), pad(ids.prompt, NO_SEGMENT)
-    return SegmentIds(number, prompt, pad(ids.position, 0), pad(ids.index, -1))
-
-
-def visible(rows: Sequence[jax.Array], keys: Sequence[jax.Array], kernel: Kernel) -> jax.Array:
-    """Return whether queries (segment, prompt, position) attend to keys (segment, position), [queries, keys] bool."""
-    (number, prompt, position), (key, key_position) = (tuple(x[:, None] for x in rows), tuple(x[None] for x in keys))
-    distance = position - key_position
-    seen = (((key == number) & (distance >= 0)) | (key == prompt)) & (key != NO_SEGMENT)
-    return seen if kernel.window is None else seen & (distance < kernel.window)
+def visible(bounds: Sequence[jax.Array], keys: jax.Array) -> jax.Array:
+    """Return whether queries with the given `Tiles.bounds` attend to keys with these indices, [queries, keys] bool."""
+    keys, (first, end, own_first, own_end) = keys[None], (x[:, None] for x in bounds)
+    return ((keys >= first) & (keys < end)) | ((keys >= own_first) & (keys < own_end))
 
 
 def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, kernel: Kernel, keys_axis: int = 1) -> jax.Array:
