@@ -4,14 +4,15 @@ The `attention` module stores all scores [queries, keys], which is fastest while
 queries iterates over its visible tiles of keys with a running maximum and sum of the scores (Milakov & Gimelshein 2018;
 Dao et al. 2022). The backward pass recomputes the weights from the log-sum-exp.
 
-The "tiles" implementation uses JAX on any platform; "triton" is a kernel for NVIDIA GPUs (Ampere and later).
+The "tiles" implementation uses JAX on any platform; "triton" is a kernel for NVIDIA GPUs (Ampere and later), and
+"mosaic" (in the `mosaic` module) for Hopper.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -20,31 +21,21 @@ from jax.experimental import pallas as pl
 
 from grpo_jax.models.matmul import tile_product
 from grpo_jax.models.tiles import (
+    LEAST_SIDE,
+    Inputs,
     Kernel,
     Ref,
     Sums,
     TileMask,
-    Tiles,
     add_tile,
     compiler_params,
     finish,
+    over_key_tiles,
     repeated,
     start_of_sums,
     tile_gradients,
     visible,
 )
-
-MOST_PARTS, LEAST_PART = 8, 64
-"""Maximum number of programs that share a tile of prompt keys, and minimum number of query tiles per program."""
-
-
-class Inputs(NamedTuple):
-    """Queries [A, H, N, d], keys and values [A, H, S, d], and tiles. Arrays are padded to whole tiles."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    tiles: Tiles
 
 
 def fused_attention(
@@ -59,8 +50,9 @@ def fused_attention(
     tiles = tile_mask.tiles[str(kernel.window)]
     chex.assert_shape(tiles.bounds, (a, 4, n))
     kernel = kernel._replace(shared=k.shape[2] - n)
-    # Triton requires array dimensions that are powers of two, and at least 16 channels in matrix products.
-    width = d if kernel.implementation == "tiles" else max(16, 1 << (d - 1).bit_length())
+    # The kernels require widths that are powers of two, and at least as large as a matrix product on tensor cores.
+    least = 64 if kernel.implementation == "mosaic" else LEAST_SIDE
+    width = d if kernel.implementation == "tiles" else max(least, 1 << (d - 1).bit_length())
 
     def fill(x: jax.Array, size: int) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, width - d)))
@@ -302,34 +294,29 @@ def _kernel_backward(
     more = [(y, "rows", False) for y in (g, lse, delta)]
     output = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), "rows"
     (dq,) = _call(_query_kernel, kernel, _kernel_inputs(x, by_rows=True) + more, [output], by_rows=True)
-    dk, dv = _key_gradients(kernel, _kernel_inputs(x, by_rows=False) + more)
+    inputs = _kernel_inputs(x, by_rows=False) + more
+
+    def of_keys(first: int, number: int, parts: int) -> list[jax.Array]:
+        like = [(jax.ShapeDtypeStruct(x.shape, x.dtype if parts == 1 else jnp.float32), "columns") for x in (x.k, x.v)]
+        return _call(_key_kernel, kernel, inputs, like, by_rows=False, first=first, count=number, parts=parts)
+
+    dk, dv = over_key_tiles(of_keys, kernel, x)
     return dq, dk, dv
-
-
-def _key_gradients(kernel: Kernel, inputs: Sequence[KernelInput]) -> list[jax.Array]:
-    """Compute the gradients of keys and values.
-
-    A prompt's keys are visible to all queries in its group, and a completion's keys only to later queries in the same
-    completion. Several programs share a tile of prompt keys, since these tiles would otherwise finish last.
-    """
-    (k, *_), (v, *_) = inputs[1:3]
-    whole, shared = k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
-    parts = min(MOST_PARTS, inputs[0][0].shape[2] // kernel.rows // LEAST_PART)
-    shared = shared if parts > 1 else 0
-
-    def of(first: int, count: int, parts: int = 1) -> list[jax.Array]:
-        like = [(jax.ShapeDtypeStruct(x.shape, x.dtype if parts == 1 else jnp.float32), "columns") for x in (k, v)]
-        return _call(_key_kernel, kernel, inputs, like, by_rows=False, first=first, count=count, parts=parts)
-
-    own = of(shared, whole - shared) if shared < whole else []
-    if not shared:
-        return own
-    sums = [x.sum(axis=0).astype(like.dtype) for x, like in zip(of(0, shared, parts), (k, v), strict=True)]
-    return [jnp.concatenate(both, axis=2) for both in zip(sums, own, strict=True)] if own else sums
 
 
 # A sink adds a term to the softmax denominator but does not need a tile. If the log-sum-exp includes the sink, the tile
 # gradients equal the gradients of a softmax with one additional key.
+
+
+def _passes(kernel: Kernel) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions for the forward and the backward pass."""
+    if kernel.implementation == "mosaic":
+        from grpo_jax.models import mosaic  # older versions of JAX lack the module that it imports
+
+        return mosaic.forward, mosaic.backward
+    return (
+        (_plain_forward, _plain_backward) if kernel.implementation == "tiles" else (_kernel_forward, _kernel_backward)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -341,7 +328,7 @@ Residuals = tuple[Inputs, jax.Array | None, jax.Array, jax.Array]
 
 
 def _attend_forward(kernel: Kernel, x: Inputs, sinks: jax.Array | None) -> tuple[jax.Array, Residuals]:
-    out, lse = (_plain_forward if kernel.implementation == "tiles" else _kernel_forward)(kernel, x)
+    out, lse = _passes(kernel)[0](kernel, x)
     if sinks is not None:
         kept = jax.nn.sigmoid(lse - sinks[None])
         out, lse = (out * kept[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
@@ -351,8 +338,7 @@ def _attend_forward(kernel: Kernel, x: Inputs, sinks: jax.Array | None) -> tuple
 def _attend_backward(kernel: Kernel, residuals: Residuals, g: jax.Array) -> tuple[Inputs, jax.Array | None]:
     x, sinks, out, lse = residuals
     delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(axis=-1)
-    backward = _plain_backward if kernel.implementation == "tiles" else _kernel_backward
-    dq, dk, dv = backward(kernel, x, g, lse, delta)
+    dq, dk, dv = _passes(kernel)[1](kernel, x, g, lse, delta)
     d_sinks = None if sinks is None else -(jnp.exp(sinks[None] - lse) * delta).sum(axis=0)
     dq, dk, dv = dq.astype(x.q.dtype), dk.astype(x.k.dtype), dv.astype(x.v.dtype)
     return Inputs(dq, dk, dv, None), d_sinks  # type: ignore[arg-type]  # integers have no gradient

@@ -15,7 +15,7 @@ replace a mask [queries, keys], so prompts are not copied for their completions 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -28,6 +28,9 @@ from grpo_jax.models.matmul import tile_product
 
 LEAST_SIDE = 16
 """Minimum side of a kernel tile, since tensor cores multiply 16 × 16 matrices."""
+
+MOST_PARTS, LEAST_PART = 8, 64
+"""Maximum number of programs that share a tile of prompt keys, and minimum number of query tiles per program."""
 
 NO_PROMPT = -1
 """Prompt id of slots without a prompt token, for "splash"."""
@@ -81,6 +84,15 @@ class Tiles(flax.struct.PyTreeNode):
     key_count: jax.Array  # [A, X], number of visible key tiles
     queries: jax.Array  # [A, Y, X], indices of query tiles, starting with the tiles that read the key tile
     query_count: jax.Array  # [A, Y], number of query tiles that read the key tile
+
+
+class Inputs(NamedTuple):
+    """Queries [A, H, N, d], keys and values [A, H, S, d], and tiles. Arrays are padded to whole tiles."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    tiles: Tiles
 
 
 class TileMask(flax.struct.PyTreeNode):
@@ -146,6 +158,25 @@ def repeated(bounds: jax.Array, group: int, rows: int) -> jax.Array:
     """Repeat each token's bounds for the `group` query heads that share a key head, and pad to a multiple of `rows`."""
     bounds = jnp.repeat(bounds, group, axis=2)
     return jnp.pad(bounds, ((0, 0), (0, 0), (0, -bounds.shape[2] % rows)))
+
+
+def over_key_tiles(
+    gradients: Callable[[int, int, int], Sequence[jax.Array]], kernel: Kernel, x: Inputs
+) -> Sequence[jax.Array]:
+    """Compute the gradients of keys and values by `gradients(first, number, parts)` for `number` tiles from `first` on.
+
+    A prompt's keys are visible to all queries in its group, and a completion's keys only to later queries in the same
+    completion. Several programs share a tile of prompt keys, since these tiles would otherwise finish last. Their sums
+    are float32 [parts, ...].
+    """
+    whole, shared = x.k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
+    parts = min(MOST_PARTS, x.q.shape[2] // kernel.rows // LEAST_PART)
+    if parts < 2 or not shared:
+        return gradients(0, whole, 1)
+    sums = [y.sum(axis=0).astype(like.dtype) for y, like in zip(gradients(0, shared, parts), (x.k, x.v), strict=True)]
+    if shared == whole:
+        return sums
+    return [jnp.concatenate(y, axis=2) for y in zip(sums, gradients(shared, whole - shared, 1), strict=True)]
 
 
 def visible(bounds: Sequence[jax.Array], keys: jax.Array) -> jax.Array:

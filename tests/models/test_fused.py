@@ -13,7 +13,7 @@ from test_scoring import PROMPTS, completions
 from tiny import tiny_model
 
 from grpo_jax import completion_log_probs
-from grpo_jax.models import fused
+from grpo_jax.models import tiles
 from grpo_jax.models.attention import group_attention, make_tile_mask, packed_attention, tiled_attention
 from grpo_jax.models.context import Prefix
 from grpo_jax.models.packing import SequenceShape, pack
@@ -71,10 +71,10 @@ def test_completions_side_by_side(window, soft_cap, group, d, shared, sinks):
     assert_same(ours, plain, given)
 
 
-@pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, fused.LEAST_PART)])
+@pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, tiles.LEAST_PART)])
 def test_packed_sequences(window, least_part, monkeypatch):
     """Fused attention over packed segments with several prompts and padding equals plain attention."""
-    monkeypatch.setattr(fused, "LEAST_PART", least_part)
+    monkeypatch.setattr(tiles, "LEAST_PART", least_part)
     h, group, d, size = 2, 2, 8, 48
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
     sequence = pack(SequenceShape(size, 4, 12, whole=True), np.ones(mask.shape, int), mask)[0]
