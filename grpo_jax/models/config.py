@@ -143,8 +143,8 @@ class TransformerConfig:
     remat_on_cpu: bool = False  # whether to recompute with `block.recomputed`, which supports only reverse mode
     # Attention implementation for whole sequences. "einsum" stores all scores. "tiles" and "triton" (`fused`) support
     # only reverse-mode gradients. "triton" also uses kernels for experts (`ragged`) and large decode steps
-    # (`fused_step`). "splash" uses kernels on TPUs for packed sequences (`splash`), else "tiles". "auto" selects the
-    # fastest implementation for the devices.
+    # (`fused_step`). "mosaic" uses kernels for Hopper GPUs if `fits_mosaic`, else "triton". "splash" uses kernels for
+    # packed sequences on TPUs (`splash`), else "tiles". "auto" selects the fastest implementation for the devices.
     attention: str = "auto"
     mesh: Mesh | None = None  # mesh that fused attention and experts are sharded over; None for one device
     float32_sums: bool | None = None  # whether bfloat16 products use float32 sums (`matmul`); None picks the faster
@@ -170,6 +170,16 @@ class TransformerConfig:
         if self.dtype != "bfloat16" or self.mesh is not None:
             return False
         return has_fast_float32_sums() if self.float32_sums is None else self.float32_sums
+
+    @property
+    def attention_widths(self) -> set[int]:
+        """The attention layers' head sizes."""
+        return {self.heads_of(kind)[1] for kind in self.layer_kinds if kind.mixer == "attention"}
+
+    @property
+    def fits_mosaic(self) -> bool:
+        """Whether the kernels of `models.mosaic` support all attention layers."""
+        return self.dtype == "bfloat16" and self.attention_soft_cap is None and max(self.attention_widths) <= 128
 
     def heads_of(self, kind: LayerKind) -> tuple[int, int]:
         """Return an attention layer's number of key and value heads, and the head size."""

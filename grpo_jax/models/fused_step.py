@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.attention import dividing_axes
-from grpo_jax.models.tiles import LEAST_SIDE, Kernel, Ref, Sums, add_tile, compiler_params, start_of_sums
+from grpo_jax.models.tiles import LEAST_SIDE, Kernel, Ref, Sums, add_tile, compiler_params, has_triton, start_of_sums
 
 TILE_BYTES = 8192
 """Bytes per tile of keys. Four programs with prefetched tiles fit on a multiprocessor."""
@@ -34,7 +34,7 @@ FEWEST_PROGRAMS = 96
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
     """Return whether a kernel supports the decode step. `keys` contains the slot counts of cache and prompts."""
-    if implementation not in ("triton", "interpreted") or min(keys) < LEAST_SIDE:
+    if not has_triton(implementation) or min(keys) < LEAST_SIDE:
         return False
     whole = LEAST_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
     return whole and (programs >= FEWEST_PROGRAMS or implementation == "interpreted")

@@ -108,7 +108,7 @@ def _pipeline(
     barriers: tuple[Ref, Ref],
     compute: Callable[[jax.Array, Loop], None],
 ) -> None:
-    """Copy the `sources` of each step into a slot of the `ring`, while two warpgroups run `compute(warpgroup, loop)`."""
+    """Copy the `sources` of each step into a slot of `ring`, while two warpgroups run `compute(warpgroup, loop)`."""
     ready, free = barriers
     warpgroup = lax.axis_index("warpgroup")
 
@@ -151,7 +151,7 @@ def _place() -> tuple[jax.Array, ...]:
 
 
 def _range_of(first: jax.Array, kernel: Kernel) -> jax.Array:
-    """Return the index in `Tiles.bounds` of the range that applies to a tile of keys, given the index of its first key."""
+    """Return the index in `Tiles.bounds` of the range for the tile of keys that starts with key `first`."""
     return jnp.where(first < kernel.shared, 0, 2)
 
 
@@ -292,7 +292,7 @@ def _call(
     ring: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, int, int],
 ) -> Sequence[jax.Array]:
-    """Run a kernel for each sequence, head and tile. `own` and `ring` are the shapes of buffers, per warpgroup and slot."""
+    """Run a kernel for each sequence, head and tile, with `own` buffers per warpgroup and a `ring` of buffers."""
 
     def buffer(x: jax.ShapeDtypeStruct, count: int) -> Any:
         # Matrices are laid out for the tensor cores: in rows of 128 bytes, whose parts are permuted.

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from grpo_jax.models.matmul import tile_product
-from grpo_jax.models.tiles import LEAST_SIDE, Ref, compiler_params
+from grpo_jax.models.tiles import LEAST_SIDE, Ref, compiler_params, has_triton
 
 
 def ragged_dot(
@@ -39,7 +39,7 @@ def ragged_dot(
 
 def has_kernel(implementation: str, *sides: int) -> bool:
     """Return whether a `ragged_dot` kernel supports matrices with these sides."""
-    return implementation in ("triton", "interpreted") and not any(side % LEAST_SIDE for side in sides)
+    return has_triton(implementation) and not any(side % LEAST_SIDE for side in sides)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -45,18 +45,34 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     """Resolve the attention implementation for full sequences. "auto" selects the fastest for the devices.
 
-    "auto" is "triton" on NVIDIA GPUs with compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs,
-    "splash" on TPUs, and "einsum" on CPUs. If `devices` is empty, the default device is used.
+    "auto" is "mosaic" on NVIDIA's Hopper GPUs (compute capability 9.0) from jax 0.10 on, "triton" on other GPUs with
+    compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs, "splash" on TPUs, and "einsum" on CPUs.
+    If `devices` is empty, the default device is used.
     """
     if name != "auto":
         return name
     platform, capability = platform_of(devices)
     if platform == "cpu":
         return "einsum"
-    name = "splash" if platform == "tpu" else "triton" if platform in ("gpu", "cuda") and capability >= 8 else "tiles"
-    modules = {"splash": "jax.experimental.pallas.ops.tpu.splash_attention", "triton": "jax.experimental.pallas.triton"}
-    # Pallas's Triton backend has been deprecated since jax 0.11. Later versions may lack either module.
-    return name if name == "tiles" or importlib.util.find_spec(modules[name]) is not None else "tiles"
+    if platform == "tpu":
+        return "splash" if _has_module("ops.tpu.splash_attention") else "tiles"
+    if platform not in ("gpu", "cuda") or capability < 8:
+        return "tiles"
+    return "mosaic" if capability == 9 and jax.__version_info__ >= (0, 10) else triton_or_tiles()
+
+
+def triton_or_tiles() -> str:
+    """Return "triton", or "tiles" if JAX has no Triton backend. It has been deprecated since jax 0.11."""
+    return "triton" if _has_module("triton") else "tiles"
+
+
+def has_triton(implementation: str) -> bool:
+    """Return whether kernels in Triton can be used along with an attention implementation."""
+    return implementation == "interpreted" or (implementation in ("triton", "mosaic") and _has_module("triton"))
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(f"jax.experimental.pallas.{name}") is not None
 
 
 def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.CompilerParams | None:
@@ -106,7 +122,7 @@ class TileMask(flax.struct.PyTreeNode):
 class Kernel(NamedTuple):
     """Static arguments to fused attention. Scale, window and soft cap are as in `attention.group_attention`."""
 
-    implementation: str  # "tiles", "triton", "interpreted" (the "triton" kernels on any platform), or "splash"
+    implementation: str  # "tiles", "triton", "interpreted" (the "triton" kernels on any platform), "mosaic" or "splash"
     rows: int  # queries per tile; R query heads that share a key head are R queries
     columns: int  # keys per tile
     scale: float = 1.0
@@ -123,6 +139,8 @@ class Kernel(NamedTuple):
         """Return a kernel with suitable tile sizes. They fit in a GPU's registers or a TPU's vector memory."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
+        if implementation == "mosaic":
+            return cls(implementation, 128, 128)
         if implementation == "splash":  # large tiles, since a skipped tile takes about 300 cycles
             side = 1024 if (width := head_dim * jnp.dtype(dtype).itemsize) <= 512 else 512 if width <= 1024 else 256
             return cls(implementation, side, side)

@@ -30,7 +30,7 @@ from grpo_jax.models.matmul import matmul
 from grpo_jax.models.rope import check_rope_length, positions_by_channel, query_growth, rope_table
 from grpo_jax.models.sharding import constrain
 from grpo_jax.models.splash import BITS
-from grpo_jax.models.tiles import MASKED, Kernel, TileMask, implementation
+from grpo_jax.models.tiles import MASKED, Kernel, TileMask, implementation, triton_or_tiles
 from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts
 
 
@@ -187,6 +187,8 @@ class Transformer(nn.Module):
         # The kernels' gradients of sinks do not have the sinks' dtype in older versions of JAX.
         if chosen == "splash" and (segments is None or c.attention_sinks or tokens[2] > 1 << BITS):
             chosen = "tiles"
+        if chosen == "mosaic" and not c.fits_mosaic:
+            chosen = triton_or_tiles()
         masks = []
         for heads, width in dict.fromkeys(map(c.heads_of, c.layer_kinds)):
             windows = {kind.window for kind in c.layer_kinds if c.heads_of(kind) == (heads, width)}

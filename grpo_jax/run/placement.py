@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
+from grpo_jax.models.attention import mosaic_agrees
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.devices import compute_dtype, has_fast_float32_sums, platform_of
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import AXES, check_fits, make_mesh, mesh_of, place
-from grpo_jax.models.tiles import implementation
+from grpo_jax.models.tiles import implementation, triton_or_tiles
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Model, Params, is_cached
@@ -63,18 +65,35 @@ def with_settings(
     """
     if not isinstance(model, Transformer | LoraModel):
         return model
+    dtype = compute_dtype(config.compute_dtype, devices)
     return with_shape(
         model,
-        dtype=compute_dtype(config.compute_dtype, devices),
+        dtype=dtype,
         remat=bool(config.gradient_checkpointing),
         # Disabled on a mesh, where layers would wait for a value from a different device.
         remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
-        attention=implementation(model.config.attention, devices),
+        attention=_attention(dataclasses.replace(model.config, dtype=dtype), devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,
         float32_sums=has_fast_float32_sums(devices) if model.config.float32_sums is None else model.config.float32_sums,
         # On TPU, compilation takes at least a second per unrolled layer.
         loop_layers=any(device.platform == "tpu" for device in devices),
     )
+
+
+def _attention(config: TransformerConfig, devices: Sequence[jax.Device]) -> str:
+    """Resolve `config.attention`. Fast kernels are used if they agree with a plain implementation on the device."""
+    chosen = implementation(config.attention, devices)
+    here = [device for device in devices or jax.local_devices() if device in jax.local_devices()]  # others are absent
+    if chosen != "mosaic" or config.attention == chosen or not config.fits_mosaic or not here:
+        return chosen
+    if all(mosaic_agrees(here[0], width) for width in config.attention_widths):
+        return chosen
+    warnings.warn(
+        f"the attention kernels for {here[0].device_kind} compute wrong values with this version of CUDA, so slower "
+        "kernels are used. Update CUDA, to at least 12.9.1",
+        stacklevel=2,
+    )
+    return triton_or_tiles()
 
 
 def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:

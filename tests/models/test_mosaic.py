@@ -1,7 +1,5 @@
 """Attention kernels for Hopper GPUs: the same values and gradients as einsums, without races, in JAX's interpreter."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,11 +39,7 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "window", "group", "sinks", "least_part"),
-    [
-        ("float32", None, 3, False, 2),
-        ("float32", 7, 1, True, 64),
-        ("bfloat16", None, 2, False, 64),
-    ],
+    [("float32", None, 3, False, 2), ("float32", 7, 1, True, 64), ("bfloat16", None, 2, False, 64)],
 )
 def test_random_packed_sequences(dtype, window, group, sinks, least_part, monkeypatch):
     """Several prompts, empty completions and padding in a sequence."""
