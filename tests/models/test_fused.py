@@ -21,7 +21,7 @@ from grpo_jax.models.sharding import constrained_sharding, make_mesh
 from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 
-KINDS = ["tiles", "interpreted"] + ["triton"] * (implementation("auto") == "triton")
+KINDS = ["tiles", "interpreted"] + ["triton"] * (implementation("auto") in ("triton", "mosaic"))
 P, LENGTHS = 7, np.array([4, 7])
 
 
@@ -155,10 +155,11 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
 
 @pytest.mark.quick
 def test_default_implementation_depends_on_the_devices():
-    """By default an H100 uses the Triton kernels, a T4 tiles, and a TPU the splash attention kernels."""
+    """By default an H100 uses the Mosaic GPU kernels, a T4 tiles, and a TPU the splash attention kernels."""
+    hopper = "mosaic" if jax.__version_info__ >= (0, 10) else "triton"
     assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
-    assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == ["triton", "tiles", "splash"]
-    assert implementation("auto", [H100, H100]) == "triton"
+    assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == [hopper, "tiles", "splash"]
+    assert implementation("auto", [H100, H100]) == hopper
     assert implementation("auto", jax.devices("cpu")) == "einsum"
     assert implementation("tiles", [H100]) == "tiles"
 

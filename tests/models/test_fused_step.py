@@ -16,7 +16,7 @@ from grpo_jax.models.sharding import make_mesh
 from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 
-KERNEL = "triton" if implementation("auto") == "triton" else "interpreted"
+KERNEL = "triton" if implementation("auto") in ("triton", "mosaic") else "interpreted"
 ONE = len(jax.devices()) < 4
 B, H, G, R = 2, 2, 3, 2
 

@@ -1,25 +1,32 @@
 """Attention kernels for Hopper GPUs: the same values and gradients as einsums, without races, in JAX's interpreter."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_devices import H100
+from tiny import tiny_model
 
-pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", reason="needs the interpreter of jax 0.10")
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
-
-from grpo_jax.models import mosaic, tiles
-from grpo_jax.models.attention import make_tile_mask, packed_attention, tiled_attention
+from grpo_jax import GRPOConfig
+from grpo_jax.models import attention, fused, tiles
+from grpo_jax.models.attention import make_tile_mask, mosaic_agrees, packed_attention, tiled_attention
 from grpo_jax.models.context import Prefix
 from grpo_jax.models.packing import SequenceShape, pack
-from grpo_jax.models.tiles import Kernel
+from grpo_jax.models.tiles import Kernel, implementation
+from grpo_jax.run import placement
 
-B, H, G, P, T, N, D = 2, 2, 3, 9, 12, 48, 8
+B, H, G, P, T, N, D = 2, 1, 3, 8, 7, 24, 8
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def interpreted(monkeypatch):
-    """Interpret the kernels, with small tiles. Only products in registers and layouts are replaced."""
+    """Interpret the kernels, with small tiles. Products of registers and layouts, which it lacks, are replaced."""
+    pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", reason="needs the interpreter of jax 0.10")
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+
+    from grpo_jax.models import mosaic
 
     def add_product(total, x, y):
         return total + jnp.dot(x.astype(y.dtype), y[...], preferred_element_type=jnp.float32)
@@ -32,44 +39,85 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(mosaic, "_product", product)
     monkeypatch.setattr(mosaic, "_in_layout", lambda x, layout: x)
     monkeypatch.setattr(mosaic, "_indices", lambda shape, axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis))
+    monkeypatch.setattr(tiles, "LEAST_PART", 1)
     with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
         yield
     assert not interpret_pallas_call.get_races().races_found
 
 
-@pytest.mark.parametrize(
-    ("dtype", "window", "group", "sinks", "least_part"),
-    [("float32", None, 3, False, 2), ("float32", 7, 1, True, 64), ("bfloat16", None, 2, False, 64)],
-)
-def test_random_packed_sequences(dtype, window, group, sinks, least_part, monkeypatch):
-    """Several prompts, empty completions and padding in a sequence."""
-    monkeypatch.setattr(tiles, "LEAST_PART", least_part)
-    settings = {"scale": 0.3, "window": window}
+@pytest.mark.usefixtures("interpreted")
+def test_random_packed_sequence():
+    """Several prompts, empty completions and padding, with a window; two programs share the prompts' tile of keys."""
+    group, settings = 1, {"scale": 0.3, "window": 6}
     kernel = Kernel("mosaic", 16, 16, **settings)
-    rng = np.random.default_rng(0)
-    mask = np.arange(T) < rng.integers(0, T + 1, (B, G))[..., None]
-    segments = pack(SequenceShape(N, 4, T, whole=True), np.ones(mask.shape, int), mask)[0].segments
+    rng = np.random.default_rng(1)
+    mask = np.arange(T) < np.array([[7, 0, 3], [5, 1, 2]])[..., None]
+    segments = pack(SequenceShape(N, 2, T, whole=True), np.ones(mask.shape, int), mask)[0].segments
     assert len(set(segments.prompt[0])) == 2, "two prompts in one sequence"
-    there, lengths = np.reshape(segments.number >= 0, (1, 1, 1, N, 1, 1)), rng.integers(1, P + 1, B)
+    there, lengths = np.reshape(segments.number >= 0, (1, 1, 1, N, 1, 1)), np.array([P, 4])
+    assert not there.all()
     shapes = (1, H, 1, N, group, D), (1, H, 1, N, D), (1, H, 1, N, D), (B, H, D, P), (B, H, P, D)
-    given = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
-    given += [jnp.asarray(rng.standard_normal((H, group)), "float32")] if sinks else []
-    weights = jnp.asarray(rng.standard_normal(shapes[0]) * there, dtype)
+    given = [rng.standard_normal(shape, np.float32) for shape in shapes]
+    weights = rng.standard_normal(shapes[0]) * there
 
-    def plain(q, k, v, pk, pv, sinks=None):
-        return packed_attention(q, k, v, (pk, pv, lengths), segments, sinks=sinks, **settings)
+    def plain(q, k, v, pk, pv):
+        return packed_attention(q, k, v, (pk, pv, lengths), segments, **settings)
 
-    def ours(q, k, v, pk, pv, sinks=None):
+    def ours(q, k, v, pk, pv):
         prompts = Prefix(((pk, pv),), lengths)
-        tile_mask = make_tile_mask((1, 1, N), prompts, segments, kernel, windows={window}, group=group)
-        return tiled_attention(q, k, v, (pk, pv, lengths), tile_mask, kernel, sinks=sinks)
+        tile_mask = make_tile_mask((1, 1, N), prompts, segments, kernel, windows={6}, group=group)
+        return tiled_attention(q, k, v, (pk, pv, lengths), tile_mask, kernel)
 
-    def gradients(f, *given):
+    def gradients(f):
         weighted = lambda *given: ((f(*given) * weights).sum(), f(*given))
-        grads, out = jax.jit(jax.grad(weighted, range(len(given)), has_aux=True))(*given)
+        grads, out = jax.jit(jax.grad(weighted, range(5), has_aux=True))(*given)
         return there * out, *grads
 
-    expected = gradients(plain, *(x.astype("float32") for x in given))
-    for x, y in zip(gradients(ours, *given), expected, strict=True):
-        tolerance = (1e-5 if dtype == "float32" else 1e-2) * np.abs(y).max()
-        np.testing.assert_allclose(x.astype("float32"), y, rtol=0, atol=tolerance)
+    for x, y in zip(gradients(ours), gradients(plain), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("wrong", [None, "out", "gradient"])
+def test_kernels_are_used_only_if_they_agree_with_tiles(wrong, monkeypatch):
+    """Kernels whose output or gradient is wrong on the device are replaced, with a warning."""
+
+    def passes(kernel):
+        def forward(kernel, x):
+            out, lse = fused._plain_forward(kernel, x)
+            return out.at[0, 0, 700].mul(2) if wrong == "out" else out, lse
+
+        def backward(*given):
+            dq, dk, dv = fused._plain_backward(*given)
+            return dq, dk.at[0, 0, 20].mul(2) if wrong == "gradient" else dk, dv
+
+        plain = fused._plain_forward, fused._plain_backward
+        return (forward, backward) if kernel.implementation == "mosaic" else plain
+
+    monkeypatch.setattr(fused, "_passes", passes)
+    assert mosaic_agrees.__wrapped__(jax.devices()[0], 8) == (wrong is None)
+
+
+def test_a_run_falls_back_to_other_kernels_if_they_disagree(monkeypatch):
+    """The check is made once, on a device that is here, for models that the kernels support."""
+    asked = []
+    monkeypatch.setattr(placement, "mosaic_agrees", lambda device, width: asked.append(width))
+    monkeypatch.setattr(placement, "implementation", lambda name, devices: "mosaic" if name == "auto" else name)
+    model, _ = tiny_model()
+    config = GRPOConfig(compute_dtype="bfloat16")
+
+    def chosen(devices, attention="auto", **changes):
+        one = model.clone(config=dataclasses.replace(model.config, attention=attention))
+        return placement.with_settings(one, dataclasses.replace(config, **changes), devices).config.attention
+
+    assert chosen([H100]) == chosen(jax.devices()[:1], compute_dtype="float32") == "mosaic"
+    assert chosen(jax.devices()[:1], "mosaic") == "mosaic"
+    assert asked == []
+    with pytest.warns(UserWarning, match="compute wrong values with this version of CUDA"):
+        assert chosen(jax.devices()[:1]) == "triton"
+    assert asked == [model.config.head_dim]
+
+
+@pytest.mark.skipif(implementation("auto") != "mosaic", reason="needs a Hopper GPU")
+@pytest.mark.parametrize("width", [64, 128])
+def test_on_a_gpu(width):
+    assert attention.mosaic_agrees(jax.devices()[0], width)

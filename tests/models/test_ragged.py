@@ -12,7 +12,7 @@ from grpo_jax.models.experts import MixtureOfExperts
 from grpo_jax.models.ragged import ragged_dot
 from grpo_jax.models.tiles import implementation
 
-KERNEL = "triton" if implementation("auto") == "triton" else "interpreted"
+KERNEL = "triton" if implementation("auto") in ("triton", "mosaic") else "interpreted"
 
 
 def one_by_one(x, w, sizes):

@@ -76,7 +76,8 @@ def test_update_memory_is_linear_in_the_completion_length_because_attention_is_f
     (short, _, kernels, found), *longer = compiled(device, lengths, lines=lines, **group)
     assert all(1.5 * short < long < 2.3 * short for long, *_ in longer)
     if device == "H100":
-        assert kernels["__gpu$xla.gpu.triton"] > 2 * MODEL["num_hidden_layers"], "attention must use the fused kernel"
+        fused = sum(count for kernel, count in kernels.items() if kernel.startswith("mosaic_gpu"))
+        assert fused > 2 * MODEL["num_hidden_layers"], "attention must use the fused kernel"
     else:
         assert kernels["tpu_custom_call"] == 4, "the forward kernel is also recomputed"
         assert {kernel for kernel, _ in found if kernel} == {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
@@ -89,7 +90,7 @@ def test_experts_on_a_gpu_are_kernels_over_their_own_rows():
     ((temporaries, _, kernels, _),) = compiled("H100", [1024], model=EXPERTS, **group)
     ((of_dense, _, attention, _),) = compiled("H100", [1024], **group)
     of_each = 3 + 3 + 6  # forward, recomputed, and two gradients for each product
-    assert kernels["__gpu$xla.gpu.triton"] - attention["__gpu$xla.gpu.triton"] >= of_each * MODEL["num_hidden_layers"]
+    assert kernels["__gpu$xla.gpu.triton"] - attention.get("__gpu$xla.gpu.triton", 0) >= of_each * MODEL["num_hidden_layers"]
     rows_of_all = 2 * 64 * 4 * (4 * 1024 + 256) * 256  # bytes
     assert temporaries - of_dense < rows_of_all / 4
 
