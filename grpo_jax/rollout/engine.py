@@ -174,7 +174,7 @@ class Engine:
                 problem = one_line(error, None)
         if (problem := gather_objects(problem)[0]) is not None:  # all processes raise the first process's error
             raise EngineError(problem)
-        return table.completions(len(lengths), turns=bool((table.mask.sum(-1) < table.lengths).any()))
+        return table.to_completions(len(lengths), multi_turn=bool((table.mask.sum(-1) < table.lengths).any()))
 
     def _sample(self, batch: _Batch, interrupt: Callable[[], None]) -> Table:
         """Sample all completions with one version of the weights."""

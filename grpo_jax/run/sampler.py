@@ -35,7 +35,7 @@ from grpo_jax.update.objective import sampler_correction_weights
 from grpo_jax.update.step import Updater
 
 ARGUMENTS = tuple(
-    name for name in inspect.signature(generate).parameters if name not in ("answer_turn", "watch", "on_host")
+    name for name in inspect.signature(generate).parameters if name not in ("answer_turn", "on_tokens", "on_host")
 )
 """Names of `generate`'s arguments that a sampler can take."""
 ROUNDING = 1e-2
