@@ -94,7 +94,7 @@ def train(
       advantage_fn: function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns advantages of shape [B, G]
         or [B, G, T]. It is compiled, and replaces `advantage_estimator`, `scale_rewards` and
         `multi_objective_aggregation`. `types.AdvantageFn` lists the context.
-      surrogate: function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss per token,
+      surrogate: function of `maths.surrogates.SurrogateInputs` and `LossSettings` that returns the loss per token,
         [..., T]. It replaces `loss_type`'s surrogate; `loss_type` still determines the reduction to a scalar.
       teacher: teacher to distill from, weighted by `distillation_coef`. Either a policy of any size with the same
         tokenizer, quantized or not, which is placed on the run's mesh; or a scorer, which returns log-probs

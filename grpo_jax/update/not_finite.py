@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.maths.checks import clean
+from grpo_jax.maths.checks import masked
 from grpo_jax.messages import show
 from grpo_jax.models.sharding import fetch
 from grpo_jax.types import Batch, Params
@@ -34,7 +34,7 @@ def name_not_finite(
     for name, values in inputs.items():
         if values is None:
             continue
-        array = np.asarray(values if values.ndim == 2 else clean(values, batch.mask))
+        array = np.asarray(values if values.ndim == 2 else masked(values, batch.mask))
         if not np.isfinite(array).all():
             at = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
             where = ", ".join(f"{axis} {i}" for axis, i in zip(("prompt", "completion", "token"), at, strict=False))
