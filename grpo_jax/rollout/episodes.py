@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.models.sharding import gather_objects, own_part
+from grpo_jax.models.sharding import gather_objects, local_range
 from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.rewards.outcomes import describe_failure
 from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord, Interaction, schemas_of
@@ -277,7 +277,7 @@ class Episodes:
     def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
         """Create the episodes. `numbers` contains the rows' indices in the dataset, for error messages."""
         self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
-        self.own, self._group = own_part(len(rows)), num_generations
+        self.own, self._group = local_range(len(rows)), num_generations
         self._indices = range(self.own.start * num_generations, self.own.stop * num_generations)
         self._tokenizer, texts = interaction.tokenizer, CachedTokenizer(interaction.tokenizer)
         self.all = [

@@ -104,7 +104,7 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
         )
 
 
-def generate_by(
+def generate_with_engine(
     sampler: Sampler,
     policy: Policy,
     model: Model,
@@ -138,7 +138,7 @@ def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) 
     """Add `old_log_probs` to an engine's completions: the trainer's log-probs under the same `params`."""
     completions = result.completions
     t = updater.padded_length(int(lengths_of(np.asarray(completions.mask)).max()))
-    old = fetch(updater.score(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
+    old = fetch(updater.log_probs(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
     padded = _padded(old, completions.mask.shape[-1], 0)
     return result._replace(completions=completions.replace(old_log_probs=padded))
 

@@ -49,7 +49,7 @@ class PrefetchedRollouts(OnDemandRollouts):
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._num_prompts
         result, self._unconsumed = self._unconsumed, None
         # Checkpoints cannot store environments, so reward functions do not receive them in any iteration.
-        return (self.sample_from(state, start) if result is None else result)._replace(environments=None)
+        return (self.sample_at(state, start) if result is None else result)._replace(environments=None)
 
     @contextlib.contextmanager
     def prefetch(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
@@ -57,7 +57,7 @@ class PrefetchedRollouts(OnDemandRollouts):
 
         def sample_next() -> RolloutResult:
             jax.block_until_ready(batch)  # all devices of a mesh must execute programs in the same order
-            return self.sample_from(state, self.next_cursor)._replace(environments=None)
+            return self.sample_at(state, self.next_cursor)._replace(environments=None)
 
         if not self._continues_after(state):
             yield
@@ -113,7 +113,7 @@ class EngineRollouts(PrefetchedRollouts):
         follow: Callable[[Policy, Params], None] = getattr(run.sampler, "follow")  # noqa: B009 (optional in `Sampler`)
         follow(run.policy, params)
         # The engine has the values, and the arrays may be updated in place in the meantime.
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         # The key is on a single device, because all devices of a mesh must execute programs in the same order.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
@@ -123,7 +123,7 @@ class EngineRollouts(PrefetchedRollouts):
             self._interrupt()
 
         self._worker = contextlib.ExitStack()
-        self._future = self._worker.enter_context(in_background(lambda: self.sample_by(shapes, key, start, interrupt)))
+        self._future = self._worker.enter_context(in_background(lambda: self.sample_with(specs, key, start, interrupt)))
 
     def wait_pending(self, state: TrainState) -> None:
         """Wait for completions in progress, and compute their log-probs under the policy that sampled them."""

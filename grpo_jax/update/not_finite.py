@@ -29,7 +29,7 @@ def name_not_finite(
         "the old log-prob": batch.old_log_probs,
         "the reference's log-prob": batch.ref_log_probs,
         "the initial policy's log-prob": batch.initial_log_probs,
-        "the policy's log-prob": fetch(updater.score(params, batch.prompts, batch.tokens, batch.mask)),
+        "the policy's log-prob": fetch(updater.log_probs(params, batch.prompts, batch.tokens, batch.mask)),
     }
     for name, values in inputs.items():
         if values is None:
