@@ -245,7 +245,6 @@ def sum_over_constant(values: jax.Array, mask: jax.Array, counts: Counts) -> jax
 
 
 Surrogate = Callable[[SurrogateInputs, "LossSettings"], jax.Array]
-
 Reduction = Callable[[jax.Array, jax.Array, Counts], jax.Array]
 
 

@@ -326,7 +326,7 @@ def sample(
         from grpo_jax.run.multi_turn import sample_episodes
 
         result = sample_episodes(interaction, complete, data, row_indices, g, prompt_length, config.padding)
-    return result._replace(metrics=dict(getattr(sampler, "measured", {})))
+    return result._replace(metrics=dict(getattr(sampler, "last_metrics", {})))
 
 
 # Rewards --------------------------------------------------------------------------------------------------------------

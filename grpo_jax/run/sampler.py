@@ -65,9 +65,9 @@ class Sampler(Protocol):
     only on `key` and `prompt_indices`, so that a resumed run can reproduce them. With `rollout_ahead`, the engine is
     called from a background thread. With several processes, each process calls it and process 0's result is used.
 
-    Two attributes are optional. `follow(policy, params)` sets the params for subsequent calls. With `rollout_ahead` it
-    is called before sampling, and `params` then contains `ShapeDtypeStruct`s, because the arrays are updated in place.
-    `measured` is a dict of metrics from the last call, which are logged.
+    Two attributes are optional. `set_params(policy, params)` sets the params for later calls. With `rollout_ahead` it
+    is called before sampling, and `params` is then a tree of `ShapeDtypeStruct`s: the arrays may be updated in place.
+    `last_metrics` is a dict of metrics from the last call, which are logged.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...

@@ -145,7 +145,7 @@ def test_prefetching_does_not_change_the_completions():
         chex.assert_trees_all_equal(second.batch, alone.batch)
         assert second.rows == alone.rows
         assert second.cursor == alone.cursor == 8
-        assert again.waiting is None, "the run ends after step 4"
+        assert again.prefetched is None, "the run ends after step 4"
     run = run_of(silent_for(1, 3), dynamic_sampling=True)
     source = PrefetchedRollouts(run)
     plain, first = collect(run, state), collect(run, state, source=source)
