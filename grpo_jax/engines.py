@@ -57,7 +57,7 @@ def vllm(
       ValueError: if an argument is invalid.
 
     Example:
-      >>> vllm("http://127.0.0.1:8000").measured
+      >>> vllm("http://127.0.0.1:8000").last_metrics
       {}
     """
     client = Client(base_url, timeout=timeout, patience=patience, api_key_env=api_key_env)

@@ -142,7 +142,7 @@ class Batch(flax.struct.PyTreeNode):
         ratio uses them as old log-probs unless `old_log_probs` is given. If `GRPOConfig.on_policy` (a single update,
         with samples from the current policy), neither is used and the ratio is exp(l − sg(l)).
       ref_log_probs: [B, G, T] float32 log-probs under the reference policy, computed by `run.collect` before the first
-        update (`Updater.score`), or None if beta is 0.
+        update (`Updater.log_probs`), or None if beta is 0.
       initial_log_probs: [B, G, T] float32 log-probs under the initial policy, or None if it is the reference policy.
       counted: [B] bool; False for padding groups, whose mask is also False. If None, there are no padding groups.
       old_log_probs: [B, G, T] float32 log-probs under the sampling policy if an engine samples, otherwise None.

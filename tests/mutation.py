@@ -91,7 +91,7 @@ EQUIVALENT = [
     ("metrics", "values = jnp.concatenate", "2 → -2", "an odd length modulo −2 is −1, which is also true"),
     ("metrics", "return dict(zip(metrics", "True → False", "there is always one value per metric"),
     ("metrics", "return dict(zip(metrics", "zip: strict= dropped", "there is always one value per metric"),
-    ("checks", "return bounded(jnp.where", "0 → 1", UNDER),
+    ("checks", "return ste_clip(jnp.where", "0 → 1", UNDER),
     ("losses", "A = jnp.where(mask, row_or_token", "0 → 1", UNDER),
     ("losses", "p = p * jnp.where(mask", "1 → 2", UNDER),
     ("losses", "p = p * jnp.where(mask", "1 → -1", UNDER),
@@ -108,7 +108,7 @@ ARITHMETIC = {
 SWAPS = {"maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max", "floor": "ceil", "any": "all",
          "all": "any", "expm1": "exp", "add": "subtract", "k3": "k2"}  # fmt: skip
 # f(x, ...) → x
-TRANSPARENT = {"sg", "stop_gradient", "bounded", "clip", "_clean", "astype", "asarray", "broadcast_to", "sqrt", "flip"}
+TRANSPARENT = {"sg", "stop_gradient", "ste_clip", "clip", "masked", "astype", "asarray", "broadcast_to", "sqrt", "flip"}
 
 
 def name_of(node: ast.expr) -> str:

@@ -116,7 +116,7 @@ def _answer(policy: Policy, config: GRPOConfig, row: Row, index: int) -> str:
         tokenizer=policy.tokenizer,
         pad_token_id=policy.pad_token_id,
         prompt_indices=np.array([index]),
-        watch=printer,
+        on_tokens=printer,
     )
     printer(np.asarray(completions.tokens), np.asarray(completions.mask), whole=True)
     return printer.text

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import choose
+from grpo_jax.maths.checks import one_of
 
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -168,9 +168,9 @@ def compute_advantages(
       >>> compute_advantages(rewards, scale_rewards="none").tolist()
       [[0.5, -0.5, -0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
     """
-    choose("estimator", estimator, ("grpo", *OTHER_ESTIMATORS))
-    scale_rewards = choose("scale_rewards", scale_of(scale_rewards, estimator), SCALES)
-    choose("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
+    one_of("estimator", estimator, ("grpo", *OTHER_ESTIMATORS))
+    scale_rewards = one_of("scale_rewards", scale_of(scale_rewards, estimator), SCALES)
+    one_of("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
     if estimator != "grpo" and (scale_rewards, multi_objective_aggregation) != ("none", "sum_then_normalize"):
         raise ValueError(
             f"estimator={estimator!r} does not support scale_rewards={scale_rewards!r} with"
@@ -222,7 +222,7 @@ def zero_signal_groups(
       >>> zero_signal_groups(jnp.array([[1.0, 1.0], [0.0, 1.0], [jnp.nan, 1.0]])).tolist()
       [True, False, True]
     """
-    choose("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
+    one_of("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
     rewards, weights = _rewards_and_weights(rewards, weights)
     scored_by = ~jnp.isnan(rewards)
     if multi_objective_aggregation == "normalize_then_sum":

@@ -19,19 +19,19 @@ MIN_LOG_PROB = -1e4
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def bounded(x: jax.Array, low: float, high: float) -> jax.Array:
-    """Return clip(x, low, high) with derivative 1 everywhere, so that the gradient does not vanish out of bounds."""
+def ste_clip(x: jax.Array, low: float, high: float) -> jax.Array:
+    """Return clip(x, low, high) with a straight-through gradient: the derivative is 1, also out of bounds."""
     return jnp.clip(x, low, high)
 
 
-@bounded.defjvp
-def _bounded_jvp(
+@ste_clip.defjvp
+def _ste_clip_jvp(
     low: float, high: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    return bounded(primals[0], low, high), tangents[0]
+    return ste_clip(primals[0], low, high), tangents[0]
 
 
-def choose(argument: str, value: str, known: Iterable[str]) -> str:
+def one_of(argument: str, value: str, known: Iterable[str]) -> str:
     """Return `value` if it is in `known`; otherwise raise a ValueError that suggests the closest name."""
     known = list(known)
     if value in known:
@@ -41,7 +41,7 @@ def choose(argument: str, value: str, known: Iterable[str]) -> str:
     raise ValueError(f"{argument}={value!r} is not supported; use one of {', '.join(map(repr, known))}.{hint}")
 
 
-def floating(argument: str, value: jax.Array) -> jax.Array:
+def as_float(argument: str, value: jax.Array) -> jax.Array:
     """Convert `value` to an array of at least float32. Raise ValueError if its dtype is not floating-point."""
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -56,7 +56,7 @@ Scalar = float | jax.Array
 
 def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
     """Cast `value` to the dtype of `log_probs`. Raise ValueError if the shapes differ."""
-    value = floating(name, value)
+    value = as_float(name, value)
     if value.shape != log_probs.shape:
         raise ValueError(f"{name} has shape {value.shape}; expected {log_probs.shape}, the shape of log_probs.")
     return value.astype(log_probs.dtype)
@@ -64,7 +64,7 @@ def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Arr
 
 def row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
     """Return `value` without gradient, as [..., 1] if it has one entry per row, or [..., T] if one per token."""
-    value = floating(name, value)
+    value = as_float(name, value)
     rows = log_probs.shape[:-1]
     if value.shape == rows:
         value = value[..., None]
@@ -73,7 +73,7 @@ def row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array
     return sg(value).astype(log_probs.dtype)
 
 
-def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
+def as_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
     """Convert the mask to bool. Raise ValueError if its shape differs from the shape of `log_probs`."""
     if log_probs.ndim == 0:
         raise ValueError("log_probs has shape (); expected [..., T], with the completion tokens on the last axis.")
@@ -83,14 +83,14 @@ def read_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.
     return mask
 
 
-def clean(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
+def masked(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
     """Set log-probs to 0 where the mask is False and raise the others to at least `MIN_LOG_PROB`.
 
     Mask values before any other use, because masking a NaN later leaves 0·NaN in the gradient.
     """
-    return bounded(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
+    return ste_clip(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
 
 
-def is_off(coefficient: Scalar) -> bool:
+def is_static_zero(coefficient: Scalar) -> bool:
     """Return whether the coefficient is the Python number 0, so that its term can be omitted. False if traced."""
     return isinstance(coefficient, int | float) and coefficient == 0

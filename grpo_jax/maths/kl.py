@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, bounded, choose, floating
+from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, as_float, one_of, ste_clip
 
 
 def k1(log_ratio: jax.Array) -> jax.Array:
@@ -22,12 +22,12 @@ def k2(log_ratio: jax.Array) -> jax.Array:
 
 def k3(log_ratio: jax.Array) -> jax.Array:
     """Return e^{−d} − 1 + d ≥ 0. Its value is unbiased. On-policy, its expected gradient is ∇KL(π_ref‖π)."""
-    d = bounded(log_ratio, -MAX_LOG_RATIO, jnp.inf)
+    d = ste_clip(log_ratio, -MAX_LOG_RATIO, jnp.inf)
     # Evaluating e^{−d} − 1 + d directly would lose all digits near d = 0, where d usually is.
     return jnp.expm1(-d) + d
 
 
-ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: str = "k3") -> jax.Array:
@@ -67,12 +67,12 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
       >>> [round(float(x), 3) for x in kl_divergence(policy, reference)]
       [0.193, 0.307]
     """
-    estimate = ESTIMATORS[choose("estimator", estimator, ESTIMATORS)]
-    log_probs = floating("log_probs", log_probs)
-    ref_log_probs = jax.lax.stop_gradient(floating("ref_log_probs", ref_log_probs)).astype(log_probs.dtype)
+    estimate = KL_ESTIMATORS[one_of("estimator", estimator, KL_ESTIMATORS)]
+    log_probs = as_float("log_probs", log_probs)
+    ref_log_probs = jax.lax.stop_gradient(as_float("ref_log_probs", ref_log_probs)).astype(log_probs.dtype)
     if log_probs.shape != ref_log_probs.shape:
         raise ValueError(
             f"log_probs has shape {log_probs.shape} and ref_log_probs {ref_log_probs.shape}; "
             "they must be log-probs for the same tokens."
         )
-    return estimate(bounded(log_probs, MIN_LOG_PROB, jnp.inf) - bounded(ref_log_probs, MIN_LOG_PROB, jnp.inf))
+    return estimate(ste_clip(log_probs, MIN_LOG_PROB, jnp.inf) - ste_clip(ref_log_probs, MIN_LOG_PROB, jnp.inf))

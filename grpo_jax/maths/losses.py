@@ -1,6 +1,6 @@
 """The GRPO objective: ratio, per-token surrogate, masks and weights, KL, reduction.
 
-The variants are functions in three tables: `RATIOS`, `LOSS_TYPES` (surrogate and reduction) and `ESTIMATORS`.
+The variants are functions in three tables: `RATIOS`, `LOSS_TYPES` (surrogate and reduction) and `KL_ESTIMATORS`.
 Arrays may have any leading axes, such as [B, G, T] or [R, T]. A row of T tokens is one completion.
 """
 
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from grpo_jax.maths.checks import (
     MAX_LOG_RATIO,
     Scalar,
-    clean,
-    floating,
-    is_off,
+    as_float,
+    as_mask,
+    is_static_zero,
     like_log_probs,
-    read_mask,
+    masked,
     row_or_token,
     sg,
 )
@@ -31,7 +31,7 @@ from grpo_jax.maths.surrogates import (
     Counts,
     LossSettings,
     Surrogate,
-    Tokens,
+    SurrogateInputs,
     clip_events,
     kl_term,
     off_policy_mask,
@@ -44,11 +44,11 @@ def _check_terms(
     settings: LossSettings, ref_log_probs: jax.Array | None, entropies: jax.Array | None, entropy_coef: Scalar
 ) -> None:
     """Raise ValueError if a term is enabled without the array it needs."""
-    if ref_log_probs is None and not is_off(settings.beta):
+    if ref_log_probs is None and not is_static_zero(settings.beta):
         raise ValueError(
             f"beta={settings.beta} needs ref_log_probs (log-probs under the reference); pass them or set beta=0.0."
         )
-    if entropies is None and not (is_off(entropy_coef) and is_off(1 - settings.top_entropy_quantile)):
+    if entropies is None and not (is_static_zero(entropy_coef) and is_static_zero(1 - settings.top_entropy_quantile)):
         raise ValueError(
             "entropy_coef and top_entropy_quantile need entropies ([..., T] in nats); "
             "pass them or set entropy_coef=0.0 and top_entropy_quantile=1.0."
@@ -95,10 +95,10 @@ def grpo_loss_terms(
     """
     _check_terms(settings, ref_log_probs, entropies, entropy_coef)
     surrogate, reduction = settings.surrogate_and_reduction
-    log_probs = floating("log_probs", log_probs)
-    mask = read_mask(log_probs, mask)
-    l = clean(log_probs, mask)
-    l_old = sg(l) if old_log_probs is None else clean(sg(like_log_probs("old_log_probs", old_log_probs, l)), mask)
+    log_probs = as_float("log_probs", log_probs)
+    mask = as_mask(log_probs, mask)
+    l = masked(log_probs, mask)
+    l_old = sg(l) if old_log_probs is None else masked(sg(like_log_probs("old_log_probs", old_log_probs, l)), mask)
     A = jnp.where(mask, row_or_token("advantages", advantages, l), 0)
     count, longest = jnp.sum(mask), settings.max_completion_length
     num_tokens = count if num_tokens is None else num_tokens
@@ -115,19 +115,19 @@ def grpo_loss_terms(
     weights, log_weights = read_importance_weights(importance_weights, l, mask)
     chex.assert_equal_shape([l, log_ratio, w, mask])
     chex.assert_shape(log_weights, mask.shape[:-1])
-    tokens = Tokens(l, log_ratio, w, A, mask, log_weights)
-    p = like_log_probs("the result of surrogate", surrogate(tokens, settings), l)
+    inputs = SurrogateInputs(l, log_ratio, w, A, mask, log_weights)
+    p = like_log_probs("the result of surrogate", surrogate(inputs, settings), l)
     token_sums: dict[str, jax.Array] = {}
     if settings.off_policy_mask_threshold is not None:
-        keep = off_policy_mask(tokens, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
+        keep = off_policy_mask(inputs, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
         p = jnp.where(keep, p, 0)
         token_sums["off_policy_fraction"] = ~keep
     if entropies is not None:
         entropies = like_log_probs("entropies", entropies, l)
-        if selected is None and not is_off(1 - settings.top_entropy_quantile):
+        if selected is None and not is_static_zero(1 - settings.top_entropy_quantile):
             selected = top_entropy_mask(entropies, mask, settings.top_entropy_quantile)
     if selected is not None:
-        selected = mask & read_mask(log_probs, selected, "selected")
+        selected = mask & as_mask(log_probs, selected, "selected")
         p = jnp.where(selected, p, 0)
     if weights is not None and surrogate is not vespo:  # vespo already applies them
         p = p * jnp.where(mask, weights, 1)
@@ -137,10 +137,10 @@ def grpo_loss_terms(
     # KL term.
     token_sums["kl"] = jnp.zeros_like(l)
     if ref_log_probs is not None:
-        d = l - clean(sg(like_log_probs("ref_log_probs", ref_log_probs, l)), mask)
+        d = l - masked(sg(like_log_probs("ref_log_probs", ref_log_probs, l)), mask)
         token_sums["kl"], sums["kl_bounded_tokens"] = k3(d), jnp.sum(d < -MAX_LOG_RATIO)
-        if not is_off(settings.beta):
-            sums["kl_in_loss"] = reduction(settings.beta * kl_term(tokens, d, settings), mask, counts)
+        if not is_static_zero(settings.beta):
+            sums["kl_in_loss"] = reduction(settings.beta * kl_term(inputs, d, settings), mask, counts)
             loss = loss + sums["kl_in_loss"]
 
     # Entropy term.
@@ -152,21 +152,21 @@ def grpo_loss_terms(
         loss = loss - sums["entropy_bonus"]
         token_sums["entropy"] = entropies
 
-    return loss, _gather_metrics(loss, surrogate, tokens, settings, sums, token_sums)
+    return loss, _gather_metrics(loss, surrogate, inputs, settings, sums, token_sums)
 
 
 def _gather_metrics(
     loss: jax.Array,
     surrogate: Surrogate,
-    tokens: Tokens,
+    inputs: SurrogateInputs,
     settings: LossSettings,
     sums: dict[str, jax.Array],
     token_sums: dict[str, jax.Array],
 ) -> MetricSums:
     """Collect the metrics from one call. Arrays [..., T] are summed over tokens with mask 1."""
-    w, mask = tokens.ratio, tokens.mask
-    clips = clip_events(surrogate, tokens, settings)
-    token_sums = {**token_sums, "ratio_mean": w, "approx_kl_old": k3(-tokens.log_ratio), **clips}
+    w, mask = inputs.ratio, inputs.mask
+    clips = clip_events(surrogate, inputs, settings)
+    token_sums = {**token_sums, "ratio_mean": w, "approx_kl_old": k3(-inputs.log_ratio), **clips}
     sums = sums | {name + "_sum": total for name, total in token_totals(token_sums, mask).items()}
     sums |= {"loss": loss, "tokens": jnp.sum(mask), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     maxes = {"ratio_max": jnp.max(w, initial=0, where=mask)}
@@ -252,8 +252,8 @@ def grpo_loss(
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: estimator k of the KL from d: "k1", "k2" or "k3".
       use_bias_correction_kl: whether to multiply k by w (k1, k3) or sg(w) (k2); for placement "loss" only.
-      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s). This is equivalent to subtracting
-        beta·Σ_{s≥t} d_s, at the current params, from the normalized advantages of an unclipped loss.
+      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s) instead, which has the gradient of
+        an unclipped loss with the advantages A − beta·Σ_{s≥t} m_s d_s.
       max_completion_length: length in tokens for the denominator in dr_grpo. Defaults to T.
       normalizer: denominator in dapo, cispo and vespo, the number of tokens with mask 1 in the whole minibatch. If
         None, the tokens in this call are counted.
@@ -275,8 +275,8 @@ def grpo_loss(
         and "importance_sampling_level" uses the ratio from the policy term, as in TRL. Not used at other levels.
       importance_weights: [...] or [..., T] float ≥ 0, weights π_old / π_sampler that multiply p (in vespo, part of s).
         Defaults to 1.
-      surrogate: function of `Tokens` and `LossSettings` that returns p [..., T]. It replaces p for `loss_type`, but not
-        the reduction. Metrics do not count its clipping.
+      surrogate: function of `SurrogateInputs` and `LossSettings` that returns p [..., T]. It replaces `loss_type`'s p,
+        but not the reduction. Metrics do not count its clipping.
 
     Returns:
       loss: [] float32 (float64 for float64 log_probs), to be minimized.

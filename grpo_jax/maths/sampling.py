@@ -110,12 +110,12 @@ def vocabulary_blocks(size: int) -> tuple[int, int]:
 
 
 def draw_tokens(
-    u: jax.Array, logits: jax.Array, *, axis: int = -1, together: Callable[[jax.Array], jax.Array] | None = None
+    u: jax.Array, logits: jax.Array, *, axis: int = -1, all_gather: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Draw a token from softmax(logits) for each row, from two uniform random numbers u [..., 2] in [0, 1).
 
     Returns tokens [...] int32 and their log-probs [...] float32. Logits of −inf are never drawn. `axis` is the
-    vocabulary axis. If it is sharded, `together` all-gathers a small array, and blocks are selected with a masked
+    vocabulary axis. If it is sharded, `all_gather` all-gathers a small array, and blocks are selected with a masked
     sum, since indexing would gather the logits.
     """
     axis %= logits.ndim
@@ -126,13 +126,13 @@ def draw_tokens(
     parts = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*before, blocks, width, *after)
     in_passes, in_one_pass = (functools.partial(x, axis=axis + 1) for x in (_masses_in_passes, _masses_in_one_pass))
     top, masses = jax.lax.platform_dependent(parts, cpu=in_passes, default=in_one_pass)
-    masses = masses if together is None else together(masses)
+    masses = masses if all_gather is None else all_gather(masses)
     block = jnp.expand_dims(_inverse_cdf(u[..., 0], masses, axis), (axis, axis + 1))
-    if together is None:
+    if all_gather is None:
         inside = jnp.take_along_axis(parts, block, axis=axis).squeeze(axis)
     else:
         index = jax.lax.broadcasted_iota(jnp.int32, parts.shape, axis)
-        inside = together(jnp.where(index == block, parts, 0).sum(axis=axis))
+        inside = all_gather(jnp.where(index == block, parts, 0).sum(axis=axis))
     place = _inverse_cdf(u[..., 1], jnp.exp(inside - top), axis)
     drawn = jnp.take_along_axis(inside, jnp.expand_dims(place, axis), axis=axis)
     tokens = block.squeeze((axis, axis + 1)) * width + place

@@ -18,7 +18,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import MIN_LOG_PROB, Scalar, bounded, choose, clean, floating, like_log_probs, read_mask, sg
+from grpo_jax.maths.checks import MIN_LOG_PROB, Scalar, as_float, as_mask, like_log_probs, masked, one_of, sg, ste_clip
 from grpo_jax.maths.metrics import MetricSums, token_totals
 from grpo_jax.maths.surrogates import LOSS_TYPES, Counts, token_ratio
 
@@ -46,10 +46,10 @@ def likelihood_loss(
     References:
       Dynamic Fine-Tuning (arXiv:2508.05629), equation 9; TRL's `SFTTrainer.compute_loss`.
     """
-    choose("loss_type", loss_type, ("nll", "dft"))
-    log_probs = floating("log_probs", log_probs)
-    mask = read_mask(log_probs, mask)
-    l = clean(log_probs, mask)
+    one_of("loss_type", loss_type, ("nll", "dft"))
+    log_probs = as_float("log_probs", log_probs)
+    mask = as_mask(log_probs, mask)
+    l = masked(log_probs, mask)
     per_token = jnp.where(mask, -l if loss_type == "nll" else -sg(jnp.exp(l)) * l, 0)
     return per_token.sum() / jnp.maximum(mask.sum() if num_tokens is None else num_tokens, 1)
 
@@ -70,7 +70,7 @@ def likelihood_loss_terms(
     """
     chex.assert_equal_shape([log_probs, entropies, likeliest, mask])
     loss = likelihood_loss(log_probs, mask, loss_type=loss_type, num_tokens=num_tokens)
-    totals = token_totals({"entropy": clean(entropies, mask), "mean_token_accuracy": clean(likeliest, mask)}, mask)
+    totals = token_totals({"entropy": masked(entropies, mask), "mean_token_accuracy": masked(likeliest, mask)}, mask)
     sums = {"loss": loss, "tokens": mask.sum(), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     sums |= {f"{name}_sum": total for name, total in totals.items()}
     return loss, MetricSums(sums={name: sg(x.astype(loss.dtype)) for name, x in sums.items()}, maxes={})
@@ -123,10 +123,10 @@ def divergence(
     References:
       GKD (arXiv:2306.13649), equation 1, where alpha is called beta.
     """
-    choose("kind", kind, DIVERGENCES)
-    log_probs = floating("log_probs", log_probs)
+    one_of("kind", kind, DIVERGENCES)
+    log_probs = as_float("log_probs", log_probs)
     teacher = sg(like_log_probs("teacher_log_probs", teacher_log_probs, log_probs))
-    log_p, log_q = (bounded(x, MIN_LOG_PROB, jnp.inf) for x in (log_probs, teacher))
+    log_p, log_q = (ste_clip(x, MIN_LOG_PROB, jnp.inf) for x in (log_probs, teacher))
     return DIVERGENCES[kind](log_p, log_q, alpha)
 
 
@@ -157,9 +157,9 @@ def top_k_divergence(
     References:
       SDPO (arXiv:2601.20802), top-K distillation with a tail; TRL 1.16's `add_tail_bucket`.
     """
-    log_probs = floating("log_probs", log_probs)
+    log_probs = as_float("log_probs", log_probs)
     teacher = like_log_probs("teacher_log_probs", teacher_log_probs, log_probs)
-    log_p, log_q = (bounded(x, MIN_LOG_PROB, jnp.inf) for x in (log_probs, teacher))
+    log_p, log_q = (ste_clip(x, MIN_LOG_PROB, jnp.inf) for x in (log_probs, teacher))
     return divergence(with_rest(log_p), with_rest(log_q), kind=kind, alpha=alpha)
 
 
@@ -188,11 +188,11 @@ def sampled_divergence(
       Thinking Machines, "On-Policy Distillation" (2025), with the advantage −(l_old − l_teacher). Both are equal in
       the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
     """
-    log_probs = floating("log_probs", log_probs)
-    mask = read_mask(log_probs, mask)
-    l = clean(log_probs, mask)
-    l_old = sg(l) if old_log_probs is None else clean(sg(like_log_probs("old_log_probs", old_log_probs, l)), mask)
-    l_teacher = clean(sg(like_log_probs("teacher_log_probs", teacher_log_probs, l)), mask)
+    log_probs = as_float("log_probs", log_probs)
+    mask = as_mask(log_probs, mask)
+    l = masked(log_probs, mask)
+    l_old = sg(l) if old_log_probs is None else masked(sg(like_log_probs("old_log_probs", old_log_probs, l)), mask)
+    l_teacher = masked(sg(like_log_probs("teacher_log_probs", teacher_log_probs, l)), mask)
     return jnp.where(mask, token_ratio(l, l - l_old, mask) * sg(l - l_teacher), 0)
 
 
@@ -211,9 +211,9 @@ def distillation_loss_terms(
     `per_token`, [..., T] in nats, is a divergence from a function in this module. If counts over the whole minibatch
     are passed, its parts' losses sum to its loss, as in `losses.grpo_loss_terms`.
     """
-    _, reduction = LOSS_TYPES[choose("loss_type", loss_type, LOSS_TYPES)]
-    per_token = floating("per_token", per_token)
-    mask = read_mask(per_token, mask)
+    _, reduction = LOSS_TYPES[one_of("loss_type", loss_type, LOSS_TYPES)]
+    per_token = as_float("per_token", per_token)
+    mask = as_mask(per_token, mask)
     per_token = jnp.where(mask, per_token, 0)
     tokens = jnp.sum(mask) if num_tokens is None else num_tokens
     rows = math.prod(mask.shape[:-1]) if num_rows is None else num_rows

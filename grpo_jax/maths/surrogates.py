@@ -14,17 +14,17 @@ from grpo_jax.maths.checks import (
     MAX_LOG_RATIO,
     MIN_LOG_PROB,
     Scalar,
-    bounded,
-    choose,
-    floating,
+    as_float,
     like_log_probs,
+    one_of,
     row_or_token,
     sg,
+    ste_clip,
 )
-from grpo_jax.maths.kl import ESTIMATORS
+from grpo_jax.maths.kl import KL_ESTIMATORS
 
 
-class Tokens(NamedTuple):
+class SurrogateInputs(NamedTuple):
     """Inputs to a surrogate: arrays [..., T]. Where `mask` is False, values are 0 and ratios are 1."""
 
     log_probs: jax.Array  # l; gradients flow only through log_probs, log_ratio and ratio
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
 
 def _exp(log_ratio: jax.Array) -> jax.Array:
     """Return exp(log_ratio) with the log-ratio bounded above. The bound does not stop the gradient."""
-    return jnp.exp(bounded(log_ratio, -jnp.inf, MAX_LOG_RATIO))
+    return jnp.exp(ste_clip(log_ratio, -jnp.inf, MAX_LOG_RATIO))
 
 
 def row_sum(values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -81,69 +81,69 @@ RATIOS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-def _lesser(first: jax.Array, second: Scalar) -> jax.Array:
+def _minimum(first: jax.Array, second: Scalar) -> jax.Array:
     """Return the minimum. In a tie, the whole gradient goes to `first`; jnp.minimum would halve it."""
     return jnp.where(first <= second, first, second)
 
 
-def ppo(tokens: Tokens, settings: LossSettings) -> jax.Array:
+def ppo(inputs: SurrogateInputs, settings: LossSettings) -> jax.Array:
     """Return p = −min(min(w, delta)·A, clip(w, 1 − ε, 1 + ε_high)·A)."""
-    w, A = tokens.ratio, tokens.advantages
-    first = w if settings.delta is None else _lesser(w, settings.delta)
-    second = jnp.clip(w, 1 - settings.epsilon, 1 + settings.upper_clip)
-    return -_lesser(first * A, second * A)
+    w, A = inputs.ratio, inputs.advantages
+    capped = w if settings.delta is None else _minimum(w, settings.delta)
+    clipped = jnp.clip(w, 1 - settings.epsilon, 1 + settings.upper_clip)
+    return -_minimum(capped * A, clipped * A)
 
 
-def cispo(tokens: Tokens, settings: LossSettings) -> jax.Array:
+def cispo(inputs: SurrogateInputs, settings: LossSettings) -> jax.Array:
     """Return p = −sg(min(w, ε_high))·A·l, which caps the weight but keeps the gradient."""
-    return -sg(jnp.minimum(tokens.ratio, settings.upper_clip)) * tokens.advantages * tokens.log_probs
+    return -sg(jnp.minimum(inputs.ratio, settings.upper_clip)) * inputs.advantages * inputs.log_probs
 
 
-def sapo(tokens: Tokens, settings: LossSettings) -> jax.Array:
+def sapo(inputs: SurrogateInputs, settings: LossSettings) -> jax.Array:
     """Return p = −A·(4/τ)·σ(τ(w − 1)), a smooth gate with slope −A at w = 1. τ depends on the sign of A."""
-    w, A = tokens.ratio, tokens.advantages
+    w, A = inputs.ratio, inputs.advantages
     tau = jnp.where(A > 0, settings.sapo_temperature_pos, settings.sapo_temperature_neg)
     return -A * (4 / tau) * jax.nn.sigmoid(tau * (w - 1))
 
 
-def vespo(tokens: Tokens, settings: LossSettings) -> jax.Array:
+def vespo(inputs: SurrogateInputs, settings: LossSettings) -> jax.Array:
     """Return p = −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ). s is the completion's log-weight; (k, λ) depend on A's sign."""
-    A = tokens.advantages
-    s = row_sum(jnp.clip(tokens.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO), tokens.mask) + tokens.log_weights[..., None]
+    A = inputs.advantages
+    s = row_sum(jnp.clip(inputs.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO), inputs.mask) + inputs.log_weights[..., None]
     s = jnp.clip(s, math.log(1e-8), MAX_LOG_RATIO)
     k = jnp.where(A >= 0, settings.vespo_k_pos, settings.vespo_k_neg)
     lambda_ = jnp.where(A >= 0, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
     phi = jnp.exp(lambda_ + k * s - lambda_ * jnp.exp(s))
-    return -sg(phi) * A * tokens.log_probs
+    return -sg(phi) * A * inputs.log_probs
 
 
-def kl_term(tokens: Tokens, d: jax.Array, settings: LossSettings) -> jax.Array:
+def kl_term(inputs: SurrogateInputs, d: jax.Array, settings: LossSettings) -> jax.Array:
     """Compute the per-token KL term from d = l − l_ref, without the factor beta."""
-    w = tokens.ratio
+    w = inputs.ratio
     if settings.kl_placement == "reward":
         # This is equivalent to A_t ← A_t − beta·Σ_{s≥t} d_s at the current params with an unclipped ratio.
         return w * sg(jax.lax.cumsum(d, axis=d.ndim - 1, reverse=True))
-    k = ESTIMATORS[settings.kl_estimator](d)
+    k = KL_ESTIMATORS[settings.kl_estimator](d)
     if not settings.use_bias_correction_kl:
         return k
     if settings.importance_sampling_level == "sequence" and settings.kl_correction_level == "token":
         # The geometric mean of a completion's ratios is not an importance weight.
-        w = token_ratio(tokens.log_probs, tokens.log_ratio, tokens.mask)
+        w = token_ratio(inputs.log_probs, inputs.log_ratio, inputs.mask)
     # k1 and k3 require the gradient of w: with sg(w), k3 would have the gradient of KL(π_ref‖π). k2 requires sg(w),
     # since w·k2 has the gradient of E_π[d²/2], which is not a KL.
     return (sg(w) if settings.kl_estimator == "k2" else w) * k
 
 
 def off_policy_mask(
-    tokens: Tokens, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
+    inputs: SurrogateInputs, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
 ) -> jax.Array:
     """Compute DeepSeek-V3.2's off-policy mask: True where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold."""
-    l, l_sampling = tokens.log_probs, l_old
+    l, l_sampling = inputs.log_probs, l_old
     if sampling_log_probs is not None:
         l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
         # Tokens without a sampler log-prob (NaN) contribute 0.
         l_sampling = jnp.where(jnp.isnan(l_sampling), l, l_sampling)
-    return (tokens.advantages >= 0) | (row_mean(l_sampling - l, tokens.mask) <= threshold)
+    return (inputs.advantages >= 0) | (row_mean(l_sampling - l, inputs.mask) <= threshold)
 
 
 def read_importance_weights(
@@ -202,8 +202,8 @@ def sampler_weights(
       TRL's `vllm_importance_sampling_mode`; truncated importance sampling: Ionides 2008, and for separate engines Yao
       et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
     """
-    choose("mode", mode, SAMPLER_WEIGHT_MODES)
-    old, sampling = floating("old_log_probs", old_log_probs), floating("sampling_log_probs", sampling_log_probs)
+    one_of("mode", mode, SAMPLER_WEIGHT_MODES)
+    old, sampling = as_float("old_log_probs", old_log_probs), as_float("sampling_log_probs", sampling_log_probs)
     mask = jnp.asarray(mask) != 0
     for name, value in (("sampling_log_probs", sampling), ("mask", mask)):
         if value.shape != old.shape or old.ndim == 0:
@@ -244,8 +244,7 @@ def sum_over_constant(values: jax.Array, mask: jax.Array, counts: Counts) -> jax
     return jnp.sum(values, where=mask) / (counts.rows * counts.max_completion_length)
 
 
-Surrogate = Callable[[Tokens, "LossSettings"], jax.Array]
-
+Surrogate = Callable[[SurrogateInputs, "LossSettings"], jax.Array]
 Reduction = Callable[[jax.Array, jax.Array, Counts], jax.Array]
 
 
@@ -270,9 +269,9 @@ Add new settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their conflict
 """
 
 
-def clip_events(surrogate: Surrogate, tokens: Tokens, settings: LossSettings) -> dict[str, jax.Array]:
+def clip_events(surrogate: Surrogate, inputs: SurrogateInputs, settings: LossSettings) -> dict[str, jax.Array]:
     """Return a mask [..., T] of clipped tokens for each metric, which is all False if the surrogate does not clip."""
-    w, A = tokens.ratio, tokens.advantages
+    w, A = inputs.ratio, inputs.advantages
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never
     if surrogate is ppo:
@@ -317,11 +316,11 @@ class LossSettings:
     surrogate: Surrogate | None = None
 
     def __post_init__(self) -> None:
-        choose("loss_type", self.loss_type, LOSS_TYPES)
-        choose("importance_sampling_level", self.importance_sampling_level, RATIOS)
-        choose("kl_estimator", self.kl_estimator, ESTIMATORS)
-        choose("kl_placement", self.kl_placement, ("loss", "reward"))
-        choose("kl_correction_level", self.kl_correction_level, ("token", "importance_sampling_level"))
+        one_of("loss_type", self.loss_type, LOSS_TYPES)
+        one_of("importance_sampling_level", self.importance_sampling_level, RATIOS)
+        one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        one_of("kl_placement", self.kl_placement, ("loss", "reward"))
+        one_of("kl_correction_level", self.kl_correction_level, ("token", "importance_sampling_level"))
 
     @property
     def surrogate_and_reduction(self) -> tuple[Surrogate, Reduction]:

@@ -71,13 +71,13 @@ class PackedSequence(flax.struct.PyTreeNode):
         return jnp.arange(self.segments.longest)[None, None] < self.lengths[..., None]
 
 
-HALF = 256
+MIN_HALF_SIZE = 256
 """Minimum number of tokens in a half-size sequence. For shorter sequences, the fixed cost outweighs the gain."""
 
-FEW = 8
+FEW_SEQUENCES = 8
 """Maximum number of sequences per batch for which half-size sequences are used. They save at most half a sequence."""
 
-OPEN = (1, 2, 4)
+OPEN_SEQUENCES = (1, 2, 4)
 """Numbers of open sequences to try for a completion before starting a new sequence. Packing uses the smallest number
 that needs no more sequences than the largest, so that the prompts in a sequence are close together, and an update
 keeps activations for fewer prompts."""
@@ -94,7 +94,7 @@ class SequenceShape(NamedTuple):
     size: int  # N, a multiple of `block`, at least the length of the longest completion
     block: int  # tokens per block
     longest: int  # upper bound on the tokens per segment
-    whole: bool  # whether blocks have gcd(N, T) tokens, for completions of T tokens each
+    whole: bool  # whether all completions have T tokens, so that blocks may have gcd(N, T) tokens
 
 
 def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
@@ -121,20 +121,20 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
     if short >= BLOCK:
         shapes.append(shapes[0]._replace(longest=short))
     half = sequence_size(size // 2, t, block=BLOCK // 2)
-    if half >= HALF and 2 * half <= size and batch_tokens <= FEW * size:
+    if half >= MIN_HALF_SIZE and 2 * half <= size and batch_tokens <= FEW_SEQUENCES * size:
         shapes.append(SequenceShape(half, BLOCK // 2, t, whole=False))
     return shapes
 
 
 def best_shape(
-    shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1, neighbours: int | None = None
+    shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1, part_size: int | None = None
 ) -> SequenceShape:
     """Return the shape with the fewest tokens for lengths [B, G]. Ties go to the shape for the shortest completions.
 
-    On each device, every `neighbours` consecutive prompts are packed separately. If None, all are packed together.
+    On each device, every `part_size` consecutive prompts are packed separately. If None, all are packed together.
     """
     groups = lengths.sum(axis=1).reshape(devices, -1)
-    begins = range(0, groups.shape[1], neighbours or groups.shape[1])
+    begins = range(0, groups.shape[1], part_size or groups.shape[1])
 
     def tokens(shape: SequenceShape) -> int:
         """Count the tokens in all sequences, where each group occupies whole blocks."""
@@ -150,9 +150,9 @@ def best_shape(
 def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
     """Pack completions [B, G, T] into one or more sequences of the same shape.
 
-    Groups are packed in order, with a group's longest completions first. Each completion is added to the first of the
-    last few sequences (`OPEN`) with enough free tokens. A completion ends at its last True in the mask, and empty
-    completions are omitted. B must be divisible by the number of devices.
+    Groups are packed in order, with a group's longest completions first. Each completion is added to the first sequence
+    with enough free tokens among the last few (`OPEN_SEQUENCES`). A completion ends at its last True in the mask, and
+    empty completions are omitted. B must be divisible by the number of devices.
     """
     size, block, longest, whole = shape
     b, g, t = mask.shape
@@ -189,7 +189,7 @@ def lengths_of(mask: np.ndarray) -> np.ndarray:
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 
 
-def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
+def balanced_order(tokens: np.ndarray, devices: int) -> np.ndarray:
     """Order prompts so that their token counts, `tokens` [B], are balanced across devices."""
     parts: list[list[int]] = [[] for _ in range(devices)]
     sums, share = np.zeros(devices), len(tokens) // devices
@@ -200,20 +200,20 @@ def evenly(tokens: np.ndarray, devices: int) -> np.ndarray:
     return np.array([i for part in parts for i in part], int) if devices > 1 else np.arange(len(tokens))
 
 
-def order_prompts(work: np.ndarray, learns: np.ndarray, *, cells: int, each: int) -> np.ndarray:
-    """Return prompt indices, assigned to cells of `each` prompts in order. −1 marks an empty slot.
+def order_prompts(work: np.ndarray, has_gradient: np.ndarray, *, bins: int, bin_size: int) -> np.ndarray:
+    """Return prompt indices: consecutive bins of `bin_size` prompts, in which −1 marks an empty position.
 
-    Prompts with a gradient (`learns` [B]) come first. The `cells` cells that run in parallel have similar total `work`
-    [B].
+    Prompts with a gradient (`has_gradient` [B]) come first. The `bins` bins that run in parallel have similar total
+    `work` [B].
     """
-    order = np.argsort(~learns, kind="stable")
-    order = np.pad(order, (0, -len(order) % (cells * each)), constant_values=-1).reshape(-1, cells * each)
-    return np.concatenate([part[evenly(np.where(part < 0, 0, work[part]), cells)] for part in order])
+    order = np.argsort(~has_gradient, kind="stable")
+    order = np.pad(order, (0, -len(order) % (bins * bin_size)), constant_values=-1).reshape(-1, bins * bin_size)
+    return np.concatenate([part[balanced_order(np.where(part < 0, 0, work[part]), bins)] for part in order])
 
 
 def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dict[int, list[int]]]:
     """Assign completions to sequences with `blocks` blocks and at most `most` segments, as dicts keyed by prompt."""
-    *few, many = OPEN
+    *few, many = OPEN_SEQUENCES
     full = _fill(lengths, blocks, block, most, tried=many)
     for tried in few:
         members = _fill(lengths, blocks, block, most, tried=tried)

@@ -195,7 +195,7 @@ def gather_objects(own: Any) -> list[Any]:
     return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes.ravel(), strict=True)]
 
 
-def own_part(count: int) -> range:
+def local_range(count: int) -> range:
     """Return which of `count` dataset rows this process computes episodes and rewards for."""
     n, process = jax.process_count(), jax.process_index()
     return range(count * process // n, count * (process + 1) // n)

@@ -1,1 +1,1 @@
-"""Sampling of completions: the loop (`generate`), its compiled functions (`decode`) and array sizes (`ladder`)."""
+"""Sampling of completions: the loop (`generate`), its compiled functions (`decode`) and array sizes (`layouts`)."""

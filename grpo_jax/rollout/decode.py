@@ -35,7 +35,7 @@ class Stream(flax.struct.PyTreeNode):
     """Device state for completions that are decoded together.
 
     At each step, all completions write to the same slot of a ring buffer. A completion whose turn has ended does not
-    write while the others continue. Before its next turn, `move` rotates the ring of each completion so that all
+    write while the others continue. Before its next turn, `rearrange` rotates the ring of each completion so that all
     completions end in the same slot:
 
     ```
@@ -47,7 +47,7 @@ class Stream(flax.struct.PyTreeNode):
     """
 
     prefix: Prefix  # keys and values, or recurrent states, for the B prompts
-    cache: Cache  # keys and values, or states, for the completions in a ring of slots; see `_without_ones`
+    cache: Cache  # keys and values, or states, for the completions in a ring of slots; see `_squeeze_cache`
     token: jax.Array  # [B, G] last token of each completion, not yet in the cache
     ended: jax.Array  # [B, G] True if the completion or its turn has ended
     keys: jax.Array  # [B, G] typed PRNG keys
@@ -62,13 +62,13 @@ Carry = tuple[jax.Array, Cache, jax.Array, jax.Array, jax.Array | None, jax.Arra
 Uncached = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
-def _without_ones(cache: Cache) -> Cache:
+def _squeeze_cache(cache: Cache) -> Cache:
     """Squeeze B, H_kv and G axes of size 1. XLA's CPU backend would copy an unsqueezed cache at every step."""
     return jax.tree.map(lambda x: x.squeeze(tuple(i for i in range(x.ndim - 2) if x.shape[i] == 1)), cache)
 
 
-def _with_ones(stream: Stream) -> Cache:
-    """Restore the axes that `_without_ones` squeezed."""
+def _unsqueeze_cache(stream: Stream) -> Cache:
+    """Restore the axes that `_squeeze_cache` squeezed."""
     b, g = stream.token.shape
 
     def whole(x: jax.Array, of_prompts: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ def _with_ones(stream: Stream) -> Cache:
     return jax.tree.map(whole, stream.cache, stream.prefix.layers)
 
 
-def _read_prompts(
+def _prefill_prompts(
     model: CachedModel,
     params: Params,
     prompts: Prompts,
@@ -85,7 +85,7 @@ def _read_prompts(
     slot: jax.Array | int,
     *,
     settings: DecodeSettings,
-    turns: bool = False,
+    multi_turn: bool = False,
 ) -> tuple[Stream, Drawn]:
     """Prefill the prompts, once per group, and draw the first tokens. The returned stream does not have a cache yet."""
     b, g = keys.shape
@@ -95,12 +95,12 @@ def _read_prompts(
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, settings.sampling)
     ended, state = ended_by(tokens, first_state((b, g), settings), settings)
-    stream = Stream(prefix, (), tokens, ended, keys, jnp.full((b, g) if turns else b, slot, jnp.int32), state)
+    stream = Stream(prefix, (), tokens, ended, keys, jnp.full((b, g) if multi_turn else b, slot, jnp.int32), state)
     return stream, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("settings", "slots", "turns"))
+@functools.partial(jax.jit, static_argnames=("settings", "slots", "multi_turn"))
 def prefill(
     model: CachedModel,
     params: Params,
@@ -110,16 +110,16 @@ def prefill(
     *,
     settings: DecodeSettings,
     slots: int,
-    turns: bool = False,
+    multi_turn: bool = False,
 ) -> tuple[Stream, Drawn]:
     """Prefill the prompts and draw the first token of each completion.
 
-    The completions start at `slot`. `turns` is True for completions with several turns. On a mesh, the cached keys
+    The completions start at `slot`. `multi_turn` is True for completions with several turns. On a mesh, the cached keys
     and values are sharded over prompts and heads.
     """
-    stream, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings, turns=turns)
+    stream, drawn = _prefill_prompts(model, params, prompts, keys, slot, settings=settings, multi_turn=multi_turn)
     cache = empty_cache(stream.prefix.layers, keys.shape[1], slots)
-    stream = stream.replace(cache=cache if turns or settings.mesh is not None else _without_ones(cache))
+    stream = stream.replace(cache=cache if multi_turn or settings.mesh is not None else _squeeze_cache(cache))
     return place_stream(stream, settings.mesh, constrain), drawn
 
 
@@ -131,18 +131,18 @@ def refill(
     stream: Stream,
     prompts: Prompts,
     keys: jax.Array,
-    places: jax.Array,
+    indices: jax.Array,
     slot: jax.Array | int,
     *,
     settings: DecodeSettings,
 ) -> tuple[Stream, Drawn]:
-    """Replace the ended groups at indices `places` [B'] with new prompts.
+    """Replace the ended groups at `indices` [B'] with new prompts.
 
     `stream` is passed without its cache, which does not need to be reset: slots before a new group's first slot are
     never read, and a recurrent layer starts from the prompt's state when it processes a completion's first token.
     """
-    new, drawn = _read_prompts(model, params, prompts, keys, slot, settings=settings)
-    return jax.tree.map(lambda old, x: old.at[places].set(x), stream, new), drawn
+    new, drawn = _prefill_prompts(model, params, prompts, keys, slot, settings=settings)
+    return jax.tree.map(lambda old, x: old.at[indices].set(x), stream, new), drawn
 
 
 @shared
@@ -167,20 +167,20 @@ def decode_burst(
     """
     b, g = stream.token.shape
     chex.assert_shape([stream.ended, stream.keys], (b, g))
-    turns = stream.start.ndim == 2
-    chex.assert_shape(count, (b, g) if turns else ())
+    multi_turn = stream.start.ndim == 2
+    chex.assert_shape(count, (b, g) if multi_turn else ())
     u = step_uniforms(stream.keys, slot - stream.start + 1, steps)
     tokens = jnp.full((steps, b, g), settings.pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
     # On a mesh the head is resharded once per burst, outside the loop. With several turns it is not resharded, so that
-    # logits are rounded in the same way as in `read_chunk`.
+    # logits are rounded in the same way as in `prefill_chunk`.
     mesh, axes = settings.mesh, vocabulary_axes(model.config.vocab_size, settings.mesh)
-    head_model, head = for_head((model, variables), None if turns else mesh, axes)
+    head_model, head = for_head((model, variables), None if multi_turn else mesh, axes)
 
     def unfinished(carry: Carry) -> jax.Array:
         i, ended = carry[0], carry[3]
-        return (i < (steps if turns else count)) & ~ended.all()
+        return (i < (steps if multi_turn else count)) & ~ended.all()
 
     def step(carry: Carry) -> Carry:
         i, cache, token, ended, state, tokens, log_probs, mask = carry
@@ -191,7 +191,7 @@ def decode_burst(
             cache,
             slot + i,
             stream.start,
-            write=~ended[..., None] if turns else None,
+            write=~ended[..., None] if multi_turn else None,
             method="hidden",
         )
         drawn, log_prob = draw_next(head_model, head, u[i], hidden[:, :, 0], settings)
@@ -201,7 +201,7 @@ def decode_burst(
         mask = mask.at[i].set(~ended)
         after, (last, state) = i + 1, ended_by(drawn, state, settings)
         ended |= last
-        if turns:
+        if multi_turn:
             ended |= after >= count
         return after, cache, drawn, ended, state, tokens, log_probs, mask
 
@@ -238,24 +238,24 @@ def decode(
 
 @shared
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))
-def read_chunk(
+def prefill_chunk(
     model: CachedModel,
     variables: Variables,
     cache: Cache,
     stream: Stream,
     slot: jax.Array | int,
     tokens: jax.Array,
-    real: jax.Array,
+    valid: jax.Array,
     *,
     settings: DecodeSettings,
 ) -> tuple[Cache, jax.Array, jax.Array]:
     """Read right-aligned tokens [B, G, N] into the cache, starting at `slot`, and draw the next token.
 
-    `real` [B, G, N] is False on padding. Returns the cache, and the next tokens and their log-probs [B, G]; the tokens
-    are valid only after the last chunk, and only where the last entry of `real` is True.
+    `valid` [B, G, N] is False on padding. Returns the cache, and the next tokens and their log-probs [B, G]; the tokens
+    are valid only after the last chunk, and only where the last entry of `valid` is True.
     """
     hidden, cache = model.apply(
-        variables, tokens, stream.prefix, cache, slot, stream.start, write=real, method="hidden"
+        variables, tokens, stream.prefix, cache, slot, stream.start, write=valid, method="hidden"
     )
     u = step_uniforms(stream.keys, slot + tokens.shape[-1] - stream.start, 1)[0]
     token, log_prob = draw_next(model, variables, u, hidden[:, :, -1], settings)
@@ -268,7 +268,7 @@ def concatenate(trees: Sequence[Tree], xp: ModuleType = jnp) -> Tree:
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "parts", "mesh"))
-def move(
+def rearrange(
     streams: tuple[Stream, ...],
     groups: jax.Array | None,
     order: jax.Array,
@@ -284,7 +284,7 @@ def move(
     each group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] is each completion's
     new first slot, for a single stream with several turns. If `start` is None, the slots are unchanged.
     """
-    whole = concatenate([x.replace(cache=_with_ones(x)) for x in streams])
+    whole = concatenate([x.replace(cache=_unsqueeze_cache(x)) for x in streams])
 
     def pick(x: jax.Array) -> jax.Array:
         """Gather [B', G', …] from [B, G, …]."""
@@ -302,7 +302,7 @@ def move(
         return (place_stream(chosen, mesh, constrain),)
     size = len(order) // parts
     parts_of = (jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
-    return tuple(part.replace(cache=_without_ones(part.cache)) for part in parts_of)
+    return tuple(part.replace(cache=_squeeze_cache(part.cache)) for part in parts_of)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))

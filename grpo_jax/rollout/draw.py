@@ -44,14 +44,14 @@ def completion_keys(key: jax.Array, prompt_indices: jax.Array, num_generations: 
 
 
 def draw(
-    u: jax.Array, logits: jax.Array, sampling: Sampling, *, together: Callable[[jax.Array], jax.Array] | None = None
+    u: jax.Array, logits: jax.Array, sampling: Sampling, *, all_gather: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Draw tokens [B, G] from logits [B, G, V] with uniforms [B, G, 2].
 
-    Returns the tokens and their log-probs. `together` is passed to `draw_tokens`.
+    Returns the tokens and their log-probs. `all_gather` is passed to `draw_tokens`.
     """
     logits = process_logits(logits, sampling)
-    return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, together=together)
+    return greedy_tokens(logits) if sampling.temperature == 0 else draw_tokens(u, logits, all_gather=all_gather)
 
 
 def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def draw_next(
         logits = model.apply(variables, place(hidden), method="unembed")
         by_vocabulary = NamedSharding(mesh, PartitionSpec(rows, None, axes))
         logits = jax.lax.with_sharding_constraint(logits, by_vocabulary)
-        found = draw(place(u), logits, sampling, together=place)
+        found = draw(place(u), logits, sampling, all_gather=place)
         return jax.tree.map(lambda x: constrain(place(x), mesh), found)
 
     def by_columns(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:

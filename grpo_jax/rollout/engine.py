@@ -42,7 +42,7 @@ from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import TurnEnds, stops_of
-from grpo_jax.rollout.engine_client import NOTHING_LEARNED, RECOVERIES, EngineError, Lost, Requests
+from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, ConnectionLost, EngineError, Requests
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.rollout.table import Table
 from grpo_jax.rollout.turns import AnswerTurn, wait_for
@@ -66,7 +66,7 @@ class _Version(NamedTuple):
     tolerance: float
 
 
-class _Batch(NamedTuple):
+class _Request(NamedTuple):
     """Prompts, seeds and settings for B·G completions. `answer_turn` is None for single-turn completions."""
 
     prompts: list[list[int]]
@@ -83,8 +83,8 @@ class _Batch(NamedTuple):
 class Engine:
     """A `run.sampler.Sampler` backed by a server. Build it with `engines.vllm`, which documents the arguments.
 
-    `measured` contains metrics for the last batch: seconds per phase, log-prob differences on the probe, and the number
-    of times that the connection to the server was lost.
+    `last_metrics` contains metrics for the last batch: seconds per phase, log-prob differences on the probe, and the
+    number of times that the connection to the server was lost.
     """
 
     def __init__(self, server: VLLM, *, directory: str | None = None, tolerance: float | None = None):
@@ -96,15 +96,15 @@ class Engine:
         self._loaded: _Version | None = None
         self._params: list[weakref.ref[jax.Array]] = []  # arrays from which the version was written
         self._checked: tuple[Sampling, int] | None = None
-        self.measured: dict[str, float] = {}
+        self.last_metrics: dict[str, float] = {}
 
-    def follow(self, policy: Policy, params: Params) -> None:
+    def set_params(self, policy: Policy, params: Params) -> None:
         """Write the params to files for later calls, and score the probe. The params may be donated afterwards.
 
         All processes of a run must call this function together.
         """
         leaves = jax.tree.leaves(params)
-        if self._version is not None and self._params and self._same(leaves):
+        if self._version is not None and self._params and self._is_current(leaves):
             return
         begin, older = time.monotonic(), self._version
         name, ids = f"grpo-{self._token}-{next(self._counter)}", probe_ids(policy)
@@ -117,7 +117,7 @@ class Engine:
         self._params = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
         if older is not None:
             shutil.rmtree(older.directory, ignore_errors=True)
-        self.measured = {"sampler/seconds/write": time.monotonic() - begin}
+        self.last_metrics = {"sampler/seconds/write": time.monotonic() - begin}
 
     def __call__(
         self,
@@ -144,16 +144,16 @@ class Engine:
     ) -> Completions:
         """Return completions [B, G, T] with T = `max_completion_length`; see `run.sampler.Sampler`.
 
-        If `params` is abstract, the params from the last call to `follow` are used. Raises EngineError if the server
-        rejects a request or remains unavailable.
+        If `params` is abstract, the params from the last call to `set_params` are used. Raises EngineError if the
+        server rejects a request or remains unavailable.
         """
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-            self.follow(policy, params)
+            self.set_params(policy, params)
         ends = TurnEnds.read(stop, stop_token_ids, max_turn_length)
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         data = jax.random.key_data(completion_keys(key, jnp.asarray(prompt_indices), num_generations))
         words = np.asarray(data).reshape(len(lengths) * num_generations, -1).tolist()
-        batch = _Batch(
+        batch = _Request(
             prompts=[tokens[b, :n].tolist() for b, n in enumerate(lengths) for _ in range(num_generations)],
             seeds=[row[0] << 32 | row[-1] for row in words],
             sampling=Sampling(temperature, top_k, top_p, min_p),
@@ -174,9 +174,9 @@ class Engine:
                 problem = one_line(error, None)
         if (problem := gather_objects(problem)[0]) is not None:  # all processes raise the first process's error
             raise EngineError(problem)
-        return table.completions(len(lengths), turns=bool((table.mask.sum(-1) < table.lengths).any()))
+        return table.to_completions(len(lengths), multi_turn=bool((table.mask.sum(-1) < table.lengths).any()))
 
-    def _sample(self, batch: _Batch, interrupt: Callable[[], None]) -> Table:
+    def _sample(self, batch: _Request, interrupt: Callable[[], None]) -> Table:
         """Sample all completions with one version of the weights."""
         begin, longest = time.monotonic(), max(map(len, batch.prompts)) + batch.max_completion_length
         prepare = functools.partial(self._check_and_load, batch.sampling, longest)
@@ -186,27 +186,27 @@ class Engine:
             prepare()
 
         requests = Requests(self._server.client, restore)
-        for _ in range(RECOVERIES):
+        for _ in range(MAX_RECOVERIES):
             requests.run([functools.partial(requests.send, prepare)], interrupt=interrupt)
             loaded = time.monotonic()
             table = Table(len(batch.prompts), batch.max_completion_length, batch.pad_token_id)
             complete = functools.partial(self._complete, batch, table, requests)
             requests.run([functools.partial(complete, row) for row in range(len(table.lengths))], interrupt=interrupt)
-            self.measured |= {
+            self.last_metrics |= {
                 "sampler/seconds/hand_over": loaded - begin,
                 "sampler/seconds/sample": time.monotonic() - loaded,
                 "sampler/lost": float(requests.lost),
             }
-            with contextlib.suppress(Lost):
+            with contextlib.suppress(ConnectionLost):
                 if self._has_loaded():
                     return table
             message = f"{self._server.url} was restarted and no longer holds the run's weights"
             if batch.answer_turn is not None:  # environments cannot answer the same turns twice
                 break
             warnings.warn(f"{message}; sampling the batch again", stacklevel=2)
-        raise EngineError(f"{message}. {NOTHING_LEARNED}")
+        raise EngineError(f"{message}. {NOT_TRAINED}")
 
-    def _complete(self, batch: _Batch, table: Table, requests: Requests, row: int) -> None:
+    def _complete(self, batch: _Request, table: Table, requests: Requests, row: int) -> None:
         """Sample all turns of one completion, with the observations between them."""
         while True:
             begin = int(table.lengths[row])
@@ -246,17 +246,17 @@ class Engine:
     def _load(self) -> None:
         """Load the weights. Raises `EngineError` if the server's and the local log-probs for the probe differ."""
         version = self._version
-        assert version is not None, "call `follow` first"
+        assert version is not None, "call `set_params` first"
         self._server.load(version.name, version.directory, version.adapters)
         gaps = self._gaps(version)
-        self.measured |= {"sampler/probe_gap_mean": float(gaps.mean()), "sampler/probe_gap_max": float(gaps.max())}
+        self.last_metrics |= {"sampler/probe_gap_mean": float(gaps.mean()), "sampler/probe_gap_max": float(gaps.max())}
         if not gaps.mean() <= version.tolerance:
             self._loaded = None
             raise EngineError(
                 f"{self._server.url} does not sample from the run's weights. After loading them, the probe's log-probs"
                 f" differ by {gaps.mean():.2g} nats per token on average (maximum {gaps.max():.2g}); the tolerance"
                 f" is {version.tolerance:g}. Check that it serves the policy's base model. If its dtype differs from"
-                f" the trainer's, start it with the same --dtype or pass a larger tolerance. {NOTHING_LEARNED}"
+                f" the trainer's, start it with the same --dtype or pass a larger tolerance. {NOT_TRAINED}"
             )
         self._loaded = version
 
@@ -273,8 +273,8 @@ class Engine:
             return False
         return bool(self._gaps(version).mean() <= version.tolerance)
 
-    def _same(self, leaves: list[jax.Array]) -> bool:
-        """Return whether `leaves` are the arrays from the last call to `follow`."""
+    def _is_current(self, leaves: list[jax.Array]) -> bool:
+        """Return whether `leaves` are the arrays from the last call to `set_params`."""
         return len(leaves) == len(self._params) and all(
             ref() is leaf and not leaf.is_deleted() for ref, leaf in zip(self._params, leaves, strict=True)
         )

@@ -26,16 +26,16 @@ SHORT = 2**20
 """Maximum size in bytes of responses that do not grow with the number of tokens."""
 MAX_REQUESTS = 1024
 """Maximum number of concurrent requests."""
-RECOVERIES = 3
+MAX_RECOVERIES = 3
 """Maximum number of recoveries from lost connections per batch."""
-NOTHING_LEARNED = "This batch was not used for training; restart the run to resume from its last checkpoint."
+NOT_TRAINED = "This batch was not used for training; restart the run to resume from its last checkpoint."
 
 
 class EngineError(RuntimeError):
     """Raised if an inference server fails. The message contains the server's URL and suggests a fix."""
 
 
-class Lost(EngineError):
+class ConnectionLost(EngineError):
     """Raised if the server does not respond. It may become available again, with different weights."""
 
 
@@ -72,8 +72,8 @@ class Client:
         """Send a POST request, or a GET request if `body` is None, and return the JSON object in the response.
 
         Returns {} if the response is not JSON. After a status in `busy`, the request is repeated for at most `patience`
-        seconds. Raises `Lost` if there is no response in time, `Refused` if the status is not 200, and `EngineError` if
-        the response is longer than `most_bytes` or contains invalid JSON.
+        seconds. Raises `ConnectionLost` if there is no response in time, `Refused` if the status is not 200, and
+        `EngineError` if the response is longer than `most_bytes` or contains invalid JSON.
         """
         end, pause, aborts = time.monotonic() + self.patience, 0.1, self._aborts
         while True:
@@ -90,7 +90,7 @@ class Client:
             if status not in busy:
                 raise Refused(message, status)
             if aborts != self._aborts or time.monotonic() + pause > end:
-                raise Lost(f"{message}. Gave up after retrying for {self.patience:g} s")
+                raise ConnectionLost(f"{message}. Gave up after retrying for {self.patience:g} s")
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
 
@@ -98,11 +98,11 @@ class Client:
         """Return whether the server responds to a request."""
         try:
             return self._once("/health", None, SHORT)[0] in (200, 404)
-        except Lost:
+        except ConnectionLost:
             return False
 
     def abort(self) -> None:
-        """Abort the requests in all threads. Each aborted request raises `Lost`."""
+        """Abort the requests in all threads. Each aborted request raises `ConnectionLost`."""
         self._aborts += 1
         for opened in list(self._open):
             _shut_down(opened)
@@ -138,12 +138,13 @@ class Client:
         except (OSError, http.client.HTTPException, ValueError) as error:
             cause = self._without_key(f"{type(error).__name__}: {error}")  # may contain parts of the response
         if late.is_set():
-            raise Lost(
+            raise ConnectionLost(
                 f"{self.base_url}{path} did not respond within {self._timeout:g} s. Check the server's log, or pass a"
                 " longer timeout"
             )
         if cause:
-            raise Lost(f"{self.base_url}{path}: {cause}. Check that the server is running and that base_url is correct")
+            fix = "Check that the server is running and that base_url is correct"
+            raise ConnectionLost(f"{self.base_url}{path}: {cause}. {fix}")
         if len(content) > most_bytes:
             raise EngineError(f"{self.base_url}{path} returned more than {most_bytes} bytes")
         return answer.status, content
@@ -213,7 +214,7 @@ class Requests:
             epoch = self._epoch
             try:
                 result = request()
-            except Lost as lost:
+            except ConnectionLost as lost:
                 self._recover(epoch, lost)
                 continue
             with self._lock:  # wait for a recovery; a restarted server may have responded with different weights
@@ -225,25 +226,25 @@ class Requests:
         if self._stopped.is_set():
             raise EngineError("The batch was stopped")
 
-    def _recover(self, epoch: int, lost: Lost) -> None:
+    def _recover(self, epoch: int, lost: ConnectionLost) -> None:
         """Wait until the server responds, then call `restore`. Only one of the waiting threads does this."""
         patience = self._client.patience
         with self._lock:
             while epoch == self._epoch:
                 self.raise_if_stopped()
-                if self.lost == RECOVERIES:
-                    message = f"{lost}. This was failure {RECOVERIES + 1} in one batch. {NOTHING_LEARNED}"
+                if self.lost == MAX_RECOVERIES:
+                    message = f"{lost}. This was failure {MAX_RECOVERIES + 1} in one batch. {NOT_TRAINED}"
                     raise EngineError(message) from lost
                 self.lost += 1
                 warnings.warn(f"{lost}. Waiting up to {patience:g} s for the server", stacklevel=3)
                 end = time.monotonic() + patience
                 while not self._client.alive():
                     if self._stopped.wait(min(1.0, patience / 10)) or time.monotonic() > end:
-                        raise EngineError(f"{lost}. Gave up after waiting {patience:g} s. {NOTHING_LEARNED}") from lost
+                        raise EngineError(f"{lost}. Gave up after waiting {patience:g} s. {NOT_TRAINED}") from lost
                 try:
                     self._restore()
                     self._epoch += 1
-                except Lost as again:
+                except ConnectionLost as again:
                     lost = again
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.stops import Stops
 from grpo_jax.messages import show, some
-from grpo_jax.rollout.engine_client import SHORT, Client, EngineError, Lost, Refused
+from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused
 from grpo_jax.types import Json
 
 START = (
@@ -75,7 +75,7 @@ class VLLM:
     """Thread-safe requests to a vLLM server.
 
     `model` is the name of the base model; "" selects the server's only model. All methods may raise `EngineError`;
-    its subclass `Lost` means that the server may become available again.
+    its subclass `ConnectionLost` means that the server may become available again.
     """
 
     def __init__(self, client: Client, model: str = ""):
@@ -169,7 +169,7 @@ class VLLM:
         choice = self._complete(body, len(ids) + most, {"finish_reason": _TEXT})
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):  # aborted by another client
-            raise Lost(f"{self.url} aborted a completion ({reason})")
+            raise ConnectionLost(f"{self.url} aborted a completion ({reason})")
         self._read("/v1/completions", choice, _DRAWN)
         tokens, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if not tokens or len(tokens) != len(log_probs):
@@ -223,7 +223,7 @@ class VLLM:
             answer = self.client.request("/v1/completions", {"model": self._name, **body}, most_bytes=most)
         except Refused as refused:
             if refused.status == 404 and self._name != self._base:  # a restart removes adapters
-                raise Lost(str(refused)) from refused
+                raise ConnectionLost(str(refused)) from refused
             raise
         choices: list[Json] = self._read("/v1/completions", answer, {"choices": [schema]})["choices"]
         if len(choices) != 1:

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from grpo_jax.messages import show
-from grpo_jax.models.sharding import gather_objects, own_part
+from grpo_jax.models.sharding import gather_objects, local_range
 from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.rewards.outcomes import describe_failure
 from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord, Interaction, schemas_of
@@ -35,10 +35,10 @@ from grpo_jax.text.rows import is_conversation
 from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Messages, Prompts, Row
 
-WORKERS = 64
+MAX_WORKERS = 64
 """Maximum number of concurrent calls to environments and tools."""
 
-LONGEST_TEXT = 16
+MAX_CHARACTERS_PER_TOKEN = 16
 """Number of characters per token above which an observation is assumed to be too long and is not encoded."""
 
 
@@ -59,9 +59,9 @@ class Episode:
         self.environment: Any = None  # object returned by the factory
         self.tools: Mapping[str, Tool] = interaction.tools
         self._answers_calls = False
-        self.opening = ""  # text that `reset` appends to the prompt
+        self.reset_text = ""  # text that `reset` appends to the prompt
         self.before = PrecedingText([], "", "")  # text before the next turn
-        self.over = False  # True after an environment error
+        self.has_failed = False  # True after an environment error
         self.turns: list[tuple[bool, str]] = []  # see `EpisodeRecord` for turns, messages, lengths and counts
         self.messages: Messages = []
         self.lengths: list[int] = []
@@ -82,14 +82,14 @@ class Episode:
             if hasattr(self.environment, "reset"):
                 columns = copy_containers(reset_arguments(self.environment.reset, row))
                 reset = functools.partial(self.environment.reset, **columns)
-                self.opening = as_text(self._guarded("reset", reset))
+                self.reset_text = as_text(self._guarded("reset", reset))
 
     def answer(self, ids: np.ndarray, limit: int) -> Sequence[int] | None:
         """Return the token ids of the observation that follows a turn, or None at the end of the completion."""
-        parsed, interaction, observation = self.note(ids), self._interaction, None
+        parsed, interaction, observation = self.record_turn(ids), self._interaction, None
         if cut := interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
             self.counts.cut_short = (self.counts.cut_short or 0) + 1
-        if not self.over:
+        if not self.has_failed:
             with contextlib.suppress(_Failed):
                 observation = self._observation(parsed)
         if observation is None:
@@ -97,12 +97,12 @@ class Episode:
             return range(limit + 1) if unanswered else None  # too many tokens truncate the completion
         tokens = self._encode(observation, limit, int(ids[-1]))
         if len(tokens) <= limit:  # longer observations are not shown to the policy
-            self._follow(tokens)
+            self._extend_context(tokens)
             self.turns += [(False, text) for text in _texts(observation)]
             self.messages += [] if isinstance(observation, str) else observation
         return tokens
 
-    def note(self, ids: np.ndarray) -> Parsed:
+    def record_turn(self, ids: np.ndarray) -> Parsed:
         """Record a turn and return it in parsed form."""
         self.counts.turns += 1
         self.lengths.append(len(ids))
@@ -112,7 +112,7 @@ class Episode:
             whole = turn_text(ids, self._text, form, self._interaction.hidden)
             schemas = {name: tool.schema for name, tool in self.tools.items()}
             parsed = form.parse(whole, schemas=schemas, thinking=self._interaction.thinking)
-        self._follow(ids)
+        self._extend_context(ids)
         self.turns.append((True, text))
         if self._is_chat:
             self.messages.append(assistant_message(parsed))
@@ -128,13 +128,13 @@ class Episode:
                 return last
             if isinstance(last, list):
                 problem = f"must return a number or None if respond returns rewards; got {show(last)}"
-                raise self._failed("get_reward", problem)
+                raise self._failure("get_reward", problem)
         except _Failed:
             return None
         by_turn = [self.turn_rewards.get(turn, 0.0) for turn in range(len(self.lengths))]
         return [*by_turn[:-1], by_turn[-1] + (last or 0.0)]
 
-    def _follow(self, ids: Iterable[int]) -> None:
+    def _extend_context(self, ids: Iterable[int]) -> None:
         """Keep the last tokens as context for decoding the next turn. Conversations do not need context."""
         self.before = PrecedingText([] if self._is_chat else [*self.before.tokens, *map(int, ids)][-32:], "", "")
 
@@ -169,7 +169,7 @@ class Episode:
         rows = results if isinstance(results, (list, tuple)) else []
         if len(rows) != len(names) or not all(isinstance(row, (list, tuple)) and len(row) == 2 for row in rows):
             problem = f"must return a pair (text, failed) for each call, or None at the end; got {show(results)}"
-            raise self._failed("answer_calls", problem)
+            raise self._failure("answer_calls", problem)
         self.counts.failures += sum(bool(failed) for _, failed in rows)
         return [tool_message(name, as_text(text)) for name, (text, _) in zip(names, rows, strict=True)]
 
@@ -204,16 +204,16 @@ class Episode:
             answer, reward = answer
             if not hasattr(self.environment, "get_reward"):
                 problem = "returned a reward, which requires a get_reward method that returns a final reward or None"
-                raise self._failed("respond", problem)
+                raise self._failure("respond", problem)
             number = _to_float(reward)
             if not isinstance(number, float) or not math.isfinite(number):
-                raise self._failed("respond", f"must return a finite reward; got {show(reward)}")
+                raise self._failure("respond", f"must return a finite reward; got {show(reward)}")
             self.turn_rewards[len(self.lengths) - 1] = number
         if answer is None:
             return None
         if not isinstance(answer, str):
             problem = f"must return a string, or None at the end; got {show(answer)} ({type(answer).__name__})"
-            raise self._failed("respond", problem)
+            raise self._failure("respond", problem)
         answer = as_text(answer, limit=len(answer))  # tokenizers reject unpaired surrogates
         return [{"role": "user", "content": answer}] if self._is_chat else answer
 
@@ -222,13 +222,13 @@ class Episode:
 
         An observation that is certainly too long is not encoded; `limit + 1` placeholder ids are returned instead.
         """
-        if sum(map(len, _texts(observation))) > 1000 + LONGEST_TEXT * limit:
+        if sum(map(len, _texts(observation))) > 1000 + MAX_CHARACTERS_PER_TOKEN * limit:
             return range(limit + 1)
         if isinstance(observation, str):
             return self._texts.encode(observation)
-        tokenizer, ends = self._interaction.tokenizer, self._interaction.eos_token_ids
+        tokenizer, eos = self._interaction.tokenizer, self._interaction.eos_token_ids
         kwargs = self._interaction.config.chat_template_kwargs
-        return ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), ends).observation_ids(observation, drawn=drawn)
+        return ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), eos).observation_ids(observation, drawn=drawn)
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call an environment method or factory. Raises `EnvironmentFailure` or `_Failed` if the call fails."""
@@ -236,13 +236,13 @@ class Episode:
         try:
             return call_within(self._interaction.config.environment_timeout, function, *args)
         except (Exception, SystemExit) as error:
-            raise self._failed(what, error) from error
+            raise self._failure(what, error) from error
         finally:
             self.counts.seconds += time.monotonic() - begin
 
-    def _failed(self, what: str, problem: BaseException | str) -> Exception:
+    def _failure(self, what: str, problem: BaseException | str) -> Exception:
         """Count an environment error, and return the exception to raise."""
-        self.counts.errors, self.over = self.counts.errors + 1, True
+        self.counts.errors, self.has_failed = self.counts.errors + 1, True
         if self._interaction.config.on_environment_error != "raise":
             return _Failed()
         kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
@@ -270,19 +270,19 @@ def _texts(observation: str | Messages) -> list[str]:
 class Episodes:
     """The B·G episodes of one rollout, G per dataset row. Implements `rollout.turns.AnswerTurn`.
 
-    With several processes, each process creates environments for its `own` rows only. All processes must call `reset`
+    With several processes, each process creates environments for its `local_rows` only. All processes must call `reset`
     and `end` together. Use this class as a context manager, so that its threads are shut down.
     """
 
-    def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, numbers: Sequence[int]):
-        """Create the episodes. `numbers` contains the rows' indices in the dataset, for error messages."""
-        self._pool = ThreadPoolExecutor(min(WORKERS, len(rows) * num_generations), "grpo_jax-episode")
-        self.own, self._group = own_part(len(rows)), num_generations
-        self._indices = range(self.own.start * num_generations, self.own.stop * num_generations)
+    def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, row_indices: Sequence[int]):
+        """Create the episodes. `row_indices` contains the rows' indices in the dataset, for error messages."""
+        self._pool = ThreadPoolExecutor(min(MAX_WORKERS, len(rows) * num_generations), "grpo_jax-episode")
+        self.local_rows, self._group = local_range(len(rows)), num_generations
+        self._indices = range(self.local_rows.start * num_generations, self.local_rows.stop * num_generations)
         self._tokenizer, texts = interaction.tokenizer, CachedTokenizer(interaction.tokenizer)
         self.all = [
             Episode(interaction, row, f"row {number} of the dataset, completion {g}", texts)
-            for row, number in zip(rows, numbers, strict=True)
+            for row, number in zip(rows, row_indices, strict=True)
             for g in range(num_generations)
         ]
 
@@ -299,14 +299,14 @@ class Episodes:
         """
         group = self._group
         list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._indices))
-        local = [_extended_prompt(rows[b], self.all[b * group : (b + 1) * group]) for b in self.own]
+        local = [_extended_prompt(rows[b], self.all[b * group : (b + 1) * group]) for b in self.local_rows]
         prompts = itertools.chain.from_iterable(gather_objects(local))
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
 
-    def follow(self, rows: Sequence[Row], prompts: Prompts) -> None:
+    def set_prompts(self, rows: Sequence[Row], prompts: Prompts) -> None:
         """Store the prompts (rows returned by `reset`, and their tokens) as context for decoding the first turns."""
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
-        for b in self.own:
+        for b in self.local_rows:
             before = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
             for episode in self.all[b * self._group : (b + 1) * self._group]:
                 episode.before = before
@@ -321,36 +321,36 @@ class Episodes:
         """Compute all rewards and return the episode records. `sampled` [B·G, T] is True on sampled tokens."""
         local = [self.all[i] for i in self._indices]
         for i, episode in zip(self._indices, local, strict=True):
-            drawn, noted = tokens[i][sampled[i]], sum(episode.lengths)
-            if len(drawn) > noted:  # the last turn was truncated at the maximum length and not answered
-                episode.note(drawn[noted:])
+            drawn, recorded = tokens[i][sampled[i]], sum(episode.lengths)
+            if len(drawn) > recorded:  # the last turn was truncated at the maximum length and not answered
+                episode.record_turn(drawn[recorded:])
         pairs = zip(local, self._pool.map(Episode.reward, local), strict=True)
-        played = [EpisodeRecord(one.turns, one.messages, reward, one.counts, one.lengths) for one, reward in pairs]
+        records = [EpisodeRecord(one.turns, one.messages, reward, one.counts, one.lengths) for one, reward in pairs]
         if jax.process_count() == 1:
-            return played
-        parts = gather_objects([one.to_json() for one in played])
+            return records
+        parts = gather_objects([one.to_json() for one in records])
         return [EpisodeRecord.from_json(kept) for part in parts for kept in part]
 
 
 def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | None:
     """Return a row's prompt with the text from `reset` appended, or None if there is no text."""
-    openings = list(dict.fromkeys(episode.opening for episode in episodes if not episode.over))
-    if len(openings) > 1:
+    reset_texts = list(dict.fromkeys(episode.reset_text for episode in episodes if not episode.has_failed))
+    if len(reset_texts) > 1:
         raise ValueError(
             f"{episodes[0].where}: reset must return the same text for all completions of a prompt; got"
-            f" {show(openings[0])} and {show(openings[1])}. Compute the text from the row only; if it is random,"
+            f" {show(reset_texts[0])} and {show(reset_texts[1])}. Compute the text from the row only; if it is random,"
             " take the seed from a column"
         )
-    if not openings or not openings[0]:
+    if not reset_texts or not reset_texts[0]:
         return None
     if isinstance(row["prompt"], str):
-        return row["prompt"] + openings[0]
+        return row["prompt"] + reset_texts[0]
     *before, last = row["prompt"]
     if last["role"] == "user" and isinstance(last["content"], list):
-        return [*before, {**last, "content": [*last["content"], {"type": "text", "text": openings[0]}]}]
+        return [*before, {**last, "content": [*last["content"], {"type": "text", "text": reset_texts[0]}]}]
     if last["role"] != "user" or not isinstance(last["content"], str):
         raise ValueError(
             f"{episodes[0].where}: the prompt must end with a text message from the role 'user', to which the text"
             f" returned by reset is appended; got {show(last)}. Change the prompt, or return None from reset"
         )
-    return [*before, {**last, "content": last["content"] + openings[0]}]
+    return [*before, {**last, "content": last["content"] + reset_texts[0]}]

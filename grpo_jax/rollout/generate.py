@@ -3,10 +3,10 @@
 Token t of completion (b, g) is drawn with the key fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). A sample
 therefore does not depend on the other completions, the batch or the number of devices.
 
-The device decodes bursts of a few steps (`decode`). Between bursts, the host (`_OneTurn`) replaces ended completions
-with waiting prompts. If no prompts are waiting, it moves the remaining completions to a smaller layout (`ladder`). The
-cache grows in a few steps, or is a ring buffer if prompts are waiting. All completions write to the same slot, and
-later groups start at a later slot:
+The device decodes bursts of a few steps (`decode`). Between bursts, the host (`_SingleTurnRollout`) replaces ended
+completions with waiting prompts. If no prompts are waiting, it moves the remaining completions to a smaller layout
+(`layouts`). The cache grows in a few steps, or is a ring buffer if prompts are waiting. At each step, all completions
+write to the same slot, so a group that starts later has a later first slot:
 
 ```
 slot        0 1 2 3 4 5 6 7
@@ -43,13 +43,13 @@ from grpo_jax.rollout.decode import (
     generate_traced,
     generate_uncached,
     grow,
-    move,
     prefill,
+    rearrange,
     refill,
 )
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import decode_settings
-from grpo_jax.rollout.ladder import choose_ladder, groups_at_once, on_cpu, stream_count
+from grpo_jax.rollout.layouts import choose_layouts, groups_at_once, on_cpu, stream_count
 from grpo_jax.rollout.programs import decode_variables
 from grpo_jax.rollout.table import SamplingJob, Table
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
@@ -61,7 +61,7 @@ Part = TypeVar("Part")
 StreamResult = tuple[Stream, Drawn]
 """An updated stream and the drawn tokens."""
 
-Watch = Callable[[np.ndarray, np.ndarray], None]
+OnTokens = Callable[[np.ndarray, np.ndarray], None]
 """A callback that receives the tokens and the mask [B, G, T] drawn so far."""
 
 
@@ -87,7 +87,7 @@ def generate(
     batch_size: int | None = None,
     answer_turn: AnswerTurn | None = None,
     interrupt: Callable[[], None] = lambda: None,
-    watch: Watch | None = None,
+    on_tokens: OnTokens | None = None,
     on_host: bool = False,
 ) -> Completions:
     """Sample `num_generations` completions for each prompt.
@@ -118,7 +118,7 @@ def generate(
         completions have one turn. Needs a built-in model; not supported under `jit`.
       interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
         supported under `jit`.
-      watch: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. On a mesh, it
+      on_tokens: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. On a mesh, it
         receives only the prompts that are decoded together. Supported only for single-turn completions.
       on_host: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
 
@@ -151,8 +151,8 @@ def generate(
         if int(value) != value or value < 1:
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
     if batch_size is not None and batch_size < shards * num_generations:
-        each = f" on each of the {shards} data-parallel devices" if shards > 1 else ""
-        least = f"{shards * num_generations}, one group of completions{each}"
+        per_thread = f" on each of the {shards} data-parallel devices" if shards > 1 else ""
+        least = f"{shards * num_generations}, one group of completions{per_thread}"
         raise ValueError(f"batch_size must be at least {least}; got {batch_size!r}.")
     if answer_turn is not None and not is_cached(model):
         kind = type(model).__name__
@@ -174,147 +174,147 @@ def generate(
     table = Table(keys.size, turn if answer_turn is None else longest, settings.pad_token_id)
     decode_weights = decode_variables(argument, params)  # laid out for decoding
     settings = settings._replace(mesh=mesh)
-    rollout = SamplingJob(argument, params, decode_weights, prompts, keys, settings, table, interrupt)
+    job = SamplingJob(argument, params, decode_weights, prompts, keys, settings, table, interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)
     if answer_turn is None:
-        completions = _sample_one_turn(rollout, at_once, watch)
+        completions = _sample_one_turn(job, at_once, on_tokens)
     else:
         from grpo_jax.rollout.turns import sample_turns
 
-        completions = sample_turns(rollout, at_once, answer_turn, turn)
+        completions = sample_turns(job, at_once, answer_turn, turn)
     return completions if on_host else jax.tree.map(jnp.asarray, completions)
 
 
-def _sample_one_turn(rollout: SamplingJob, at_once: int, watch: Watch | None) -> Completions:
+def _sample_one_turn(job: SamplingJob, at_once: int, on_tokens: OnTokens | None) -> Completions:
     """Sample single-turn completions as NumPy arrays. At most `at_once` groups are decoded at the same time."""
-    (b, g), table = rollout.keys.shape, rollout.table
-    if rollout.mesh is not None and at_once < b:  # groups cannot change devices, so batches run one after another
-        parts = [rollout.part(first, first + at_once) for first in range(0, b, at_once)]
-        return concatenate([_sample_one_turn(part, at_once, watch) for part in parts], np)
-    batch = _OneTurn(rollout, at_once)
+    (b, g), table = job.keys.shape, job.table
+    if job.mesh is not None and at_once < b:  # groups cannot change devices, so batches run one after another
+        parts = [job.part(first, first + at_once) for first in range(0, b, at_once)]
+        return concatenate([_sample_one_turn(part, at_once, on_tokens) for part in parts], np)
+    batch = _SingleTurnRollout(job, at_once)
     while True:
-        rollout.interrupt()
-        if watch is not None:
-            watch(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
+        job.interrupt()
+        if on_tokens is not None:
+            on_tokens(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
         if not batch.refill():
             if batch.empty.all():
                 batch.record(in_flight=0)
-                return table.completions(b)
+                return table.to_completions(b)
             if not batch.prompts_wait:
                 batch.compact()
         if not batch.empty.all():  # the first token may have ended all new completions
             batch.decode()
 
 
-class _OneTurn:
+class _SingleTurnRollout:
     """State of a single-turn rollout between bursts."""
 
-    def __init__(self, rollout: SamplingJob, groups: int):
-        (b, g), p = rollout.keys.shape, rollout.prompts.tokens.shape[1]
-        self.rollout, self.next_group = rollout, groups  # index of the first waiting prompt
-        length, waits = rollout.table.length, groups < b
-        self.ladder = choose_ladder(rollout.model, rollout.params, p, groups, g, length, mesh=rollout.mesh, waits=waits)
-        self.at, self.slots = 0, self.ladder.slots[0]  # index of the layout in the ladder; cache size
+    def __init__(self, job: SamplingJob, groups: int):
+        (b, g), p = job.keys.shape, job.prompts.tokens.shape[1]
+        self.job, self.next_group = job, groups  # index of the first waiting prompt
+        length, waits = job.table.length, groups < b
+        self.layouts = choose_layouts(job.model, job.params, p, groups, g, length, mesh=job.mesh, waits=waits)
+        self.layout, self.slots = 0, self.layouts.slots[0]  # index of the layout; cache size
         self.slot = 0  # next slot, before reduction modulo the ring size
         # [B', G'] table row of the completion at each position, −1 if empty; [B'] number of tokens drawn in each group
-        self.completions, self.drawn = rollout.rows(np.arange(groups)), np.ones(groups, int)
+        self.rows, self.drawn = job.rows(np.arange(groups)), np.ones(groups, int)
         self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # bursts not yet recorded in the table
-        self._on_cpu = on_cpu(rollout.params, rollout.mesh)
+        self._on_cpu = on_cpu(job.params, job.mesh)
 
         def begin(part: np.ndarray) -> StreamResult:
-            prompts, keys = rollout.inputs(part)
-            return prefill(rollout.model, rollout.params, prompts, keys, 0, settings=rollout.settings, slots=self.slots)
+            prompts, keys = job.inputs(part)
+            return prefill(job.model, job.params, prompts, keys, 0, settings=job.settings, slots=self.slots)
 
-        rollout.interrupt()
-        parts = np.split(np.arange(groups), stream_count(rollout.params, groups, g))
+        job.interrupt()
+        parts = np.split(np.arange(groups), stream_count(job.params, groups, g))
         with in_background(functools.partial(self._compile, parts[0])):
             self.streams, drawn = self._run(begin, parts)
-        self._note(self.completions, drawn)
+        self._queue(self.rows, drawn)
 
     def _compile(self, part: np.ndarray) -> None:
         """Compile the first burst while the prompts are prefilled. Does nothing on a mesh."""
-        rollout, ladder = self.rollout, self.ladder
-        if rollout.mesh is None:
-            model, params, settings = rollout.model, rollout.params, rollout.settings
-            shapes, _ = prefill.eval_shape(model, params, *rollout.inputs(part), 0, settings=settings, slots=self.slots)
+        job, layouts = self.job, self.layouts
+        if job.mesh is None:
+            model, params, settings = job.model, job.params, job.settings
+            shapes, _ = prefill.eval_shape(model, params, *job.inputs(part), 0, settings=settings, slots=self.slots)
             stream = abstract_from(shapes, (params, model))
-            burst = functools.partial(decode_burst.lower, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
-            burst(model, rollout.decode_variables, stream.cache, stream.replace(cache=()), 0, 0).compile()
+            burst = functools.partial(decode_burst.lower, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
+            burst(model, job.decode_variables, stream.cache, stream.replace(cache=()), 0, 0).compile()
 
     @property
     def empty(self) -> np.ndarray:
         """[B'] bool, True for groups in which all completions have ended, as far as bursts have been recorded."""
-        return np.logical_not((self.completions >= 0).any(axis=1))
+        return np.logical_not((self.rows >= 0).any(axis=1))
 
     @property
     def prompts_wait(self) -> bool:
         """Whether some prompts have not been prefilled yet."""
-        return self.next_group < len(self.rollout.keys)
+        return self.next_group < len(self.job.keys)
 
     def refill(self) -> bool:
         """Replace ended groups with waiting prompts, in streams where enough have ended. Returns whether it did so."""
-        rollout, size = self.rollout, len(self.completions) // len(self.streams)
-        few = max(1, size // 4)  # number of prompts per refill; with fewer, the call costs more than it saves
-        self.completions = self.completions.copy()  # `bursts` holds references to the old array
+        job, size = self.job, len(self.rows) // len(self.streams)
+        count = max(1, size // 4)  # number of prompts per refill; with fewer, the call costs more than it saves
+        self.rows = self.rows.copy()  # `bursts` holds references to the old array
         entering = []
         for i, empty in enumerate(np.split(self.empty, len(self.streams))):
-            if empty.sum() >= few and self.prompts_wait:
-                groups, places = np.arange(self.next_group, self.next_group + few), np.flatnonzero(empty)[:few]
-                self.completions[i * size + places], self.drawn[i * size + places] = rollout.rows(groups), 1
-                self.next_group += few
-                entering.append((i, groups, places))
+            if empty.sum() >= count and self.prompts_wait:
+                groups, indices = np.arange(self.next_group, self.next_group + count), np.flatnonzero(empty)[:count]
+                self.rows[i * size + indices], self.drawn[i * size + indices] = job.rows(groups), 1
+                self.next_group += count
+                entering.append((i, groups, indices))
 
         def enter(entry: tuple[int, np.ndarray, np.ndarray]) -> StreamResult:
-            i, groups, places = entry
-            prompts, keys = rollout.inputs(groups)
+            i, groups, indices = entry
+            prompts, keys = job.inputs(groups)
             cache, stream = self.streams[i].cache, self.streams[i].replace(cache=())
             stream, drawn = refill(
-                rollout.model, rollout.params, stream, prompts, keys, places, self.slot, settings=rollout.settings
+                job.model, job.params, stream, prompts, keys, indices, self.slot, settings=job.settings
             )
             return stream.replace(cache=cache), drawn
 
         if not entering:
             return False
-        rollout.interrupt()
+        job.interrupt()
         refilled, drawn = self._run(enter, entering)
         new = {i: stream for (i, _, _), stream in zip(entering, refilled, strict=True)}
         self.streams = tuple(new.get(i, stream) for i, stream in enumerate(self.streams))
-        self._note(self.completions[np.concatenate([i * size + places for i, _, places in entering])], drawn)
+        self._queue(self.rows[np.concatenate([i * size + indices for i, _, indices in entering])], drawn)
         return True
 
     def compact(self) -> None:
         """Move to the next smaller layout if it can hold all active completions and is sufficiently cheaper."""
-        slots = self.ladder.slots_below(self.at, self.slots)
-        chosen = None if slots is None else self.ladder.choose(self.at, self.completions >= 0)
+        slots = self.layouts.slots_below(self.layout, self.slots)
+        chosen = None if slots is None else self.layouts.choose(self.layout, self.rows >= 0)
         if slots is None or chosen is None:
             return
-        (groups, order), mesh = chosen, self.rollout.mesh
-        self.completions, self.drawn = self.completions[groups[:, None], order], self.drawn[groups]
-        parts = stream_count(self.rollout.params, len(groups), order.shape[1])
+        (groups, order), mesh = chosen, self.job.mesh
+        self.rows, self.drawn = self.rows[groups[:, None], order], self.drawn[groups]
+        parts = stream_count(self.job.params, len(groups), order.shape[1])
         kept = groups if mesh is None else None  # on a mesh, groups stay on their devices
-        self.streams = move(self.streams, kept, order, slots=slots, parts=parts, mesh=mesh)
-        self.at, self.slots = self.at + 1, slots
+        self.streams = rearrange(self.streams, kept, order, slots=slots, parts=parts, mesh=mesh)
+        self.layout, self.slots = self.layout + 1, slots
 
     def decode(self) -> None:
         """Decode one burst, which is shorter near the end of the cache or of the completions. Grows a full cache."""
-        rollout, ladder, last, settings = self.rollout, self.ladder, self.ladder.slots[-1], self.rollout.settings
+        job, layouts, last, settings = self.job, self.layouts, self.layouts.slots[-1], self.job.settings
         if self.slot >= self.slots < last:
-            self.slots = ladder.slots[ladder.slots.index(self.slots) + 1]
-            self.streams = tuple(grow(stream, slots=self.slots, mesh=rollout.mesh) for stream in self.streams)
-        count = ladder.steps
-        if not ladder.fixed:
-            left = rollout.table.length - int(self.drawn[~self.empty].min())
+            self.slots = layouts.slots[layouts.slots.index(self.slots) + 1]
+            self.streams = tuple(grow(stream, slots=self.slots, mesh=job.mesh) for stream in self.streams)
+        count = layouts.steps
+        if not layouts.fixed:
+            left = job.table.length - int(self.drawn[~self.empty].min())
             count = min(count, left if self.slots == last else min(left, self.slots - self.slot))
 
         def draw(stream: Stream) -> StreamResult:
-            burst = functools.partial(decode, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
-            return burst(rollout.model, rollout.decode_variables, stream, self.slot, count)
+            burst = functools.partial(decode, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
+            return burst(job.model, job.decode_variables, stream, self.slot, count)
 
         self.streams, drawn = self._run(draw, self.streams)
-        before = self.completions
+        before = self.rows
         self.drawn, self.slot = self.drawn + count, self.slot + count
-        self.completions = np.where(self.drawn[:, None] < rollout.table.length, self.completions, -1)
-        self._note(before, drawn)
+        self.rows = np.where(self.drawn[:, None] < job.table.length, self.rows, -1)
+        self._queue(before, drawn)
 
     def _run(
         self, program: Callable[[Part], StreamResult], parts: Sequence[Part]
@@ -325,20 +325,20 @@ class _OneTurn:
             jax.block_until_ready(results)
         return tuple(stream for stream, _ in results), [drawn for _, drawn in results]
 
-    def _note(self, completions: np.ndarray, drawn: Sequence[Drawn]) -> None:
+    def _queue(self, rows: np.ndarray, drawn: Sequence[Drawn]) -> None:
         """Queue drawn tokens to be recorded later, while an accelerator decodes the next burst."""
         for x in jax.tree.leaves(drawn):
             if x.is_fully_addressable:
                 x.copy_to_host_async()
-        self.bursts.append((completions, drawn))
+        self.bursts.append((rows, drawn))
         self.record(in_flight=0 if self._on_cpu else 1)
 
     def record(self, *, in_flight: int = 0) -> None:
         """Record all bursts except the last `in_flight`, and mark the positions of ended completions as empty."""
-        table = self.rollout.table
+        table = self.job.table
         while len(self.bursts) > in_flight:
-            completions, streams = self.bursts.popleft()
-            ended = table.record(completions, concatenate(fetch(streams), np), self.rollout.settings)
-            table.ended[completions[ended]] = True
-            over = completions[ended | (table.lengths[completions] == table.length)]
-            self.completions = np.where(np.isin(self.completions, over), -1, self.completions)
+            rows, streams = self.bursts.popleft()
+            ended = table.record(rows, concatenate(fetch(streams), np), self.job.settings)
+            table.ended[rows[ended]] = True
+            over = rows[ended | (table.lengths[rows] == table.length)]
+            self.rows = np.where(np.isin(self.rows, over), -1, self.rows)

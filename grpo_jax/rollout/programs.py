@@ -22,7 +22,7 @@ from grpo_jax.models.streams import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
 from grpo_jax.rollout.decode import Stream, decode_burst, place_stream, prefill
 from grpo_jax.rollout.draw import DecodeSettings, Variables, completion_keys
-from grpo_jax.rollout.ladder import choose_ladder, groups_at_once
+from grpo_jax.rollout.layouts import choose_layouts, groups_at_once
 from grpo_jax.types import CachedModel, Model, Params, Prompts, as_argument, is_cached
 
 Tree = TypeVar("Tree")
@@ -120,16 +120,16 @@ def decode_call(
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
     # On a mesh, waiting prompts form the next batch instead of replacing finished groups.
     waits = at_once < groups and mesh is None
-    ladder = choose_ladder(
+    layouts = choose_layouts(
         argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh, waits=waits
     )
     settings = settings._replace(mesh=mesh)
-    read = functools.partial(prefill, settings=settings, slots=ladder.slots[-1])
+    read = functools.partial(prefill, settings=settings, slots=layouts.slots[-1])
     prompts, keys = _inputs(at_once, num_generations, prompt_length, mesh)
     stream: Stream = jax.eval_shape(read, argument, shapes, prompts, keys, 0)[0]
     stream = abstract_from(stream, (shapes, argument)) if mesh is None else place_stream(stream, mesh, _at)
     cache, rest = stream.cache, stream.replace(cache=())
-    burst = functools.partial(decode_burst, settings=settings, steps=ladder.steps, fixed=ladder.fixed)
+    burst = functools.partial(decode_burst, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
     return functools.partial(burst, argument, variables, cache, rest, 0, 0)
 
 

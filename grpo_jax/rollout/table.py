@@ -32,22 +32,22 @@ class Table:
         """Maximum length T of a completion."""
         return self.tokens.shape[1]
 
-    def record(self, completions: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
-        """Append tokens [B', G', N] to completions [B', G']. Returns True where an EOS or a stop string was drawn."""
-        chex.assert_equal_shape_prefix((completions, *drawn), 2)
+    def record(self, rows: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
+        """Append tokens [B', G', N] to rows [B', G']. Returns True where an EOS or a stop string was drawn."""
+        chex.assert_equal_shape_prefix((rows, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)
-        at = self.lengths[completions][:, :, None] + np.arange(tokens.shape[2])
-        new = mask & (completions >= 0)[:, :, None] & (at < self.length)
-        where = np.broadcast_to(completions[:, :, None], new.shape)[new], at[new]
+        at = self.lengths[rows][:, :, None] + np.arange(tokens.shape[2])
+        new = mask & (rows >= 0)[:, :, None] & (at < self.length)
+        where = np.broadcast_to(rows[:, :, None], new.shape)[new], at[new]
         self.tokens[where], self.log_probs[where], self.mask[where] = tokens[new], log_probs[new], True
         np.add.at(self.lengths, where[0], 1)
         ended = (np.isin(tokens, settings.eos_token_ids) & new).any(axis=-1)
         if settings.stops is None:
             return ended
-        state = self.stop_state[completions]
+        state = self.stop_state[rows]
         for t in range(tokens.shape[-1]):
             state = np.where(new[..., t], settings.stops.after(state, tokens[..., t]), state)
-        self.stop_state[completions[completions >= 0]] = state[completions >= 0]
+        self.stop_state[rows[rows >= 0]] = state[rows >= 0]
         # A completion that is waiting for an observation may be in the final state, but has no new tokens.
         return ended | (new.any(axis=-1) & (state == settings.stops.found))
 
@@ -63,10 +63,10 @@ class Table:
         self.tokens[completion, start:end], self.lengths[completion] = tokens, end
         self.stop_state[completion] = 0
 
-    def completions(self, groups: int, *, turns: bool = False) -> Completions:
-        """Return the completions for B = `groups` prompts as NumPy arrays. If `turns`, `present` is set."""
+    def to_completions(self, groups: int, *, multi_turn: bool = False) -> Completions:
+        """Return the completions for B = `groups` prompts as NumPy arrays. If `multi_turn`, `present` is set."""
         present = np.arange(self.length) < self.lengths[:, None]
-        arrays = (self.tokens, self.mask, self.log_probs, self.ended, present if turns else None)
+        arrays = (self.tokens, self.mask, self.log_probs, self.ended, present if multi_turn else None)
         return Completions(*jax.tree.map(lambda x: x.reshape((groups, -1, *x.shape[1:])), arrays))
 
 

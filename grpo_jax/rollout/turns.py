@@ -1,15 +1,14 @@
 """Sampling of multi-turn completions, in which observations separate the turns.
 
 A completion is one sequence of tokens. Its keys and values stay on the device from the first turn to the last, and
-sampled tokens are never retokenized. An observation's tokens are read into the cache in one pass, after the token
-that ended the turn:
+sampled tokens are never retokenized. An observation is prefilled in one pass, after the token that ended the turn:
 
 ```
                   turn 1              observation       turn 2
 completion 0      a  b  EOS         x  y  z           c  d  e  EOS
 completion 1      f  EOS            u                 g  EOS
 position of 0     0  1  2           3  4  5           6  7  8  9
-read together        (only EOS)  EOS  x  y  z
+prefilled together   (only EOS)  EOS  x  y  z
 ```
 
 Answers are computed while other completions are decoded. When half of a stream's completions are waiting, the others
@@ -32,24 +31,24 @@ import numpy as np
 
 from grpo_jax.models.sharding import fetch, gather_objects, shard_count, split
 from grpo_jax.models.streams import run_in_streams
-from grpo_jax.rollout.decode import Drawn, decode, move, prefill, read_chunk
-from grpo_jax.rollout.ladder import ALIGNED, BURST, Ladder, decode_step, on_cpu, stream_count
+from grpo_jax.rollout.decode import Drawn, decode, prefill, prefill_chunk, rearrange
+from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, Layouts, decode_step, on_cpu, stream_count
 from grpo_jax.rollout.table import SamplingJob
 from grpo_jax.types import Completions
 
-LEAD = 16
+FIRST_SLOT = 16
 """First slot that completions use. The slots before it leave space for the padding of short observations."""
 
 CHUNK = 256
 """Maximum number of observation tokens per completion that are processed in one call."""
 
-TOGETHER = 0.5
+MIN_WAITING = 0.5
 """Fraction of a stream's completions that must be waiting before observations are read. Waiting completions are idle,
 but reading a single observation costs as much as reading all."""
 
-PATIENCE = 2
-"""Number of bursts that are decoded after `TOGETHER` is reached. With 0, each read would wait for the slowest answer;
-with a large value, one long turn would delay all other turns."""
+EXTRA_BURSTS = 2
+"""Number of bursts that are decoded after `MIN_WAITING` is reached. With 0, each prefill would wait for the slowest
+answer; with a large value, one long turn would delay all other turns."""
 
 Answer = Future[Sequence[int] | None]
 """Future of the token ids that the environment appends after a turn, or of None at the end of the completion."""
@@ -80,25 +79,25 @@ class _OtherFailed(Exception):
     """Raised in a stream after another stream has failed."""
 
 
-class _Turns:
+class _MultiTurnStream:
     """State of one stream's completions."""
 
-    def __init__(self, rollout: SamplingJob, answer_turn: AnswerTurn, groups: np.ndarray, max_turn_length: int):
-        self.rollout, self.table = rollout, rollout.table
+    def __init__(self, job: SamplingJob, answer_turn: AnswerTurn, groups: np.ndarray, max_turn_length: int):
+        self.job, self.table = job, job.table
         self.answer_turn, self.max_turn_length = answer_turn, max_turn_length
-        self.rows = rollout.rows(groups)  # [B', G'] table row at each position, −1 if empty
-        g, p, length = rollout.keys.shape[1], rollout.prompts.tokens.shape[1], rollout.table.length
-        step_cost = decode_step(rollout.model, rollout.params, p, length, cpu=on_cpu(rollout.params, rollout.mesh))
-        self.ladder = Ladder.of(len(groups), g, length, step_cost, shards=shard_count(rollout.mesh), turns=True)
-        self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index in the ladder; ring size
-        self.slot = LEAD  # next slot of the active completions
-        self.start_slots = np.full(self.rows.shape, LEAD)  # [B', G'] slot of each completion's first token
-        self.turn_starts = np.zeros(len(rollout.table.lengths), int)  # number of tokens before the current turn
+        self.rows = job.rows(groups)  # [B', G'] table row at each position, −1 if empty
+        g, p, length = job.keys.shape[1], job.prompts.tokens.shape[1], job.table.length
+        step_cost = decode_step(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
+        self.layouts = Layouts.of(len(groups), g, length, step_cost, shards=shard_count(job.mesh), multi_turn=True)
+        self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index in the layouts; ring size
+        self.slot = FIRST_SLOT  # next slot of the active completions
+        self.start_slots = np.full(self.rows.shape, FIRST_SLOT)  # [B', G'] slot of each completion's first token
+        self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
         self.waiting: dict[int, Answer | None] = {}  # pending answers, keyed by table row
         self.bursts_waited = 0  # number of bursts since enough completions have been waiting
-        prompts, keys = rollout.inputs(groups)
+        prompts, keys = job.inputs(groups)
         self.device_state, drawn = prefill(
-            rollout.model, rollout.params, prompts, keys, LEAD, settings=rollout.settings, slots=self.slots, turns=True
+            job.model, job.params, prompts, keys, FIRST_SLOT, settings=job.settings, slots=self.slots, multi_turn=True
         )
         self._record(self.rows, drawn)
 
@@ -107,13 +106,13 @@ class _Turns:
         while (self.rows >= 0).any():
             if self.active.any():
                 self._draw()
-            if not self.waiting or len(self.waiting) < TOGETHER * (self.rows >= 0).sum():
+            if not self.waiting or len(self.waiting) < MIN_WAITING * (self.rows >= 0).sum():
                 continue
-            if self.active.any() and self.bursts_waited < PATIENCE:
+            if self.active.any() and self.bursts_waited < EXTRA_BURSTS:
                 self.bursts_waited += 1
             else:
                 self.bursts_waited = 0
-                self._read(self._observations())
+                self._prefill_observations(self._observations())
 
     @property
     def active(self) -> np.ndarray:
@@ -122,21 +121,21 @@ class _Turns:
 
     def _draw(self) -> None:
         """Decode one burst for all active completions."""
-        rollout, table, active = self.rollout, self.table, self.active
-        rollout.interrupt()
+        job, table, active = self.job, self.table, self.active
+        job.interrupt()
         lengths = table.lengths[self.rows]
-        least = min(int(lengths[active].max()) - 1 + BURST, table.length)
-        if least > self.slots:  # the ring is full
-            self._align(np.zeros_like(lengths), least=least)
+        min_slots = min(int(lengths[active].max()) - 1 + BURST, table.length)
+        if min_slots > self.slots:  # the ring is full
+            self._align(np.zeros_like(lengths), min_slots=min_slots)
             active, lengths = self.active, table.lengths[self.rows]
         left = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
         count = np.where(active, left, 0).astype(np.int32)
         # Use the host's automaton state, which is reset to 0 at the start of each turn.
         state = None if self.device_state.stop_state is None else table.stop_state[self.rows]
-        ended, count, state = split((~active, count, state), rollout.mesh)
+        ended, count, state = split((~active, count, state), job.mesh)
         stream = self.device_state.replace(ended=ended, stop_state=state)
         self.device_state, drawn = decode(
-            rollout.model, rollout.decode_variables, stream, self.slot, count, settings=rollout.settings, steps=BURST
+            job.model, job.decode_variables, stream, self.slot, count, settings=job.settings, steps=BURST
         )
         self.slot += self._record(self.rows, drawn)
 
@@ -147,7 +146,7 @@ class _Turns:
         """
         table, drawn = self.table, fetch(drawn)
         mask = drawn[2]
-        ended = table.record(rows, drawn, self.rollout.settings)
+        ended = table.record(rows, drawn, self.job.settings)
         lengths = table.lengths[rows]
         truncated = (lengths - self.turn_starts[rows] == self.max_turn_length) & (lengths < table.length)
         ended |= (rows >= 0) & truncated & mask.any(axis=-1)
@@ -163,7 +162,7 @@ class _Turns:
         """Wait for answers and return observations, keyed by table row. Ends completions without an observation."""
         table, observed = self.table, dict[int, Sequence[int]]()
         local = [(row, answer) for row, answer in self.waiting.items() if answer is not None]
-        answers = [(row, wait_for(answer, self.rollout.interrupt)) for row, answer in local]
+        answers = [(row, wait_for(answer, self.job.interrupt)) for row, answer in local]
         if jax.process_count() > 1:
             lists = [(row, None if tokens is None else [int(token) for token in tokens]) for row, tokens in answers]
             answers = [(row, tokens) for part in gather_objects(lists) for row, tokens in part]
@@ -178,11 +177,11 @@ class _Turns:
         self.rows, self.waiting = np.where(over, -1, self.rows), {}
         return observed
 
-    def _read(self, observed: Mapping[int, Sequence[int]]) -> None:
+    def _prefill_observations(self, observed: Mapping[int, Sequence[int]]) -> None:
         """Read the last token of each turn and its observation into the cache, and draw the next turn's first token."""
         if not observed:
             return
-        rollout, table = self.rollout, self.table
+        job, table = self.job, self.table
         last = {row: int(table.tokens[row, table.lengths[row] - 1]) for row in observed}
         new_tokens = {row: [last[row], *tokens] for row, tokens in observed.items()}
         longest = max(map(len, new_tokens.values()))
@@ -191,38 +190,38 @@ class _Turns:
         counts = np.zeros(len(table.lengths) + 1, int)  # index −1, an empty position, selects the last entry
         counts[list(new_tokens)] = [len(ids) for ids in new_tokens.values()]
         most = int(max(table.lengths[row] + counts[row] for row in new_tokens)) + BURST
-        least = max(width, min(most, table.length))
-        first = self._aligned_slot(counts[self.rows], width, least)
+        min_slots = max(width, min(most, table.length))
+        first = self._aligned_slot(counts[self.rows], width, min_slots)
         if first is None:
-            self._align(counts[self.rows], least=least)
+            self._align(counts[self.rows], min_slots=min_slots)
             first = self.slots - width
         for row, tokens in observed.items():
             table.observe(row, tokens)
             self.turn_starts[row] = table.lengths[row]
         padded = np.zeros((*self.rows.shape, width), np.int32)
-        real = np.arange(width) >= width - counts[self.rows][..., None]
+        valid = np.arange(width) >= width - counts[self.rows][..., None]
         resumed = np.isin(self.rows, list(new_tokens))
         for at in map(tuple, np.argwhere(resumed)):
             ids = new_tokens[int(self.rows[at])]
             padded[at][width - len(ids) :] = ids
         for start in range(0, width, size):
-            ids, present = split((padded[..., start : start + size], real[..., start : start + size]), rollout.mesh)
+            ids, present = split((padded[..., start : start + size], valid[..., start : start + size]), job.mesh)
             cache, stream, slot = self.device_state.cache, self.device_state.replace(cache=()), first + start
-            cache, token, log_prob = read_chunk(
-                rollout.model, rollout.decode_variables, cache, stream, slot, ids, present, settings=rollout.settings
+            cache, token, log_prob = prefill_chunk(
+                job.model, job.decode_variables, cache, stream, slot, ids, present, settings=job.settings
             )
             self.device_state = self.device_state.replace(cache=cache)
         self.slot, old = first + width, self.device_state.token
-        self.device_state = self.device_state.replace(token=jnp.where(split(resumed, rollout.mesh), token, old))
+        self.device_state = self.device_state.replace(token=jnp.where(split(resumed, job.mesh), token, old))
         drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))
         self._record(np.where(resumed, self.rows, -1), drawn)
 
-    def _ring_size(self, least: int) -> int:
-        """Return a ring size of at least `least` slots. Only a few sizes are used, since each is compiled."""
-        sizes = (*self.ladder.slots[:-1], self.table.length)
-        return -(-next((n for n in sizes if n >= least), least) // ALIGNED) * ALIGNED
+    def _ring_size(self, min_slots: int) -> int:
+        """Return a ring size of at least `min_slots` slots. Only a few sizes are used, since each is compiled."""
+        sizes = (*self.layouts.slots[:-1], self.table.length)
+        return -(-next((n for n in sizes if n >= min_slots), min_slots) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
-    def _aligned_slot(self, counts: np.ndarray, width: int, least: int) -> int | None:
+    def _aligned_slot(self, counts: np.ndarray, width: int, min_slots: int) -> int | None:
         """Return the slot at which `width` tokens can be read without a move, or None if a move is needed.
 
         The last `counts` [B', G'] tokens are real, the others padding. No move is needed if all completions end in the
@@ -230,33 +229,33 @@ class _Turns:
         slots. `_align` copies all keys and values, which takes longer than reading a few tokens.
         """
         alive = self.rows >= 0
-        ends, read = (self.start_slots + self.table.lengths[self.rows] - 1)[alive], counts[alive]
-        if (ends != ends[0]).any() or (read != read[0]).any() or least > self.slots or self._smaller() is not None:
+        end, read = (self.start_slots + self.table.lengths[self.rows] - 1)[alive], counts[alive]
+        if (end != end[0]).any() or (read != read[0]).any() or min_slots > self.slots or self._smaller() is not None:
             return None
-        first = int(ends[0] + read[0]) - width
+        first = int(end[0] + read[0]) - width
         return first if first >= 0 and first % self.slots + width <= self.slots else None
 
     def _smaller(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Select completions for the next smaller layout. Returns None if there is none or if they do not fit."""
-        last = self.layout + 1 == len(self.ladder.shapes)
-        return None if last else self.ladder.choose(self.layout, self.rows >= 0)
+        last = self.layout + 1 == len(self.layouts.shapes)
+        return None if last else self.layouts.choose(self.layout, self.rows >= 0)
 
-    def _align(self, counts: np.ndarray, *, least: int) -> None:
-        """Rotate completions to end `counts` [B', G'] slots before the end of a ring that has at least `least` slots.
+    def _align(self, counts: np.ndarray, *, min_slots: int) -> None:
+        """Rotate completions to end `counts` [B', G'] slots before the end of a ring of at least `min_slots` slots.
 
         Also moves the completions to the next smaller layout if they fit.
         """
         chosen, shape = self._smaller(), self.rows.shape
-        everything = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
-        groups, order = everything if chosen is None else chosen
-        self.layout, self.slots = self.layout + (chosen is not None), max(self.slots, self._ring_size(least))
+        unchanged = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
+        groups, order = unchanged if chosen is None else chosen
+        self.layout, self.slots = self.layout + (chosen is not None), max(self.slots, self._ring_size(min_slots))
         self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
         filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)
         self.start_slots, self.slot = self.slots - counts - filled, self.slots
-        moved = None if self.rollout.mesh is not None else groups.astype(np.int32)  # groups; None: all of them
+        moved = None if self.job.mesh is not None else groups.astype(np.int32)  # groups; None: all of them
         order, starts = order.astype(np.int32), self.start_slots.astype(np.int32)
-        (self.device_state,) = move(
-            (self.device_state,), moved, order, starts, slots=self.slots, mesh=self.rollout.mesh
+        (self.device_state,) = rearrange(
+            (self.device_state,), moved, order, starts, slots=self.slots, mesh=self.job.mesh
         )
 
 
@@ -271,25 +270,25 @@ def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | N
             interrupt()
 
 
-def sample_turns(rollout: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
+def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
     """Sample multi-turn completions and return NumPy arrays. At most `at_once` groups are decoded together."""
-    b, g = rollout.keys.shape
+    b, g = job.keys.shape
     failed = threading.Event()
 
     def interrupted() -> None:
-        rollout.interrupt()
+        job.interrupt()
         if failed.is_set():
             raise _OtherFailed
 
     # With several processes, all must exchange observations in the same order, so they use one stream.
-    single = rollout.mesh is not None or jax.process_count() > 1
-    streams = 1 if single else stream_count(rollout.params, at_once, g, each=2)
-    size, interruptible = at_once // streams, dataclasses.replace(rollout, interrupt=interrupted)
+    single = job.mesh is not None or jax.process_count() > 1
+    streams = 1 if single else stream_count(job.params, at_once, g, per_thread=2)
+    size, interruptible = at_once // streams, dataclasses.replace(job, interrupt=interrupted)
 
     def play(stream: int) -> None:
         try:
             for first in range(stream * size, b, at_once):
-                _Turns(interruptible, answer_turn, np.arange(first, first + size), max_turn_length).run()
+                _MultiTurnStream(interruptible, answer_turn, np.arange(first, first + size), max_turn_length).run()
         except _OtherFailed:
             return  # the failed thread raises its error
         except BaseException:
@@ -297,4 +296,4 @@ def sample_turns(rollout: SamplingJob, at_once: int, answer_turn: AnswerTurn, ma
             raise
 
     run_in_streams(play, range(streams))
-    return rollout.table.completions(b, turns=True)
+    return job.table.to_completions(b, multi_turn=True)

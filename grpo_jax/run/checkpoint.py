@@ -11,7 +11,7 @@ checkpoints/40/   params   the trained params, the only part needed for export
 
 The teacher and the adapters' frozen base model are not stored, but resuming checks that they are unchanged.
 Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (after a stop, an
-error or `save_minutes`) are used only for resuming. They do not affect which scheduled checkpoint is best or kept.
+error or `save_minutes`) are used only for resuming. They cannot be the best one and do not replace scheduled ones.
 
 Orbax writes to a temporary directory in the background and renames it at the end, so a killed process does not leave
 a partial checkpoint. `save` copies the arrays, so the next update may donate them immediately.
@@ -45,7 +45,7 @@ from grpo_jax.watch.monitor import Progress
 
 RESUME = ("auto", "must", "never", "changed")
 
-_PENDING = {"batch": Batch, "ahead": Completions, "told": jax.Array}
+_OPTIONAL = {"batch": Batch, "ahead": Completions, "told": jax.Array}
 
 
 class Restored(NamedTuple):
@@ -63,18 +63,18 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints in a run directory. If `run_dir` is None, nothing is written or found.
 
-    Exiting the context waits for a save in progress. `about` is the result of `resume.describe`. A failed save raises
-    OSError in `save`, in `wait` or on exit. All processes in a run must call each method together.
+    Exiting the context waits for a save in progress. `identity` is the result of `resume.describe`. If a save failed,
+    `save`, `wait` or the exit raises OSError. All processes in a run must call each method together.
     """
 
-    def __init__(self, run_dir: str | Path | None, config: Config, about: Json | None = None):
-        self._config, self._about = config, about
-        self._last_step = None if about is None else about["total_steps"]
+    def __init__(self, run_dir: str | Path | None, config: Config, identity: Json | None = None):
+        self._config, self._identity = config, identity
+        self._last_step = None if identity is None else identity["total_steps"]
         self._metrics: Mapping[str, float] = {}  # step → `metric_for_best_model`, at the last save
         self._run_dir, self._where = None if run_dir is None else Path(run_dir), f"run_dir = {str(run_dir)!r}"
         self._saved_at = time.monotonic()
         self._checkpointer = None
-        self._pending: tuple[int, Any] | None = None  # while saving: the step and orbax's response
+        self._saving: tuple[int, Any] | None = None  # while saving: the step and orbax's response
         if run_dir is not None:
             from orbax.checkpoint import v1 as ocp  # imported lazily: importing grpo_jax must stay fast
 
@@ -119,7 +119,7 @@ class Checkpoints:
         state: TrainState,
         progress: Progress,
         batch: Batch | None,
-        ahead: Completions | None = None,
+        prefetched: Completions | None = None,
         transcript: np.ndarray | None = None,
     ) -> None:
         """Wait for the previous save, then start writing a checkpoint. Does nothing if this step is already saved."""
@@ -133,24 +133,24 @@ class Checkpoints:
         self.wait()
         _trim_heap()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        pending = dict(zip(_PENDING, (batch, ahead, transcript), strict=True))
-        arrays |= {name: split(some, mesh_of(state.params)) for name, some in pending.items() if some is not None}
-        shapes = {name: shapes_of(some) for name, some in pending.items()}
-        about = {"run": self._about, "progress": dataclasses.asdict(progress), **shapes}
+        pending = dict(zip(_OPTIONAL, (batch, prefetched, transcript), strict=True))
+        arrays |= {name: split(tree, mesh_of(state.params)) for name, tree in pending.items() if tree is not None}
+        shapes = {name: shapes_of(tree) for name, tree in pending.items()}
+        metadata = {"run": self._identity, "progress": dataclasses.asdict(progress), **shapes}
         self._metrics = progress.metrics
-        with self._explained(progress.step):
+        with self._as_os_error(progress.step):
             response = self._checkpointer.save_checkpointables_async(
-                progress.step, arrays, custom_metadata={"about": json.dumps(about)}, force=True
+                progress.step, arrays, custom_metadata={"about": json.dumps(metadata)}, force=True
             )
-        self._pending = progress.step, response
+        self._saving = progress.step, response
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
         """Wait until the save in progress, if any, is complete."""
-        pending, self._pending = self._pending, None
+        pending, self._saving = self._saving, None
         if pending is not None:
             step, response = pending
-            with self._explained(step):
+            with self._as_os_error(step):
                 response.result()  # the checkpointer's own wait would leave an event loop open
 
     def steps(self) -> list[int]:
@@ -234,9 +234,9 @@ class Checkpoints:
             stored, unreadable[step] = tried_by_all(functools.partial(self._stored_json, step))
             if stored is None:
                 continue
-            if self._about is not None:
-                changed = changed_functions(stored["run"], self._about, accept=resume == "changed")
-                if lines := [*differences(stored["run"], self._about, step), *changed]:
+            if self._identity is not None:
+                changed = changed_functions(stored["run"], self._identity, accept=resume == "changed")
+                if lines := [*differences(stored["run"], self._identity, step), *changed]:
                     heading = "contains a run with different settings. Restore these settings or use a new run_dir."
                     raise ValueError("\n  ".join([f"{self._where} {heading} Differences:", *lines]))
             _delete(state.replace(params=None) if keep_params else state)
@@ -244,9 +244,9 @@ class Checkpoints:
             if found is None:
                 continue
             del unreadable[step]
-            self._set_aside(unreadable, step)
-            if self._about is not None:
-                warn_of_changes(stored["run"], self._about)
+            self._rename_unreadable(unreadable, step)
+            if self._identity is not None:
+                warn_of_changes(stored["run"], self._identity)
                 if stored["run"]["config"]["metric_for_best_model"] != self._config.metric_for_best_model:
                     assert found.progress is not None
                     found.progress.metric, found.progress.metrics = None, {}  # discard the previous metric's values
@@ -290,16 +290,16 @@ class Checkpoints:
         context, index = ocp.Context(), jax.process_index()
         context.multiprocessing.primary_host, context.multiprocessing.active_processes = index, {index}
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
-        for name, kind in _PENDING.items():
+        for name, kind in _OPTIONAL.items():
             if stored.get(name) is not None:
                 wanted[name] = abstract_of(kind, stored[name], like.step.sharding)
         with context:
             found = ocp.load_checkpointables(self._directory / str(step), wanted)
         state = found["rest"].replace(params=found["params"])
-        batch, ahead, transcript = (fetch(found.get(name)) for name in _PENDING)
-        return Restored(state, Progress(**stored["progress"]), batch, ahead, transcript)
+        batch, prefetched, transcript = (fetch(found.get(name)) for name in _OPTIONAL)
+        return Restored(state, Progress(**stored["progress"]), batch, prefetched, transcript)
 
-    def _set_aside(self, unreadable: Mapping[int, str], good: int) -> None:
+    def _rename_unreadable(self, unreadable: Mapping[int, str], good: int) -> None:
         """Rename unreadable checkpoints and warn. Otherwise, the run could not save these steps again."""
         assert self._checkpointer is not None
         now = gather_objects(time.time_ns())[0]
@@ -319,13 +319,13 @@ class Checkpoints:
             self._checkpointer.reload()
 
     @contextlib.contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
+    def _as_os_error(self, step: int) -> Iterator[None]:
         """Convert an error during a save to an OSError that names the last complete checkpoint and the fix."""
         try:
             yield
         except Exception as error:
-            whole = [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
-            last = f"the last complete one is from step {max(whole)}" if whole else "no earlier one exists"
+            complete = [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
+            last = f"the last complete one is from step {max(complete)}" if complete else "no earlier one exists"
             raise OSError(
                 f"the checkpoint at step {step} could not be written to {self._directory} ({one_line(error)}); {last}."
                 " Free disk space or fix the directory, then call train again with the same run_dir to resume"

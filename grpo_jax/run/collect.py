@@ -24,7 +24,7 @@ import numpy as np
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.advantages import compute_advantages
 from grpo_jax.models.packing import lengths_of
-from grpo_jax.models.sharding import fetch, own_part
+from grpo_jax.models.sharding import fetch, local_range
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, compute_rewards, means_of
 from grpo_jax.rewards.contract import TrainerState, check_metrics, reward_names
@@ -32,7 +32,7 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import generate
 from grpo_jax.run.policy_checks import check_positions
 from grpo_jax.run.rollout_result import RolloutResult
-from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards, refill_groups, rollout_metrics
+from grpo_jax.run.rollout_rewards import completion_records, gather_rewards, refill_groups, rollout_metrics
 from grpo_jax.run.run import Run
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.prompts import EncodedPrompts
@@ -77,7 +77,7 @@ class OnDemandRollouts:
     def next(self, state: TrainState) -> RolloutResult:
         """Sample and return completions for the next prompts."""
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._num_prompts
-        return self.sample_from(state, start)
+        return self.sample_at(state, start)
 
     def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
         """Return a context in which the next completions may be sampled. The device may still be computing `batch`."""
@@ -94,18 +94,18 @@ class OnDemandRollouts:
     def close(self) -> None:
         """Stop sampling and discard the completions in progress."""
 
-    def sample_from(self, state: TrainState, start: int) -> RolloutResult:
+    def sample_at(self, state: TrainState, start: int) -> RolloutResult:
         """Sample completions for the prompts that start at position `start` in the shuffled epochs."""
         params = sampling_params(state)
-        result = self.sample_by(params, sampling_key(state), start, self._interrupt)
+        result = self.sample_with(params, sampling_key(state), start, self._interrupt)
         if self.run.sampler is None:
             return result
         from grpo_jax.run.sampler import with_old_log_probs
 
         return with_old_log_probs(result, self.run.updater, params)
 
-    def sample_by(self, params: Params, key: jax.Array, start: int, interrupt: Callable[[], None]) -> RolloutResult:
-        """Sample completions from `params`. An engine's completions do not have `old_log_probs` yet."""
+    def sample_with(self, params: Params, key: jax.Array, start: int, interrupt: Callable[[], None]) -> RolloutResult:
+        """Sample completions like `sample_at`, but without an engine's `old_log_probs`."""
         run = self.run
         return sample(
             run.policy,
@@ -136,7 +136,7 @@ def collect(
     called between phases. An exception that it raises ends the iteration.
 
     Returns:
-      A tuple (batch, metrics, rows): the iteration's `Batch` as NumPy arrays [B, G, T], with T from
+      A tuple (batch, metrics, records): the iteration's `Batch` as NumPy arrays [B, G, T], with T from
       `Updater.padded_length`; the rollout's metrics; and one dict per completion for `completions.jsonl`.
     """
     config = run.config
@@ -148,8 +148,8 @@ def collect(
     rollout, rewards, metrics, batch = _next_rollout(run, state, source, interruptible)
     counted = np.ones(len(rollout.rows), bool)
     if config.dynamic_sampling:
-        more = functools.partial(_next_rollout, run, state, source, interruptible)
-        rollout, rewards, metrics, counted = refill_groups(rollout, rewards, metrics, config, more)
+        sample_more = functools.partial(_next_rollout, run, state, source, interruptible)
+        rollout, rewards, metrics, counted = refill_groups(rollout, rewards, metrics, config, sample_more)
         with interruptible("reference"):
             batch = _make_batch(run, state, rollout, counted)
     assert batch is not None
@@ -165,7 +165,7 @@ def collect(
         metrics |= mismatch(batch, config)
     interrupt()
     source.commit()
-    return batch, metrics, completion_rows(rewards, reward_names(run.reward_fns), rollout, _per_completion(batch))
+    return batch, metrics, completion_records(rewards, reward_names(run.reward_fns), rollout, _mean_advantages(batch))
 
 
 def _next_rollout(
@@ -205,8 +205,8 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
     if config.mask_truncated_completions:
         mask = mask & completions.ended[:, :, None]
 
-    def score_under(params: Params | None) -> jax.Array | None:
-        return None if params is None else run.updater.score(params, prompts, tokens, mask)
+    def log_probs_under(params: Params | None) -> jax.Array | None:
+        return None if params is None else run.updater.log_probs(params, prompts, tokens, mask)
 
     zeros: Any = np.zeros(mask.shape[:2], np.float32)  # `Any`: the fields of `Batch` are annotated as JAX arrays
     return Batch(
@@ -215,8 +215,8 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
         mask=mask,
         advantages=zeros,
         sampling_log_probs=completions.log_probs[:, :, :t],  # also the old log-probs if `old_log_probs` is None
-        ref_log_probs=score_under(state.ref_params),
-        initial_log_probs=score_under(state.initial_params),
+        ref_log_probs=log_probs_under(state.ref_params),
+        initial_log_probs=log_probs_under(state.initial_params),
         counted=counted,
         old_log_probs=None if completions.old_log_probs is None else completions.old_log_probs[:, :, :t],
     )
@@ -246,7 +246,7 @@ def _advantages(
     return fetch(advantages)
 
 
-def _per_completion(batch: Batch) -> np.ndarray:
+def _mean_advantages(batch: Batch) -> np.ndarray:
     """Return one advantage per completion, [B, G]. Per-token advantages are averaged over the completion."""
     advantages = np.asarray(batch.advantages)
     return advantages if advantages.ndim == 2 else advantages.sum(-1) / np.maximum(np.sum(batch.mask, axis=-1), 1)
@@ -286,21 +286,21 @@ def sample(
     prompt longer. `evaluation` selects the evaluation settings. `interaction` has the tools and environments for
     multi-turn completions. `interrupt` is called every few tokens. An exception that it raises stops the sampling.
     """
-    ends, group = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
-    draw: Callable[..., Completions] = generate
+    ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
+    generate_fn: Callable[..., Completions] = generate
     if sampler is not None:
-        from grpo_jax.run.sampler import generate_by
+        from grpo_jax.run.sampler import generate_with_engine
 
-        draw = functools.partial(generate_by, sampler, policy)
+        generate_fn = functools.partial(generate_with_engine, sampler, policy)
 
     def complete(prompts: Prompts, answer_turn: AnswerTurn | None = None) -> Completions:
         check_positions(policy, int(np.max(prompts.lengths)), config.max_completion_length)  # `reset` may add text
-        return draw(
+        return generate_fn(
             policy.model,
             params,
             prompts,
             key,
-            num_generations=group,
+            num_generations=g,
             max_completion_length=config.max_completion_length,
             temperature=config.eval_temperature if evaluation else config.temperature,
             top_k=config.top_k,
@@ -325,8 +325,8 @@ def sample(
     else:
         from grpo_jax.run.multi_turn import sample_episodes
 
-        result = sample_episodes(interaction, complete, data, row_indices, group, prompt_length, config.padding)
-    return result._replace(metrics=dict(getattr(sampler, "measured", {})))
+        result = sample_episodes(interaction, complete, data, row_indices, g, prompt_length, config.padding)
+    return result._replace(metrics=dict(getattr(sampler, "last_metrics", {})))
 
 
 # Rewards --------------------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def call_reward_fns(
     """
     tokens, present, names = rollout.completions.tokens, rollout.present, reward_names(reward_fns)
     g = np.shape(tokens)[1]
-    process_rows = own_part(len(rollout.rows)) if rollout.process_rows is None else rollout.process_rows
+    process_rows = local_range(len(rollout.rows)) if rollout.process_rows is None else rollout.process_rows
     if not process_rows:
         return Rewards(np.zeros((0, g, len(names)), np.float32), {}, [], {}, [], [])
     local_rows = slice(process_rows.start, process_rows.stop)

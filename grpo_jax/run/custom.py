@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.maths.surrogates import Surrogate, Tokens
+from grpo_jax.maths.surrogates import Surrogate, SurrogateInputs
 from grpo_jax.messages import one_line, show
 from grpo_jax.rewards.calls import Rewards
 from grpo_jax.rewards.contract import arguments_of, function_name, takes_everything
@@ -127,14 +127,14 @@ def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
         return
     if not callable(surrogate):
         raise ValueError(
-            f"surrogate must be a function of Tokens and LossSettings, or None; got {show(surrogate)}. Set loss_type to"
-            " select a built-in surrogate by name"
+            f"surrogate must be a function of SurrogateInputs and LossSettings, or None; got {show(surrogate)}. Set"
+            " loss_type to select a built-in surrogate by name"
         )
     name, shape, settings = function_name(surrogate), (2, 3, 5), loss_settings(config, surrogate)
 
     def of_zeros() -> jax.Array:
         x = jnp.zeros(shape)
-        return surrogate(Tokens(x, x, x, x, jnp.ones(shape, bool), x[..., 0]), settings)
+        return surrogate(SurrogateInputs(x, x, x, x, jnp.ones(shape, bool), x[..., 0]), settings)
 
     try:
         hash(surrogate)  # must be hashable because it is a static argument of compiled programs

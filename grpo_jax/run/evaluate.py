@@ -22,7 +22,7 @@ from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.images import check_text_only, with_encoder, without_image_token
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.prepare import encode_rows
-from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards, join_rewards
+from grpo_jax.run.rollout_rewards import completion_records, gather_rewards, join_rewards
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, named_datasets
@@ -223,7 +223,7 @@ def evaluate_encoded(
             scored.append(gather_rewards(local, reward_fns))
             lengths.append(sampled.present.sum(-1).reshape(-1))
             ended.append(np.asarray(sampled.completions.ended).reshape(-1))
-            rows += completion_rows(scored[-1], names, sampled)
+            rows += completion_records(scored[-1], names, sampled)
         found = _means(scored, names, config.reward_weights)
         found["mean_length"] = float(np.concatenate(lengths).mean())
         found["clipped_ratio"] = float(1 - np.concatenate(ended).mean())

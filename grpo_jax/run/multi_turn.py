@@ -36,33 +36,33 @@ def sample_episodes(
     padding: int,
 ) -> RolloutResult:
     """Sample multi-turn completions for the given rows of `data`. `complete` calls `generate` or an engine."""
-    opened = [data.rows[i] for i in rows]
-    with Episodes(interaction, opened, num_generations, rows) as episodes:
-        opened = episodes.reset(opened)
-        prompts = episode_prompts(interaction, data, rows, opened, length=prompt_length, padding=padding)
-        episodes.follow(opened, prompts)
+    reset_rows = [data.rows[i] for i in rows]
+    with Episodes(interaction, reset_rows, num_generations, rows) as episodes:
+        reset_rows = episodes.reset(reset_rows)
+        prompts = episode_prompts(interaction, data, rows, reset_rows, length=prompt_length, padding=padding)
+        episodes.set_prompts(reset_rows, prompts)
         completions = complete(prompts, episodes)
         tokens, mask = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (completions.tokens, completions.mask))
-        played = episodes.end(tokens, mask)
+        records = episodes.end(tokens, mask)
     environments = [episode.environment for episode in episodes.all]
-    return RolloutResult(opened, prompts, completions, played, environments, episodes.own)
+    return RolloutResult(reset_rows, prompts, completions, records, environments, episodes.local_rows)
 
 
 def episode_prompts(
     interaction: Interaction,
     data: EncodedPrompts,
     rows: Sequence[int],
-    opened: Sequence[Row],
+    reset_rows: Sequence[Row],
     *,
     length: int,
     padding: int,
 ) -> Prompts:
-    """Return encoded prompts for the `opened` rows. Prompts that an environment's `reset` changed are encoded again.
+    """Return encoded prompts for `reset_rows`. Prompts that an environment's `reset` changed are encoded again.
 
     P is `length` if all prompts fit, else the longest prompt's length rounded up to a multiple of `padding`.
     """
     ids = []
-    for i, row in zip(rows, opened, strict=True):
+    for i, row in zip(rows, reset_rows, strict=True):
         encoded = data.token_ids[i]
         if row is not data.rows[i]:
             encoded = encode_prompts(

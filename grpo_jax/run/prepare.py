@@ -182,12 +182,13 @@ def derive_run(
     sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
-    micro = (sizes.micro_prompts, sizes.micro_completions)
+    micro_shape = (sizes.micro_prompts, sizes.micro_completions)
     teaching = distributions = None
     if teacher is not None:
         from grpo_jax.run.teacher import make_teaching
 
-        teaching = make_teaching(teacher, functools.partial(choose_updater, config=config, micro=micro, mesh=mesh))
+        make_updater = functools.partial(choose_updater, config=config, micro_shape=micro_shape, mesh=mesh)
+        teaching = make_teaching(teacher, make_updater)
         distributions = teaching.teacher if config.distillation_mode == "full_logits" else None
     return Run(
         policy=policy,
@@ -203,7 +204,7 @@ def derive_run(
         updater=choose_updater(
             policy.model,
             config,
-            micro=micro,
+            micro_shape=micro_shape,
             optimizer=optimizer,
             mesh=mesh,
             surrogate=surrogate,

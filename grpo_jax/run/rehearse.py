@@ -109,9 +109,9 @@ def rehearse(
     sizes = describe_run(config, state, num_rows=len(run.data.rows))
     # Dynamic sampling would replace a group with equal rewards and hide the problem.
     config = dataclasses.replace(config, dynamic_sampling=False)
-    micro = (1, run.sizes.micro_completions)
+    micro_shape = (1, run.sizes.micro_completions)
     # With `skip_zero_signal`, the backward pass would not run for equal rewards.
-    updater = dataclasses.replace(run.updater, config=config, micro=micro, skip_zero_signal=False)
+    updater = dataclasses.replace(run.updater, config=config, micro_shape=micro_shape, skip_zero_signal=False)
     group_run = dataclasses.replace(run, config=config, updater=updater)
     batch, rollout, rows = collect(group_run, state, OnDemandRollouts(group_run, num_prompts=1), phase=phase)
     with phase("update"):

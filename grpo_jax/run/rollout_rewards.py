@@ -91,7 +91,7 @@ def rollout_metrics(config: GRPOConfig, rewards: np.ndarray, rollout: RolloutRes
     }
 
 
-def completion_rows(
+def completion_records(
     rewards: Rewards, names: Sequence[str], rollout: RolloutResult, advantages: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
     """Return a dict per completion for `completions.jsonl`, prompt-major. In evaluations, `advantages` is None."""

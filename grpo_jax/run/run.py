@@ -89,8 +89,8 @@ class Run(BaseRun):
 
         False with several processes, because their threads would run collectives in different orders.
         """
-        follows = callable(getattr(self.sampler, "follow", None))
-        return self.config.rollout_ahead and follows and jax.process_count() == 1
+        takes_params = callable(getattr(self.sampler, "set_params", None))
+        return self.config.rollout_ahead and takes_params and jax.process_count() == 1
 
     @property
     def keeps_old_params(self) -> bool:

@@ -35,7 +35,7 @@ from grpo_jax.update.objective import sampler_correction_weights
 from grpo_jax.update.step import Updater
 
 ARGUMENTS = tuple(
-    name for name in inspect.signature(generate).parameters if name not in ("answer_turn", "watch", "on_host")
+    name for name in inspect.signature(generate).parameters if name not in ("answer_turn", "on_tokens", "on_host")
 )
 """Names of `generate`'s arguments that a sampler can take."""
 ROUNDING = 1e-2
@@ -65,9 +65,9 @@ class Sampler(Protocol):
     only on `key` and `prompt_indices`, so that a resumed run can reproduce them. With `rollout_ahead`, the engine is
     called from a background thread. With several processes, each process calls it and process 0's result is used.
 
-    Two attributes are optional. `follow(policy, params)` sets the params for subsequent calls. With `rollout_ahead` it
-    is called before sampling, and `params` then contains `ShapeDtypeStruct`s, because the arrays are updated in place.
-    `measured` is a dict of metrics from the last call, which are logged.
+    Two attributes are optional. `set_params(policy, params)` sets the params for later calls. With `rollout_ahead` it
+    is called before sampling, and `params` is then a tree of `ShapeDtypeStruct`s: the arrays may be updated in place.
+    `last_metrics` is a dict of metrics from the last call, which are logged.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...
@@ -104,7 +104,7 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
         )
 
 
-def generate_by(
+def generate_with_engine(
     sampler: Sampler,
     policy: Policy,
     model: Model,
@@ -138,7 +138,7 @@ def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) 
     """Add `old_log_probs` to an engine's completions: the trainer's log-probs under the same `params`."""
     completions = result.completions
     t = updater.padded_length(int(lengths_of(np.asarray(completions.mask)).max()))
-    old = fetch(updater.score(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
+    old = fetch(updater.log_probs(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
     padded = _padded(old, completions.mask.shape[-1], 0)
     return result._replace(completions=completions.replace(old_log_probs=padded))
 

@@ -17,7 +17,7 @@ from grpo_jax.config.checks import sft_problems
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import ErrorList
 from grpo_jax.models.devices import compute_dtype
-from grpo_jax.models.packing import evenly, lengths_of
+from grpo_jax.models.packing import balanced_order, lengths_of
 from grpo_jax.models.sharding import committed, fetch, shard_count
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
@@ -218,7 +218,7 @@ def derive_sft(
     updater = choose_updater(
         policy.model,
         dataclasses.replace(config, max_length=length + 1),
-        micro=(sizes.micro_prompts, 1),
+        micro_shape=(sizes.micro_prompts, 1),
         optimizer=optimizer,
         mesh=mesh,
     )
@@ -284,7 +284,7 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
     batch = examples.batch(blocks, rows=rows, length=length, prompt_length=run.prompt_length)
     if groups is None:
         return batch
-    order = evenly(lengths_of(np.asarray(batch.mask))[:, 0], groups)
+    order = balanced_order(lengths_of(np.asarray(batch.mask))[:, 0], groups)
 
     def grouped(x: jax.Array) -> jax.Array:
         return x[order].reshape(groups, -1, *x.shape[2:])
@@ -306,7 +306,7 @@ def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], No
         for start in range(0, count, rows):
             interrupt()
             batch = _batch(run, examples, range(start, min(start + rows, count)), rows)
-            log_probs = fetch(run.updater.score(params, batch.prompts, batch.tokens, batch.mask))
+            log_probs = fetch(run.updater.log_probs(params, batch.prompts, batch.tokens, batch.mask))
             l = np.asarray(log_probs, np.float64)[batch.mask]
             total += float(-(l if run.config.loss_type == "nll" else np.exp(l) * l).sum())
             tokens += l.size

@@ -34,22 +34,22 @@ from grpo_jax.watch.monitor import Progress
 class PrefetchedRollouts(OnDemandRollouts):
     """A source that samples the next completions while rewards are computed, from the same policy as the current ones.
 
-    Checkpoints store `waiting`, the completions for the prompts that start at `cursor`. `next` returns `_unconsumed`.
+    Checkpoints store `prefetched`, completions for the prompts that start at `cursor`. `next` returns `_unconsumed`.
     """
 
-    waiting: RolloutResult | None = None
+    prefetched: RolloutResult | None = None
     _unconsumed: RolloutResult | None = None
 
-    def set_prefetched(self, waiting: RolloutResult | None) -> None:
+    def set_prefetched(self, prefetched: RolloutResult | None) -> None:
         """Set the prefetched completions, for example from a checkpoint."""
-        self.waiting = self._unconsumed = waiting
+        self.prefetched = self._unconsumed = prefetched
 
     def next(self, state: TrainState) -> RolloutResult:
         """Return completions for the next prompts, sampling them first if they were not prefetched."""
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._num_prompts
         result, self._unconsumed = self._unconsumed, None
         # Checkpoints cannot store environments, so reward functions do not receive them in any iteration.
-        return (self.sample_from(state, start) if result is None else result)._replace(environments=None)
+        return (self.sample_at(state, start) if result is None else result)._replace(environments=None)
 
     @contextlib.contextmanager
     def prefetch(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
@@ -57,37 +57,37 @@ class PrefetchedRollouts(OnDemandRollouts):
 
         def sample_next() -> RolloutResult:
             jax.block_until_ready(batch)  # all devices of a mesh must execute programs in the same order
-            return self.sample_from(state, self.next_cursor)._replace(environments=None)
+            return self.sample_at(state, self.next_cursor)._replace(environments=None)
 
-        if not self._continues_after(state):
+        if not self._has_next(state):
             yield
             return
-        with in_background(sample_next) as coming:
+        with in_background(sample_next) as future:
             yield
-            self._unconsumed = coming.result()
+            self._unconsumed = future.result()
 
     def commit(self) -> None:
         """Mark the current iteration as completed. From now on, checkpoints store the prefetched completions."""
-        self.cursor, self.waiting = self.next_cursor, self._unconsumed
+        self.cursor, self.prefetched = self.next_cursor, self._unconsumed
 
     def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
-        """Return `waiting` as arrays, and the transcript of multi-turn completions as JSON bytes [n] uint8.
+        """Return `prefetched` as arrays, and the transcript of multi-turn completions as JSON bytes [n] uint8.
 
         The transcript contains the episodes, and the prompts that environments changed.
         """
-        if self.waiting is None:
+        if self.prefetched is None:
             return None, None
-        if self.waiting.episodes is None:
-            return self.waiting.completions, None
+        if self.prefetched.episodes is None:
+            return self.prefetched.completions, None
         rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._num_prompts)]
-        pairs = zip(self.waiting.rows, rows, strict=True)
+        pairs = zip(self.prefetched.rows, rows, strict=True)
         transcript = {
             "prompts": [None if mine is row else mine["prompt"] for mine, row in pairs],
-            "episodes": [one.to_json() for one in self.waiting.episodes],
+            "episodes": [one.to_json() for one in self.prefetched.episodes],
         }
-        return self.waiting.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8)
+        return self.prefetched.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8)
 
-    def _continues_after(self, state: TrainState) -> bool:
+    def _has_next(self, state: TrainState) -> bool:
         """Return whether another iteration follows the current one."""
         return int(state.step) + self.run.sizes.updates < self.run.total_steps
 
@@ -95,35 +95,35 @@ class PrefetchedRollouts(OnDemandRollouts):
 class EngineRollouts(PrefetchedRollouts):
     """A source whose engine samples the next completions in the background, during rewards and updates.
 
-    The engine receives its params beforehand (`Sampler.follow`). They are also kept in the state's `old_params`, to
+    The engine receives its params beforehand (`Sampler.set_params`). They are also kept in the state's `old_params`, to
     compute the completions' log-probs. Checkpoints do not wait for the engine. A resumed run repeats the request.
     """
 
     _future: Future[RolloutResult] | None = None
     _worker = contextlib.ExitStack()  # closing it waits for the sampling thread
-    _abandoned = False
+    _closed = False
 
     def close(self) -> None:
-        self._abandoned = True
+        self._closed = True
         self._worker.close()
 
-    def begin(self, state: TrainState) -> None:
+    def start_sampling(self, state: TrainState) -> None:
         """Start sampling from the params in `state` for the next prompts. The state may be updated in the meantime."""
         run, params, start = self.run, sampling_params(state), self.next_cursor
-        follow: Callable[[Policy, Params], None] = getattr(run.sampler, "follow")  # noqa: B009 (optional in `Sampler`)
-        follow(run.policy, params)
+        set_params: Callable[[Policy, Params], None] = getattr(run.sampler, "set_params")  # noqa: B009 (optional in `Sampler`)
+        set_params(run.policy, params)
         # The engine has the values, and the arrays may be updated in place in the meantime.
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         # The key is on a single device, because all devices of a mesh must execute programs in the same order.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
         def interrupt() -> None:
-            if self._abandoned:
+            if self._closed:
                 raise Interrupted
             self._interrupt()
 
         self._worker = contextlib.ExitStack()
-        self._future = self._worker.enter_context(in_background(lambda: self.sample_by(shapes, key, start, interrupt)))
+        self._future = self._worker.enter_context(in_background(lambda: self.sample_with(specs, key, start, interrupt)))
 
     def wait_pending(self, state: TrainState) -> None:
         """Wait for completions in progress, and compute their log-probs under the policy that sampled them."""
@@ -140,8 +140,8 @@ class EngineRollouts(PrefetchedRollouts):
     @contextlib.contextmanager
     def prefetch(self, state: TrainState, batch: Batch | None) -> Iterator[None]:
         """Start sampling the next completions. Sampling continues after the context exits."""
-        if self._continues_after(state):
-            self.begin(state)
+        if self._has_next(state):
+            self.start_sampling(state)
         yield
 
     def commit(self) -> None:
@@ -177,7 +177,7 @@ def rollout_source(
     if completions is not None:
         source.set_prefetched(_restored(run, cursor, completions, transcript))
     if isinstance(source, EngineRollouts) and progress.in_progress:
-        source.begin(state)
+        source.start_sampling(state)
         source.in_progress = True
     return source
 

@@ -63,7 +63,7 @@ class Teaching:
         if config.distillation_mode == "full_logits":
             return batch
         if self.teacher is not None and self.updater is not None:
-            l = self.updater.score(self.teacher.params, batch.prompts, batch.tokens, batch.mask)
+            l = self.updater.log_probs(self.teacher.params, batch.prompts, batch.tokens, batch.mask)
             return batch.replace(teacher_log_probs=fetch(l))
         assert self.scorer is not None
         on_host = jax.tree.map(np.asarray, completions)

@@ -94,7 +94,7 @@ def train(
       advantage_fn: function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns advantages of shape [B, G]
         or [B, G, T]. It is compiled, and replaces `advantage_estimator`, `scale_rewards` and
         `multi_objective_aggregation`. `types.AdvantageFn` lists the context.
-      surrogate: function of `maths.surrogates.Tokens` and `LossSettings` that returns the loss per token,
+      surrogate: function of `maths.surrogates.SurrogateInputs` and `LossSettings` that returns the loss per token,
         [..., T]. It replaces `loss_type`'s surrogate; `loss_type` still determines the reduction to a scalar.
       teacher: teacher to distill from, weighted by `distillation_coef`. Either a policy of any size with the same
         tokenizer, quantized or not, which is placed on the run's mesh; or a scorer, which returns log-probs
@@ -157,11 +157,11 @@ def train(
         teacher=teacher,
     )
     check_run_dir(run, run_dir, resume)
-    donate = donate and getattr(teacher, "params", None) is not policy.params  # the teacher does not change
+    donate = donate and getattr(teacher, "params", None) is not policy.params  # the teacher's params must stay intact
     state = committed(new_state(run, donate=donate))  # like restored arrays, so that both run the same programs
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
-    ends, eval_data = run.policy.eos_token_ids, [] if run.eval_data is None else [run.eval_data]
-    identity = None if run_dir is None else describe(run, state, eos_token_ids=ends, eval_data=eval_data)
+    eos, eval_data = run.policy.eos_token_ids, [] if run.eval_data is None else [run.eval_data]
+    identity = None if run_dir is None else describe(run, state, eos_token_ids=eos, eval_data=eval_data)
     with open_session(run, run_dir, identity, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
         if donate:  # only now, so that the caller's policy is intact if an earlier check fails

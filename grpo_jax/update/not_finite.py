@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.maths.checks import clean
+from grpo_jax.maths.checks import masked
 from grpo_jax.messages import show
 from grpo_jax.models.sharding import fetch
 from grpo_jax.types import Batch, Params
@@ -29,12 +29,12 @@ def name_not_finite(
         "the old log-prob": batch.old_log_probs,
         "the reference's log-prob": batch.ref_log_probs,
         "the initial policy's log-prob": batch.initial_log_probs,
-        "the policy's log-prob": fetch(updater.score(params, batch.prompts, batch.tokens, batch.mask)),
+        "the policy's log-prob": fetch(updater.log_probs(params, batch.prompts, batch.tokens, batch.mask)),
     }
     for name, values in inputs.items():
         if values is None:
             continue
-        array = np.asarray(values if values.ndim == 2 else clean(values, batch.mask))
+        array = np.asarray(values if values.ndim == 2 else masked(values, batch.mask))
         if not np.isfinite(array).all():
             at = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
             where = ", ".join(f"{axis} {i}" for axis, i in zip(("prompt", "completion", "token"), at, strict=False))

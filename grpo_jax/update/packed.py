@@ -52,7 +52,7 @@ from grpo_jax.update.teaching import Teacher, logit_statistic
 CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Activations fit in cache."""
 
-WIDE_TOKENS = 1024
+MATRIX_TOKENS = 1024
 """`CPU_TOKENS` for CPUs with matrix units (`models.matmul`). It is larger because each sequence casts the weights."""
 
 ACCELERATOR_TOKENS = 32768
@@ -62,7 +62,7 @@ PROMPT_TOKENS = 512
 """Approximate number of prompt tokens per part and device if sequences are short. All activations are stored."""
 
 
-class Packed(flax.struct.PyTreeNode):
+class Part(flax.struct.PyTreeNode):
     """A part of a minibatch: K prompts on each of A devices, with their completions in packed sequences.
 
     Attributes:
@@ -95,7 +95,7 @@ class PackedUpdater(Updater):
         """Return the length to pad a batch to, which is always T because packing removes the padding."""
         return self.config.max_completion_length
 
-    def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    def log_probs(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         return self._score(params, prompts, tokens, mask, with_entropy=False)[0]
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -114,21 +114,21 @@ class PackedUpdater(Updater):
         selected = None
         if self.config.top_entropy_quantile < 1:
             _, entropies = self._score(state.params, batch.prompts, batch.tokens, batch.mask, with_entropy=True)
-            selected = fetch(_select(entropies, split(batch.mask, self.mesh), self.config.top_entropy_quantile))
+            selected = fetch(_entropy_mask(entropies, split(batch.mask, self.mesh), self.config.top_entropy_quantile))
         parts, _ = self.pack(state.params, batch, selected)
         totals, streams = _count_totals(batch, selected), count_streams(state.params, len(parts))  # threads
         zeros = [zero_gradients(self, state.params) for _ in range(streams)]
 
         def add_parts(stream: int) -> tuple[Params, list[MetricSums]]:
-            total, sums = zeros[stream], []
+            grads_sum, sums = zeros[stream], []
             for part in parts[stream::streams]:
                 placed = split(part, self.mesh)
                 if part.num_trained > 0:
-                    total, more = wait_on_cpu(add_gradients(self, total, state, placed, totals))
+                    grads_sum, more = wait_on_cpu(add_gradients(self, grads_sum, state, placed, totals))
                     sums.append(more)
                 if part.num_used > part.num_trained:
                     sums.append(wait_on_cpu(sum_metrics(self, state, placed, totals)))
-            return total, sums
+            return grads_sum, sums
 
         def compile_next() -> None:
             """Compile the programs that run after `add_gradients` while that one compiles."""
@@ -164,7 +164,7 @@ class PackedUpdater(Updater):
 
     def pack(
         self, params: Params, batch: Batch, selected: jax.Array | None = None, *, for_scoring: bool = False
-    ) -> tuple[list[Packed], np.ndarray]:
+    ) -> tuple[list[Part], np.ndarray]:
         """Split a batch into parts, returned with their prompt indices [parts, A·K], -1 where a part has fewer prompts.
 
         Tokens are balanced between parts and devices. Prompts without a gradient come last, so that whole parts may
@@ -175,10 +175,10 @@ class PackedUpdater(Updater):
         streams, count, size = self.count_parts(params, batch)
         lengths = lengths_of(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
-        indices = order_prompts(work, has_gradient, cells=streams * devices, each=size).reshape(count, devices, size)
+        indices = order_prompts(work, has_gradient, bins=streams * devices, bin_size=size).reshape(count, devices, size)
         padded = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)  # by device
-        shape = best_shape(self.shapes(params, batch.mask.shape), padded, t, devices=devices, neighbours=size)
-        by_part, parts = indices.reshape(count, -1), list[Packed]()
+        shape = best_shape(self.shapes(params, batch.mask.shape), padded, t, devices=devices, part_size=size)
+        by_part, parts = indices.reshape(count, -1), list[Part]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
         for chosen in by_part:
             part, part_selected = jax.tree.map(operator.itemgetter(chosen), arrays)
@@ -189,7 +189,7 @@ class PackedUpdater(Updater):
 
     def pack_part(
         self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
-    ) -> Packed:
+    ) -> Part:
         """Pack the completions of one part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
         devices, mask = shard_count(self.mesh), np.asarray(part.mask)
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
@@ -202,9 +202,9 @@ class PackedUpdater(Updater):
         sequences = [*trained, *others] or together
         # Upper bound on the number of sequences, whatever the completion lengths, so that all parts have one shape.
         per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
-        most = -(-(mask[..., 0].size // devices) // per_sequence) + self.skips_zero_signal
+        most = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_backward
         filled = sequences + sequences[-1:] * (most - len(sequences))
-        return Packed(
+        return Part(
             part,
             selected,
             jax.tree.map(lambda *x: np.stack(x, axis=1), *filled),
@@ -224,22 +224,22 @@ class PackedUpdater(Updater):
         return streams, math.ceil(prompts / (k * streams)) * streams, k
 
     @property
-    def skips_zero_signal(self) -> bool:
+    def omits_backward(self) -> bool:
         """Whether zero-signal groups have no gradient, so that their backward pass is skipped."""
         return self.skip_zero_signal and vanishes_without_advantage(self.model, self.config, self.surrogate)
 
     def has_gradient(self, batch: Batch) -> np.ndarray:
         """Return a mask [B] of prompts with at least one completion that has a gradient."""
-        if not self.skips_zero_signal:
+        if not self.omits_backward:
             return np.ones(len(batch.mask), bool)
         return np.count_nonzero(np.asarray(batch.advantages).reshape(len(batch.mask), -1), axis=1) > 0
 
     def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences of a batch with shape [B, G, T], largest first."""
         t, wide = batch[-1], self.model.config.uses_float32_sums  # only on CPUs with matrix units
-        micro = max(1, self.micro[0] // shard_count(self.mesh)) * self.micro[1] * t
+        micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
-        tokens = min(micro, (WIDE_TOKENS if wide else CPU_TOKENS) if cpu else max(t, ACCELERATOR_TOKENS))
+        tokens = min(micro_tokens, (MATRIX_TOKENS if wide else CPU_TOKENS) if cpu else max(t, ACCELERATOR_TOKENS))
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
@@ -248,7 +248,7 @@ def choose_updater(
     model: Model,
     config: Config,
     *,
-    micro: tuple[int, int],
+    micro_shape: tuple[int, int],
     optimizer: optax.GradientTransformation | None = None,
     mesh: jax.sharding.Mesh | None = None,
     surrogate: Surrogate | None = None,
@@ -256,11 +256,11 @@ def choose_updater(
 ) -> Updater:
     """Return a `PackedUpdater` if the model and any teacher model come from this package, else an `Updater`.
 
-    `micro` is the shape (prompts, completions per prompt) of a micro-batch.
+    `micro_shape` is the shape (prompts, completions per prompt) of a micro-batch.
     """
     kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else Updater
     mesh = mesh if mesh and mesh.size > 1 else None
-    return kind(as_argument(model), config, micro, optimizer, config.on_policy, mesh, surrogate, teacher)
+    return kind(as_argument(model), config, micro_shape, optimizer, config.on_policy, mesh, surrogate, teacher)
 
 
 def _prefill(
@@ -275,7 +275,7 @@ def _prefill(
 def _loss(
     updater: PackedUpdater,
     state: TrainState,
-    part: Packed,
+    part: Part,
     totals: dict[str, jax.Array],
     prompt_states: PromptStates,
     teacher_prompts: PromptStates | None,
@@ -318,11 +318,11 @@ def _loss(
 
 
 @shared
-@functools.partial(jax.jit, donate_argnames=("total",))
+@functools.partial(jax.jit, donate_argnames=("grads_sum",))
 def add_gradients(
-    updater: PackedUpdater, total: Params, state: TrainState, part: Packed, totals: dict[str, jax.Array]
+    updater: PackedUpdater, grads_sum: Params, state: TrainState, part: Part, totals: dict[str, jax.Array]
 ) -> tuple[Params, MetricSums]:
-    """Add the params gradient for one part to `total`, and return the sum and the part's metric sums.
+    """Add the params gradient for one part to `grads_sum`, and return the sum and the part's metric sums.
 
     `totals` is the result of `count_totals` for the whole minibatch.
     """
@@ -341,14 +341,15 @@ def add_gradients(
 
     sums = empty_sums(jax.eval_shape(loss_fn, state.params, prompt_states, 0)[1])
     # Gradients of keys and values are also accumulated in float32, regardless of the compute dtype.
-    total, prompts_grad, sums = jax.lax.fori_loop(0, part.num_trained, add, (total, zeros_like(prompt_states), sums))
+    initial = grads_sum, zeros_like(prompt_states), sums
+    grads_sum, prompts_grad, sums = jax.lax.fori_loop(0, part.num_trained, add, initial)
     (grads,) = pull_back(jax.tree.map(lambda g, x: g.astype(x.dtype), prompts_grad, prompt_states))
-    return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, grads), mesh), sums
+    return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), grads_sum, grads), mesh), sums
 
 
 @shared
 @jax.jit
-def sum_metrics(updater: PackedUpdater, state: TrainState, part: Packed, totals: dict[str, jax.Array]) -> MetricSums:
+def sum_metrics(updater: PackedUpdater, state: TrainState, part: Part, totals: dict[str, jax.Array]) -> MetricSums:
     """Return the metric sums over the sequences of one part that have no gradient."""
     model, prompts = updater.model, part.batch.prompts
     prompt_states = _prefill(model, state.params, prompts, updater.mesh, dropout_key(model, state, part.index, 0))
@@ -366,7 +367,7 @@ def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | 
 
 @shared
 @functools.partial(jax.jit, static_argnames=("with_entropy",))
-def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
+def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""
     model, prompts, mask = updater.model, part.batch.prompts, part.batch.mask
     states, sampling = _prefill(model, params, prompts, updater.mesh, None), sampling_of(updater.config)
@@ -397,4 +398,4 @@ apply_update = jax.jit(apply_gradients, donate_argnames=("state",))
 _count_totals = jax.jit(count_totals)
 _merge = jax.jit(merge_metrics)
 _add = jax.jit(lambda trees: jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *trees))
-_select = jax.jit(top_entropy_mask)
+_entropy_mask = jax.jit(top_entropy_mask)

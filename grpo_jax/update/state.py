@@ -61,13 +61,13 @@ class TrainState(flax.struct.PyTreeNode):
         return f"TrainState({', '.join([f'step={step}', f'{count:,} parameters', *kept])})"
 
 
-def _unshared(tree: TrainState, held: set[int]) -> TrainState:
-    """Copy arrays that occur twice in a tree or have an id in `held`, since donated buffers must not be shared."""
+def _unshared(tree: TrainState, seen: set[int]) -> TrainState:
+    """Copy arrays that occur twice in a tree or have an id in `seen`, since donated buffers must not be shared."""
 
     def one(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-        if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and id(x) in held):
+        if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and id(x) in seen):
             x = jnp.copy(x)
-        held.add(id(x))
+        seen.add(id(x))
         return x
 
     return jax.tree.map(one, tree)
@@ -146,10 +146,10 @@ def begin_iteration(state: TrainState) -> TrainState:
 def finish_update(
     state: TrainState,
     grads: Params,
-    ok: jax.Array,
+    is_finite: jax.Array,
     optimizer: optax.GradientTransformation,
     *,
-    trained: jax.Array | bool = True,
+    has_tokens: jax.Array | bool = True,
     sync_every: int | None = None,
     sync_alpha: float = 1.0,
 ) -> TrainState:
@@ -160,26 +160,26 @@ def finish_update(
     If there are master params, θ denotes them, and params are set to their rounded values. For adapters, the reference
     averages the products A·B instead of the factors (`lora.sync_adapters`).
 
-    If `ok` ([] bool) is False because the loss or the gradient is not finite, params and optimizer state do not change
-    and `skipped` is incremented. `step` is always incremented, so that skipped updates do not affect schedule, data or
+    If `is_finite` ([] bool, for the loss and the gradient) is False, params and optimizer state do not change and
+    `skipped` is incremented. `step` is always incremented, so that skipped updates do not affect schedule, data or
     keys. The config's schedule uses the extra argument `step`; an optax schedule passed to `train` counts applied
-    updates only. If `trained` is False (no token contributes to the loss), params and optimizer state do not change
+    updates only. If `has_tokens` is False (no token contributes to the loss), params and optimizer state do not change
     either; otherwise, the optimizer's moments would still move them. A `sync_every` of None freezes the reference.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update
 
-    def move(
+    def apply_update(
         params: Params, masters: Params | None, opt_state: optax.OptState
     ) -> tuple[Params, Params | None, optax.OptState]:
-        held = params if masters is None else masters
-        updates, opt_state = update(optax.tree.cast_like(grads, held), opt_state, held, step=state.step)
-        held = optax.apply_updates(held, _trained(updates))
-        return (held, None, opt_state) if masters is None else (optax.tree.cast_like(held, params), held, opt_state)
+        full = params if masters is None else masters  # full-precision params
+        updates, opt_state = update(optax.tree.cast_like(grads, full), opt_state, full, step=state.step)
+        full = optax.apply_updates(full, _zero_untrained(updates))
+        return (full, None, opt_state) if masters is None else (optax.tree.cast_like(full, params), full, opt_state)
 
     # `cond` updates a donated state in place, while `where` would need a second copy.
     params, masters, opt_state = jax.lax.cond(
-        ok & trained, move, lambda *same: same, state.params, state.master_params, state.opt_state
+        is_finite & has_tokens, apply_update, lambda *same: same, state.params, state.master_params, state.opt_state
     )
     step, ref_params = state.step + 1, state.ref_params
     if ref_params is not None and sync_every is not None:
@@ -193,11 +193,11 @@ def finish_update(
         opt_state=opt_state,
         ref_params=ref_params,
         step=step,
-        skipped=state.skipped + jnp.where(ok, 0, 1),
+        skipped=state.skipped + jnp.where(is_finite, 0, 1),
     )
 
 
-def _trained(updates: Params) -> Params:
+def _zero_untrained(updates: Params) -> Params:
     """Set updates for untrained params to zero, since weight decay would otherwise change these params."""
 
     def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ class Updater(flax.struct.PyTreeNode):
     Attributes:
       model: result of `types.as_argument`.
       config: training settings.
-      micro: shape (prompts, completions per prompt) of a micro-batch.
+      micro_shape: shape (prompts, completions per prompt) of a micro-batch.
       optimizer: transformation that created `state.opt_state`, or None if only log-probs are computed.
       on_policy: whether the params at the start of an update sampled its completions, so that the ratio is 1.
       mesh: device mesh that the params are sharded over, or None for one device.
@@ -48,7 +48,7 @@ class Updater(flax.struct.PyTreeNode):
 
     model: Model
     config: Config = flax.struct.field(pytree_node=False)
-    micro: tuple[int, int] = flax.struct.field(pytree_node=False)
+    micro_shape: tuple[int, int] = flax.struct.field(pytree_node=False)
     optimizer: optax.GradientTransformation | None = flax.struct.field(pytree_node=False, default=None)
     on_policy: bool = flax.struct.field(pytree_node=False, default=True)
     mesh: jax.sharding.Mesh | None = flax.struct.field(pytree_node=False, default=None)
@@ -66,7 +66,7 @@ class Updater(flax.struct.PyTreeNode):
             most //= 2
         return most
 
-    def score(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    def log_probs(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """Return log-probs [B, G, T] of completions under `params`, 0 where mask is 0, without blocking."""
         return score_padded(self, params, *split((prompts, tokens, mask), self.mesh))
 
@@ -87,7 +87,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     config: Config,
     on_policy: bool = True,
-    micro: tuple[int, int] | None = None,
+    micro_shape: tuple[int, int] | None = None,
     surrogate: Surrogate | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -96,7 +96,7 @@ def train_step(
     Computes g = ∇ grpo_loss over the whole batch and θ ← optimizer(θ, g), and syncs the reference if it is due.
 
     This is a pure function. To compile it, use `jax.jit` with `static_argnames=("optimizer", "config", "on_policy",
-    "micro", "surrogate")` and `donate_argnames="state"`, and convert the model with `types.as_argument`.
+    "micro_shape", "surrogate")` and `donate_argnames="state"`, and convert the model with `types.as_argument`.
 
     Args:
       state: the current `TrainState`.
@@ -106,7 +106,7 @@ def train_step(
       config: a `GRPOConfig` or `SFTConfig`.
       on_policy: whether the current params sampled these completions. If True, `grpo_loss` does not use old log-probs
         and the ratio is 1. If False, it uses the batch's `old_log_probs`, or `sampling_log_probs` if they are None.
-      micro: shape (prompts, completions per prompt) of a micro-batch, which must divide (B, G). Defaults to (B, G).
+      micro_shape: (prompts, completions per prompt) in a micro-batch, which must divide (B, G). Defaults to (B, G).
       surrogate: custom surrogate to use instead of the config's `loss_type`, as in `grpo_loss`.
       teacher: model with which the policy's distributions are compared. None if there is no teacher or if it provides
         only log-probs.
@@ -137,7 +137,7 @@ def train_step(
       [-0.25, 0.0, 0.25]
     """
     b, g, _ = batch.mask.shape
-    updater = Updater(model, config, micro or (b, g), optimizer, on_policy, None, surrogate, teacher)
+    updater = Updater(model, config, micro_shape or (b, g), optimizer, on_policy, None, surrogate, teacher)
     return apply_gradients(updater, state, *gradients(updater, state, batch))
 
 
@@ -145,14 +145,14 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
     """Compute a minibatch's gradient and metric sums, like `train_step` without the optimizer step."""
     model, config = updater.model, updater.config
     sampling, dropout, router_coef = sampling_of(config), dropout_key(model, state), router_coef_of(model, config)
-    micro_batches, selected = split_batch(batch, updater.micro), None
+    micro_batches, selected = split_batch(batch, updater.micro_shape), None
 
     if config.top_entropy_quantile < 1:
 
         def entropies_of(part: Batch) -> jax.Array:
             return score_completions(model, state.params, part.prompts, part.tokens, part.mask, sampling).entropies
 
-        entropies = join(jax.lax.map(entropies_of, micro_batches), batch.mask.shape)
+        entropies = join_array(jax.lax.map(entropies_of, micro_batches), batch.mask.shape)
         selected = top_entropy_mask(entropies, batch.mask, config.top_entropy_quantile)
     totals = count_totals(batch, selected)
 
@@ -183,7 +183,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
         )
 
     gradient = jax.grad(loss_fn, has_aux=True)
-    parts = micro_batches, None if selected is None else split_array(selected, updater.micro)
+    parts = micro_batches, None if selected is None else split_array(selected, updater.micro_shape)
     count = len(micro_batches.mask)
     if count == 1:
         part, part_selected = jax.tree.map(lambda x: x[0], parts)
@@ -234,21 +234,21 @@ def apply_gradients(
     assert updater.optimizer is not None, "update requires an updater with an optimizer"
     config, metrics = updater.config, finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
-    ok = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
-    trained = metrics["tokens"] > 0
+    is_finite = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
+    has_tokens = metrics["tokens"] > 0
     counts = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
-    metrics = {name: x if name in counts else jnp.where(trained, x, jnp.nan) for name, x in metrics.items()}
-    metrics["update_skipped"] = jnp.where(ok, 0.0, 1.0)
+    metrics = {name: x if name in counts else jnp.where(has_tokens, x, jnp.nan) for name, x in metrics.items()}
+    metrics["update_skipped"] = jnp.where(is_finite, 0.0, 1.0)
     if isinstance(config, GRPOConfig) and config.use_adaptive_entropy:
         # The entropy from a skipped update is not reliable.
-        state = adapt_entropy_coef(state, metrics["selected_entropy"], ok & trained, config)
+        state = adapt_entropy_coef(state, metrics["selected_entropy"], is_finite & has_tokens, config)
         metrics["entropy_coef"] = state.entropy_coef
     state = finish_update(
         state,
         grads,
-        ok,
+        is_finite,
         updater.optimizer,
-        trained=trained,
+        has_tokens=has_tokens,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
     )
@@ -266,7 +266,7 @@ def compute_log_probs(
         scores = score_completions(model, params, part.prompts, part.tokens, part.mask, sampling, with_entropy=False)
         return scores.log_probs
 
-    return join(jax.lax.map(score, split_batch(batch, updater.micro)), tokens.shape)
+    return join_array(jax.lax.map(score, split_batch(batch, updater.micro_shape)), tokens.shape)
 
 
 score_padded, _jit_gradients = jax.jit(compute_log_probs), jax.jit(gradients)
@@ -278,7 +278,7 @@ def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[Tr
     return apply_gradients(updater, state, *gradients(updater, state, batch))
 
 
-def split_batch(batch: Batch, micro: tuple[int, int]) -> Batch:
+def split_batch(batch: Batch, micro_shape: tuple[int, int]) -> Batch:
     """Split a batch [B, G, ...] into micro-batches [N, prompts, completions, ...], repeating prompts as needed.
 
     A micro-batch contains every (B / prompts)-th prompt. If prompts are sharded, each device therefore has an equal
@@ -286,20 +286,20 @@ def split_batch(batch: Batch, micro: tuple[int, int]) -> Batch:
     """
     chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
     repeated = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
-    split_one = functools.partial(split_array, micro=micro)
+    split_one = functools.partial(split_array, micro_shape=micro_shape)
     micro_batches = jax.tree.map(split_one, batch.replace(prompts=repeated, counted=None))
     return micro_batches.replace(prompts=jax.tree.map(lambda x: x[:, :, 0], micro_batches.prompts))
 
 
-def split_array(x: jax.Array, micro: tuple[int, int]) -> jax.Array:
+def split_array(x: jax.Array, micro_shape: tuple[int, int]) -> jax.Array:
     """Split one array like `split_batch`: [B, G, ...] → [N, prompts, completions, ...]."""
     b, g = x.shape[:2]
-    prompts, completions = micro
+    prompts, completions = micro_shape
     x = x.reshape(prompts, b // prompts, g // completions, completions, *x.shape[2:])
     return jnp.moveaxis(x, 0, 2).reshape(-1, prompts, completions, *x.shape[4:])
 
 
-def join(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def join_array(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Invert `split_array`: [N, prompts, completions, ...] → [B, G, ...], where `shape` starts with B and G."""
     _, prompts, completions = parts.shape[:3]
     x = parts.reshape(shape[0] // prompts, shape[1] // completions, prompts, completions, *parts.shape[3:])

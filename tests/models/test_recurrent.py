@@ -12,7 +12,7 @@ from grpo_jax.models.config import ConvShape, DecodeStep, DeltaShape, count_weig
 from grpo_jax.models.context import RecurrentState
 from grpo_jax.models.recurrent import Positions, convolve, last_tokens
 from grpo_jax.models.transformer import projections
-from grpo_jax.rollout.ladder import BURST
+from grpo_jax.rollout.layouts import BURST
 from grpo_jax.types import Prompts
 
 B, G, P, T = 2, 2, 6, 5

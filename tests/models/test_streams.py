@@ -15,7 +15,7 @@ from tiny import tiny_model
 from grpo_jax import generate, make_prompts
 from grpo_jax.models import streams
 from grpo_jax.rollout.decode import decode_burst, prefill
-from grpo_jax.rollout.ladder import stream_count
+from grpo_jax.rollout.layouts import stream_count
 
 generate_module = importlib.import_module("grpo_jax.rollout.generate")
 

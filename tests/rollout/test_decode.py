@@ -16,7 +16,7 @@ from grpo_jax.models.sharding import lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rollout.decode import prefill, refill
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.ladder import BURST
+from grpo_jax.rollout.layouts import BURST
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.types import as_argument
 
@@ -67,7 +67,7 @@ def test_block_found_by_sum_equals_block_found_by_index(vocab, axis):
     u = rng.random((50, 2), np.float32)
     given = logits if axis == -1 else logits.T
     draw = functools.partial(draw_tokens, axis=axis)
-    plain, summed = (jax.jit(one)(u, given) for one in (draw, functools.partial(draw, together=lambda x: x)))
+    plain, summed = (jax.jit(one)(u, given) for one in (draw, functools.partial(draw, all_gather=lambda x: x)))
     np.testing.assert_array_equal(plain[0], summed[0])
     np.testing.assert_allclose(plain[1], summed[1], atol=1e-6)
 
@@ -85,8 +85,8 @@ def test_refill_keeps_the_cache_and_other_groups_in_place():
     some = jax.tree.map(lambda x: x[:1], (prompts, keys))
     given = (as_argument(model), params, stream.replace(cache=()), *some, np.array([2]), 7)
     compiled = refill.lower(*given, settings=DecodeSettings()).compile().memory_analysis()
-    held = sum(x.nbytes for x in jax.tree.leaves(stream.replace(cache=(), keys=None)))
-    assert compiled.alias_size_in_bytes >= held, "the other groups' prompts must not be copied"
+    arrays = sum(x.nbytes for x in jax.tree.leaves(stream.replace(cache=(), keys=None)))
+    assert compiled.alias_size_in_bytes >= arrays, "the other groups' prompts must not be copied"
     new, _ = refill(*given, settings=DecodeSettings())
     assert new.start.tolist() == [0, 0, 7, 0]
     assert new.cache == ()

@@ -27,7 +27,7 @@ def server(tmp_path):
 
 def run(engine, **settings):
     lines, config = [], GRPOConfig(**SMALL | settings)
-    keep = [lambda step, metrics: lines.append(metrics | engine.measured)]
+    keep = [lambda step, metrics: lines.append(metrics | engine.last_metrics)]
     train(POLICY, ROWS, rewards, config, sampler=engine, callbacks=keep)
     return lines
 
@@ -71,7 +71,7 @@ def test_each_adapter_is_loaded_under_a_new_name(server):
         params = jax.tree.map(lambda x, step=step: x + 0.1 * step, ADAPTED.params)
         found = draws(engine, ADAPTED, params)
         np.testing.assert_allclose(scored(ADAPTED.model, params, prompts, found), found.log_probs, atol=1e-4)
-        assert engine.measured["sampler/probe_gap_max"] < 1e-4
+        assert engine.last_metrics["sampler/probe_gap_max"] < 1e-4
     names = [body["lora_name"] for body in server.posts("/v1/load_lora_adapter")]
     assert len(set(names)) == len(names) == 2
     assert len(server.adapters) == 1  # the first was unloaded
@@ -205,8 +205,8 @@ def test_restart_between_requests_is_detected(server, version):
     np.testing.assert_array_equal(draws(engine, params=moved).tokens, expected.tokens)
 
     def fault(path, body, n):
-        if path == "/v1/completions" and body["max_tokens"] == T and engine.measured.get("seen") is None:
-            engine.measured["seen"] = 1.0
+        if path == "/v1/completions" and body["max_tokens"] == T and engine.last_metrics.get("seen") is None:
+            engine.last_metrics["seen"] = 1.0
             server.params, server.version = POLICY.params, "default"  # during a batch
 
     server.fault = fault

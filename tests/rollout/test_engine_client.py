@@ -9,7 +9,7 @@ import traceback
 import pytest
 
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.rollout.engine_client import SHORT, Client, EngineError, Lost, Refused
+from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused
 from grpo_jax.rollout.engine_server import VLLM
 
 pytestmark = pytest.mark.quick
@@ -45,9 +45,9 @@ CHUNKED = "Transfer-Encoding: chunked"
     [
         (of(200, b" " * 3 * SHORT, "Connection: close"), EngineError, f"more than {SHORT} bytes"),
         (of(200, b" " * 3 * SHORT), EngineError, f"more than {SHORT} bytes"),
-        (of(200, b"", "Content-Length: 99999999999999"), Lost, "IncompleteRead"),
-        (of(200, b"ffffffffffffff\r\n", CHUNKED), Lost, "IncompleteRead"),
-        (of(200, b"-5\r\n", CHUNKED), Lost, "ValueError"),
+        (of(200, b"", "Content-Length: 99999999999999"), ConnectionLost, "IncompleteRead"),
+        (of(200, b"ffffffffffffff\r\n", CHUNKED), ConnectionLost, "IncompleteRead"),
+        (of(200, b"-5\r\n", CHUNKED), ConnectionLost, "ValueError"),
         (of(200, b'{"a":' + b"[" * 100_000), EngineError, "returned invalid JSON"),
         (of(200, b'{"a": ' + b"7" * 5_000 + b"}"), EngineError, "returned invalid JSON"),
         (of(400, b"[" * 100_000), Refused, "returned status 400"),
@@ -81,7 +81,7 @@ def test_timeout_covers_the_whole_response(begin, piece):
             time.sleep(0.02)
 
     started = time.monotonic()
-    with serving(answer) as url, pytest.raises(Lost, match=r"did not respond within 0\.3 s"):
+    with serving(answer) as url, pytest.raises(ConnectionLost, match=r"did not respond within 0\.3 s"):
         Client(url, timeout=0.3).request("/v1/models")
     assert time.monotonic() - started < 3
 
@@ -170,7 +170,7 @@ BAD = [
 def test_malformed_response_error_names_the_field(ask, answer, message):
     with pytest.raises(EngineError, match=message) as caught:
         ask(answer)
-    assert not isinstance(caught.value, Lost), "a retry would not help"
+    assert not isinstance(caught.value, ConnectionLost), "a retry would not help"
     assert "http://here" in str(caught.value)
 
 

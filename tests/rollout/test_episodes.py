@@ -125,7 +125,7 @@ def test_turn_is_decoded_in_context():
 
     with Episodes(interaction_of(Guess, rows=rows, tokenizer=tokenizer), rows, 1, [0]) as episodes:
         episodes.reset(rows)
-        episodes.follow(rows, make_prompts(encode_prompts(rows, tokenizer).token_ids))
+        episodes.set_prompts(rows, make_prompts(encode_prompts(rows, tokenizer).token_ids))
         for turn in (one, two, three):
             episodes.all[0].answer(turn, 100)
         assert episodes.all[0].environment.heard == [" a", " time", " there was"]
@@ -141,7 +141,7 @@ def test_first_turn_includes_the_prefill():
     episode.before = preceding_text(tokenizer, prompt, encode_prompts([row], tokenizer).token_ids[0])
     call = '{"name": "add", "arguments": {"n": 4}}</tool_call>'
     episode.answer(np.append(ids(tokenizer, call), interaction.eos_token_ids[0]), 400)
-    episode.note(ids(tokenizer, "4"))
+    episode.record_turn(ids(tokenizer, "4"))
     assert episode.environment.total == 4
     assert [text for own, text in episode.turns if own] == ["<tool_call>" + call, "4"]
 
@@ -164,7 +164,7 @@ def test_respond_may_return_a_turn_reward(last, end):
     assert episode.reward() == [1.0, 0.0, end]
     cut = begun(interaction_of(Scored))
     cut.answer(np.array([5, 1]), 50)
-    cut.note(np.array([5]))  # a last turn cut by the length limit
+    cut.record_turn(np.array([5]))  # a last turn cut by the length limit
     assert cut.reward() == [1.0, last or 0.0]
 
 
@@ -354,7 +354,7 @@ def test_results_of_answer_calls_are_validated():
     assert failed.counts.failures == 1
     ended = begun(chat_interaction(lambda: Desk(lambda texts: None)), CHAT)
     assert ended.answer(call, 400) is None
-    assert (ended.counts.errors, ended.over) == (0, False)
+    assert (ended.counts.errors, ended.has_failed) == (0, False)
     for answer in ("a!", [], [1], ["ab"], [("a", False, 1)]):
         with pytest.raises(EnvironmentFailure, match=r"answer_calls must return a pair .text, failed. .*; got "):
             begun(chat_interaction(lambda answer=answer: Desk(lambda texts: answer)), CHAT).answer(call, 400)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import generate, make_prompts
 from grpo_jax.models.sharding import make_mesh, place
-from grpo_jax.rollout import ladder
+from grpo_jax.rollout import layouts
 from grpo_jax.text.completions import token_bytes
 
 NAMES = ["<pad>", "<eos>", "a", "b", "c", ".", "ab", "ba", "cab", " a", " b", "b.", ". ", "aa", "bb", "c ", "é", "éa"]
@@ -91,7 +91,7 @@ def test_completion_ends_with_the_token_that_completes_a_stop_string():
 
 def test_layout_does_not_change_the_completions(monkeypatch):
     assert_same(sample(place(model_and_params()[1], make_mesh({"data": 2})), stop=STOP), expected())
-    monkeypatch.setattr(ladder, "BURST", 3)
+    monkeypatch.setattr(layouts, "BURST", 3)
     assert_same(sample(stop=STOP, batch_size=8), expected())
 
 
@@ -151,7 +151,7 @@ def play(**settings):
 def test_observations_do_not_contribute_to_stop_strings():
     completions, heard = play(stop=STOP)
     pieces, by_text, by_eos = [*token_bytes(tokenizer()), b"", b"", b""], 0, 0
-    for turn in (turn for turns in heard.values() for turn in turns):
+    for turn in (turn for multi_turn in heard.values() for turn in multi_turn):
         text = searched(STOP, pieces, turn)
         assert EOS not in turn[:-1]
         assert text in (None, len(turn))
@@ -168,13 +168,13 @@ def test_observations_do_not_contribute_to_stop_strings():
 @pytest.mark.parametrize("longest", [1, 5])
 def test_a_turn_of_the_maximum_length_is_answered(longest):
     completions, heard = play(stop=STOP, max_turn_length=longest)
-    lengths = [len(turn) for turns in heard.values() for turn in turns]
+    lengths = [len(turn) for multi_turn in heard.values() for turn in multi_turn]
     assert max(lengths) == longest
     assert (longest == 1) == (min(lengths) == longest)
-    assert all(len(turns) == 3 for turns in heard.values())  # all of them fit
+    assert all(len(multi_turn) == 3 for multi_turn in heard.values())  # all of them fit
     assert np.asarray(completions.ended).all()
-    for i, turns in heard.items():
+    for i, multi_turn in heard.items():
         row, own = (np.asarray(x).reshape(-1, LONG)[i] for x in (completions.tokens, completions.mask))
-        assert row[own].tolist() == [token for turn in turns for token in turn]
+        assert row[own].tolist() == [token for turn in multi_turn for token in turn]
     again = scored(*model_and_params(), make_prompts(PROMPTS), completions)
     np.testing.assert_allclose(again, completions.log_probs, atol=2e-5)

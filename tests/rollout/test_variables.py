@@ -13,9 +13,9 @@ from tiny import tiny_model
 from grpo_jax import generate, make_prompts
 from grpo_jax.models.sharding import abstract, lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
-from grpo_jax.rollout import ladder
+from grpo_jax.rollout import layouts
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.ladder import choose_ladder
+from grpo_jax.rollout.layouts import choose_layouts
 from grpo_jax.rollout.programs import copies, decode_call, decode_variables, variables_shape
 from grpo_jax.types import as_argument
 
@@ -97,9 +97,9 @@ def test_shapes_without_a_sharding_use_the_default_device(monkeypatch):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def chosen(of):
-        return choose_ladder(as_argument(model), of, 5, 4, 2, 20, mesh=None, waits=False)
+        return choose_layouts(as_argument(model), of, 5, 4, 2, 20, mesh=None, waits=False)
 
     assert not chosen(shapes).fixed
-    monkeypatch.setattr(ladder, "platform_of", lambda: ("gpu", 9.0))
+    monkeypatch.setattr(layouts, "platform_of", lambda: ("gpu", 9.0))
     assert chosen(shapes).fixed
     assert not chosen(params).fixed, "these params are on a CPU"

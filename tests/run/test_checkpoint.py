@@ -60,7 +60,7 @@ def test_checkpoint_holds_every_field_of_state_and_progress(tmp_path):
     progress = Progress(**{field.name: COUNTERS[field.type] for field in dataclasses.fields(Progress)} | {"step": 3})
     pending = [
         filled(kind, 20 * i) if dataclasses.is_dataclass(kind) else np.arange(4, dtype=np.uint8)
-        for i, kind in enumerate(checkpoint._PENDING.values())
+        for i, kind in enumerate(checkpoint._OPTIONAL.values())
     ]
     given = checkpoint.Restored(state, progress, *pending)
     assert len(given) == len(checkpoint.Restored._fields)
@@ -202,7 +202,7 @@ def test_background_error_does_not_hide_the_error_that_ends_the_run(tmp_path, mo
 
     with pytest.raises(KeyError, match="first") as caught, Checkpoints(tmp_path, GRPOConfig()) as checkpoints:  # noqa: PT012
         checkpoints.save(state_at(2), Progress(step=2), None)
-        monkeypatch.setattr(checkpoints._pending[1], "result", broken)
+        monkeypatch.setattr(checkpoints._saving[1], "result", broken)
         raise KeyError("first")
     assert "could not be written" in caught.value.__notes__[0]
 

@@ -110,9 +110,9 @@ def test_zero_signal_groups_after_the_last_refill_do_not_count(monkeypatch):
 
 def test_reference_is_scored_before_rewards_and_batch_is_on_the_host(monkeypatch):
     """Arrays to be packed, for the reference's log-probs or for an update, are never copied back from the device."""
-    events, scored, score = [], [], PackedUpdater.score
+    events, scored, score = [], [], PackedUpdater.log_probs
     spy = lambda self, params, *x: events.append("scores") or scored.append(x) or score(self, params, *x)
-    monkeypatch.setattr(PackedUpdater, "score", spy)
+    monkeypatch.setattr(PackedUpdater, "log_probs", spy)
     reward = lambda completion_ids: events.append("rewards") or length_reward(completion_ids)
     batch = collected(run_of(reward, beta=0.1), keep_reference=True, keep_initial=True).batch
     assert events == ["scores", "scores", "rewards"]
@@ -145,7 +145,7 @@ def test_prefetching_does_not_change_the_completions():
         chex.assert_trees_all_equal(second.batch, alone.batch)
         assert second.rows == alone.rows
         assert second.cursor == alone.cursor == 8
-        assert again.waiting is None, "the run ends after step 4"
+        assert again.prefetched is None, "the run ends after step 4"
     run = run_of(silent_for(1, 3), dynamic_sampling=True)
     source = PrefetchedRollouts(run)
     plain, first = collect(run, state), collect(run, state, source=source)

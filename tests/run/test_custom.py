@@ -51,7 +51,7 @@ def test_gradient_weights_each_token_by_its_advantage(bare, devices):
     loss = lambda params: -jnp.sum(weights * scored(model, params, b.prompts, completions), where=b.mask) / b.mask.sum()
     expected = jax.grad(loss)(params)
     mesh = make_mesh({"data": devices}) if devices else None
-    how = {"micro": (2, 2), "optimizer": OPTIMIZER, "mesh": mesh}
+    how = {"micro_shape": (2, 2), "optimizer": OPTIMIZER, "mesh": mesh}
     updater = choose_updater(Bare(model) if bare else model, CONFIG, **how)
     updater = dataclasses.replace(updater, config=dataclasses.replace(CONFIG, max_completion_length=T))
     state = create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0))

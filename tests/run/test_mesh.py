@@ -133,7 +133,7 @@ def test_packed_update_on_a_mesh_equals_one_device(monkeypatch):
             learns = np.asarray(batch.advantages).any(axis=1)[numbers].reshape(shard_count(axes), -1)
             assert learns.any(axis=1).all(), "each device has groups to train on"
             assert 0 < part.num_trained < part.num_used
-        scores = updater.score(state.params, batch.prompts, batch.tokens, batch.mask)
+        scores = updater.log_probs(state.params, batch.prompts, batch.tokens, batch.mask)
         state, metrics = updater.update(state, batch)
         results.append(jax.device_get((scores, state.params, metrics)))
     (scores, ours, metrics), (expected, of_one, alone) = results

@@ -14,7 +14,7 @@ from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord
 from grpo_jax.run import rollout_rewards as gathering
 from grpo_jax.run.collect import call_reward_fns
 from grpo_jax.run.rollout_result import RolloutResult
-from grpo_jax.run.rollout_rewards import completion_rows, gather_rewards
+from grpo_jax.run.rollout_rewards import completion_records, gather_rewards
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Completions
 
@@ -119,5 +119,5 @@ def test_completion_columns_are_reserved():
     sampled = RolloutResult(rows, PROMPTS, completions(2), played)
     parts, columns = [RewardParts(i, 0, False, [0.0]) for i in range(2 * G)], [{"number": i} for i in range(2 * G)]
     scores = Rewards(np.zeros((2, G, 1), np.float32), {}, parts, {}, columns, [""] * 2 * G)
-    for row in completion_rows(scores, ["length"], sampled, np.zeros((2, G))):
+    for row in completion_records(scores, ["length"], sampled, np.zeros((2, G))):
         assert {"step", *row} == {"number", *RUN_COLUMNS}

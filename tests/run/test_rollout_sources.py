@@ -34,7 +34,7 @@ def run(sampler, policy=POLICY, run_dir=None, callbacks=(), environment_factory=
 
 
 def waited_for(engine):
-    """Return the engine without `follow`, so that prefetched completions are awaited before the update."""
+    """Return the engine without `set_params`, so that prefetched completions are awaited before the update."""
 
     def sampler(policy, answer_turn, **how):
         how.pop("model"), how.pop("batch_size")

@@ -186,7 +186,7 @@ def test_old_log_probs_are_padded_to_full_length():
     """Old log-probs are padded to full length; the padded updater scores only up to the longest completion."""
     params = {"logits": jax.random.normal(jax.random.key(0), (4, 4))}
     config = GRPOConfig(**SMALL | {"max_completion_length": 32})
-    updater = choose_updater(Pairs(), config, micro=(1, G))
+    updater = choose_updater(Pairs(), config, micro_shape=(1, G))
     short = canned(b=1).replace(tokens=np.ones((1, G, 3), int))
     whole = read_completions(short, (1, G, 32), vocab_size=4, pad_token_id=0)
     rollout = RolloutResult([{}], make_prompts([[1, 2]], on_host=True), whole)

@@ -119,7 +119,7 @@ def test_accuracy_is_the_share_of_learned_tokens_with_the_largest_logit(learned)
     likeliest = np.asarray(jax.jit(policy.model.apply)({"params": policy.params}, tokens).argmax(axis=-1))
     right = np.mean((likeliest[:, :-1] == tokens[:, 1:])[masks[:, 1:]])
     assert 0 < right < 1
-    for updater in (run.updater, Updater(run.updater.model, run.updater.config, micro=(2, 1))):
+    for updater in (run.updater, Updater(run.updater.model, run.updater.config, micro_shape=(2, 1))):
         _, sums = updater.gradients(new_state(run), next_examples(run, 0)[0])
         np.testing.assert_allclose(finalize_metrics(sums)["mean_token_accuracy"], right, rtol=1e-6)
 

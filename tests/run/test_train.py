@@ -54,7 +54,7 @@ def test_runs_with_the_same_seed_are_bitwise_equal_and_leave_the_policy_unchange
 def test_no_compilation_after_warm_up(tmp_path):
     """After warm-up an iteration compiles nothing, and neither does a resumed run in the same process."""
     programs = [packed.add_gradients, packed.apply_update, packed.score_part]
-    programs += [decode_module.prefill, decode_module.decode_burst, decode_module.move]
+    programs += [decode_module.prefill, decode_module.decode_burst, decode_module.rearrange]
     sizes = []
 
     def note(step, metrics):

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.rollout.ends import BY_EOS
 from grpo_jax.run import distributed
-from grpo_jax.run.sampler import generate_by
+from grpo_jax.run.sampler import generate_with_engine
 from grpo_jax.watch import monitor
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh", "i", "jkl", "m", "no"]]
@@ -92,7 +92,7 @@ def drawn_by_an_engine():
 
     settings = {"num_generations": 2, "max_completion_length": 3, **BY_EOS._asdict()}
     key, prompts = jax.random.key(0), make_prompts([[5]])
-    made = generate_by(engine, policy(), policy().model, policy().params, prompts, key, **settings)
+    made = generate_with_engine(engine, policy(), policy().model, policy().params, prompts, key, **settings)
     return sorted({*made.tokens.ravel().tolist(), *made.log_probs.ravel().tolist()})
 
 

@@ -53,9 +53,9 @@ def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, tokens=512, model=MODE
         advantages=jnp.ones(shape[:2]),
         sampling_log_probs=-jnp.ones(shape),
     )
-    updater = choose_updater(model, config_of(beta, t), micro=(16 // g, g), optimizer=optimizer)
+    updater = choose_updater(model, config_of(beta, t), micro_shape=(16 // g, g), optimizer=optimizer)
     if beta:
-        ref = updater.score(state.ref_params, batch.prompts, batch.tokens, batch.mask)
+        ref = updater.log_probs(state.ref_params, batch.prompts, batch.tokens, batch.mask)
         batch = batch.replace(ref_log_probs=ref)
     updater.update(state, batch)
     return {name: (lowered[name], n) for name, n in runs.items()}

@@ -53,7 +53,7 @@ def batch(**changes):
 
 
 CONFIG = GRPOConfig(num_generations=G, beta=0.1, kl_estimator="k2")
-UPDATER = choose_updater(Bigram(), CONFIG, micro=(B, G), optimizer=optax.sgd(0.1)).replace(on_policy=False)
+UPDATER = choose_updater(Bigram(), CONFIG, micro_shape=(B, G), optimizer=optax.sgd(0.1)).replace(on_policy=False)
 
 
 @pytest.mark.quick

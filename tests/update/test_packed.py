@@ -23,7 +23,7 @@ from grpo_jax.update.step import train_step
 
 LISTS = [[3, 4, 5], [6], [7, 8], [9, 3]]
 G, T = 4, 12
-JITTED = jax.jit(train_step, static_argnames=("optimizer", "config", "on_policy", "micro"))
+JITTED = jax.jit(train_step, static_argnames=("optimizer", "config", "on_policy", "micro_shape"))
 DELTA = DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3)
 OPTIMIZER = optax.sgd(1.0)  # params change by exactly minus the gradient
 
@@ -33,7 +33,7 @@ def small_blocks(monkeypatch):
     """Use blocks of 4 and sequences of 16 tokens, so that completions of 12 span blocks and batches span sequences."""
     monkeypatch.setattr(packing, "BLOCK", 4)
     monkeypatch.setattr(packed, "CPU_TOKENS", 16)
-    monkeypatch.setattr(packed, "WIDE_TOKENS", 16)  # the size for bfloat16 on CPUs with matrix units
+    monkeypatch.setattr(packed, "MATRIX_TOKENS", 16)  # the size for bfloat16 on CPUs with matrix units
 
 
 def batch(seed=0, **changes) -> Batch:
@@ -53,7 +53,7 @@ def batch(seed=0, **changes) -> Batch:
 def step(model, params, b, config, *, packs, on_policy=False):
     """Return (params, metrics) after an optimizer step with packed sequences or padded rows."""
     state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True, entropy_coef=0.1)
-    how = {"optimizer": OPTIMIZER, "micro": (4, G)}
+    how = {"optimizer": OPTIMIZER, "micro_shape": (4, G)}
     if packs:
         state, metrics = choose_updater(model, config, **how).replace(on_policy=on_policy).update(state, b)
     else:
@@ -169,7 +169,7 @@ def test_packed_update_equals_train_step_in_every_layout(monkeypatch, tokens, ha
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1)  # one part
     if half is not None:
-        monkeypatch.setattr(packing, "HALF", half)
+        monkeypatch.setattr(packing, "MIN_HALF_SIZE", half)
     b = batch(mask=jnp.asarray(np.arange(T) < lengths[..., None]))
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(*tiny_model(layers=1), b, config), padding)
@@ -188,7 +188,7 @@ def test_all_parts_of_an_update_use_one_program(monkeypatch):
     monkeypatch.setattr(packed, "add_gradients", call)
     model, params = tiny_model(layers=1)
     config = GRPOConfig(beta=0.1, max_completion_length=T)
-    updater = choose_updater(model, config, optimizer=OPTIMIZER, micro=(1, G))
+    updater = choose_updater(model, config, optimizer=OPTIMIZER, micro_shape=(1, G))
     updater.update(committed(create_state(params, OPTIMIZER, jax.random.key(0))), batch())
     assert len(kinds) > 1
     assert all(kind == kinds[0] for kind in kinds)
@@ -198,7 +198,9 @@ def test_all_parts_of_an_update_use_one_program(monkeypatch):
 def test_sequence_has_the_size_of_a_micro_batch_up_to_a_limit():
     model, params = tiny_model(layers=1)
     sizes = {
-        (micro, t): choose_updater(model, GRPOConfig(), micro=(1, micro)).shapes(params, (4, G, t))[0].size
-        for micro, t in ((1, 8), (2, 8), (4, 8), (1, 40))
+        (micro_shape, t): choose_updater(model, GRPOConfig(), micro_shape=(1, micro_shape))
+        .shapes(params, (4, G, t))[0]
+        .size
+        for micro_shape, t in ((1, 8), (2, 8), (4, 8), (1, 40))
     }
     assert sizes == {(1, 8): 8, (2, 8): 16, (4, 8): 16, (1, 40): 40}  # at most 16 tokens, unless a completion is longer

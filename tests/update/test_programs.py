@@ -29,7 +29,7 @@ def case(kind):
         model, params = policy.model, policy.params
     settings = {"top_entropy_quantile": 0.5} if kind == "entropy" else {}
     updater = choose_updater(
-        model, GRPOConfig(beta=0.1, max_completion_length=T, **settings), micro=(4, G), optimizer=OPTIMIZER
+        model, GRPOConfig(beta=0.1, max_completion_length=T, **settings), micro_shape=(4, G), optimizer=OPTIMIZER
     )
     return updater, create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0), keep_reference=True)
 
@@ -52,7 +52,7 @@ def test_described_programs_are_the_ones_that_run(monkeypatch, kind):
     module, names = (step, ("update_padded", "score_padded")) if kind == "padded" else (packed, PACKED)
     for name in names:
         monkeypatch.setattr(module, name, watched(name, vars(module)[name]))
-    updater.score(state.ref_params, whole.prompts, whole.tokens, whole.mask)
+    updater.log_probs(state.ref_params, whole.prompts, whole.tokens, whole.mask)
     updater.update(state, whole)
     assert [ran[name] for name in names] == [lower_call(call).as_text() for call in described]
     sizes = {"num_generations": G, "max_completion_length": T, "settings": DecodeSettings()}

@@ -106,7 +106,7 @@ def test_dropout_is_applied_to_groups_without_a_gradient(parts):
     entropies = []
     for seed in (0, 0, 1):
         state = create_state(params, OPTIMIZER, jax.random.key(seed))
-        updater = choose_updater(policy.model, config, optimizer=OPTIMIZER, micro=(4, G))
+        updater = choose_updater(policy.model, config, optimizer=OPTIMIZER, micro_shape=(4, G))
         entropies.append(float(updater.update(state, with_signal(0, 1))[1]["entropy"]))
     assert entropies[0] == entropies[1] != entropies[2]
     alike = with_signal(0).replace(prompts=make_prompts([[3, 4, 5]] * 4))
@@ -125,12 +125,12 @@ def test_dropout_is_applied_to_groups_without_a_gradient(parts):
 @pytest.mark.parametrize("seed", range(5))
 def test_every_prompt_is_in_one_part_and_prompts_with_a_gradient_come_first(seed):
     rng = np.random.default_rng(seed)
-    b, cells, each = rng.integers(1, 20), rng.integers(1, 4), rng.integers(1, 4)
+    b, bins, bin_size = rng.integers(1, 20), rng.integers(1, 4), rng.integers(1, 4)
     work, learns = rng.integers(0, 9, b), rng.random(b) < 0.5
-    order = order_prompts(work, learns, cells=cells, each=each)
+    order = order_prompts(work, learns, bins=bins, bin_size=bin_size)
     assert sorted(order[order >= 0]) == [*range(b)]
-    assert len(order) - b < cells * each
-    rounds = [learns[own[own >= 0]] for own in order.reshape(-1, cells * each)]
+    assert len(order) - b < bins * bin_size
+    rounds = [learns[own[own >= 0]] for own in order.reshape(-1, bins * bin_size)]
     assert all(first.all() or not second.any() for first, second in itertools.pairwise(rounds))
 
 
@@ -151,7 +151,7 @@ def test_every_group_has_a_gradient_if_the_loss_has_other_terms(kind):
     model = tiny_model(layers=1, **experts)[0] if kind == "experts" else MODEL
     config = GRPOConfig(max_completion_length=T, **OTHER_TERMS[kind])
     surrogate = (lambda tokens, settings: tokens.ratio) if kind == "surrogate" else None
-    updater = choose_updater(model, config, micro=(4, G), surrogate=surrogate)
+    updater = choose_updater(model, config, micro_shape=(4, G), surrogate=surrogate)
     assert updater.has_gradient(with_signal(0)).tolist() == [True] + 3 * [kind != "none"]
 
 

@@ -31,10 +31,10 @@ def config(**changes):
     return GRPOConfig(**{"beta": 0.1, "max_completion_length": T, "max_grad_norm": 0, **changes})
 
 
-def step(batch, config, micro=None, on_policy=False, **keep):
+def step(batch, config, micro_shape=None, on_policy=False, **keep):
     model, params = model_and_params()
     state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True, **keep)
-    settings = {"optimizer": OPTIMIZER, "config": config, "on_policy": on_policy, "micro": micro}
+    settings = {"optimizer": OPTIMIZER, "config": config, "on_policy": on_policy, "micro_shape": micro_shape}
     return JITTED(state, batch, model=as_argument(model), **settings)
 
 
@@ -80,7 +80,7 @@ def test_params_change_by_the_gradient_of_grpo_loss(loss_type, corrects):
 )
 def test_update_does_not_depend_on_micro_batches(settings):
     b, c = batch(), config(**settings)
-    (whole, metrics), (state, others) = (step(b, c, micro=micro) for micro in ((4, 4), (2, 1)))
+    (whole, metrics), (state, others) = (step(b, c, micro_shape=micro_shape) for micro_shape in ((4, 4), (2, 1)))
     chex.assert_trees_all_close(state.params, whole.params, atol=1e-5)
     assert others.keys() == metrics.keys()
     for name, value in metrics.items():
@@ -92,8 +92,8 @@ def test_bfloat16_gradients_of_micro_batches_are_summed_in_float32():
     state = create_state(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), OPTIMIZER, jax.random.key(0))
     b = batch(ref_log_probs=None)
     # The loss divides by totals of the whole batch, so a part is the batch with all other advantages set to 0.
-    updater = Updater(as_argument(model), config(beta=0.0), micro=(4, 4))
-    total, _ = updater.replace(micro=(1, 4)).gradients(state, b)
+    updater = Updater(as_argument(model), config(beta=0.0), micro_shape=(4, 4))
+    total, _ = updater.replace(micro_shape=(1, 4)).gradients(state, b)
     own = lambda i: b.replace(advantages=jnp.where(jnp.arange(4)[:, None] == i, b.advantages, 0.0))
     parts = [updater.gradients(state, own(i))[0] for i in range(4)]
     assert {x.dtype for x in jax.tree.leaves(parts)} == {jnp.dtype("bfloat16")}
@@ -107,8 +107,8 @@ def test_score_returns_log_probs_for_any_params():
     model, params = model_and_params()
     b = batch()
     expected = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
-    for micro in ((4, 4), (1, 4)):
-        got = Updater(as_argument(model), config(), micro).score(params, b.prompts, b.tokens, b.mask)
+    for micro_shape in ((4, 4), (1, 4)):
+        got = Updater(as_argument(model), config(), micro_shape).log_probs(params, b.prompts, b.tokens, b.mask)
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 

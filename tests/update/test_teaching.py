@@ -90,12 +90,12 @@ def test_update_follows_the_gradient_of_the_full_divergence(layout, kind):
     config = dataclasses.replace(CONFIG, distillation_divergence=kind, **alpha)
     theirs, held = larger()
     teacher = Teacher(as_argument(Bare(theirs) if layout == "padded teacher" else theirs), held)
-    micro = (2, G)
+    micro_shape = (2, G)
     if layout == "packed" or "teacher" in layout:
-        updater = choose_updater(STUDENT, config, micro=micro, optimizer=SGD, teacher=teacher)
+        updater = choose_updater(STUDENT, config, micro_shape=micro_shape, optimizer=SGD, teacher=teacher)
     else:
         student = as_argument(Bare(STUDENT) if "student" in layout else STUDENT)
-        updater = Updater(student, config, micro, SGD, teacher=teacher)
+        updater = Updater(student, config, micro_shape, SGD, teacher=teacher)
     assert isinstance(updater, PackedUpdater if layout == "packed" else Updater)
     grads, sums = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch())
     loss, gradient = expected(kind)

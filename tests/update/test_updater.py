@@ -26,11 +26,11 @@ CONFIG = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
 def test_choice_of_packed_or_padded_updates(bare, devices, kind):
     model = tiny_model(layers=1)[0]
     mesh = jax.make_mesh((devices,), ("data",)) if devices else None
-    updater = choose_updater(Bare(model) if bare else model, CONFIG, micro=(4, G), mesh=mesh)
+    updater = choose_updater(Bare(model) if bare else model, CONFIG, micro_shape=(4, G), mesh=mesh)
     assert type(updater) is kind
     assert updater.on_policy is CONFIG.on_policy is True
     assert updater.mesh is (mesh if devices > 1 else None)
-    assert choose_updater(model, GRPOConfig(num_iterations=2), micro=(4, G)).on_policy is False
+    assert choose_updater(model, GRPOConfig(num_iterations=2), micro_shape=(4, G)).on_policy is False
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["packed", "padded"])
@@ -41,7 +41,7 @@ def test_minibatch_without_a_trained_token_changes_nothing(bare):
     config = GRPOConfig(
         beta=0.1, max_completion_length=T, use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=9
     )
-    how = {"micro": (4, G), "optimizer": adamw}
+    how = {"micro_shape": (4, G), "optimizer": adamw}
     updater = choose_updater(Bare(model) if bare else model, config, **how).replace(on_policy=False)
     masked = jnp.zeros((4, G, T), bool)
     truncated = batch(seed=1, mask=masked)

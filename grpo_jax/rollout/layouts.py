@@ -35,33 +35,33 @@ from grpo_jax.types import CachedModel, Params
 BURST = 16
 """Maximum number of decode steps per call. After each call, the host checks which completions have ended."""
 
-FEWEST_SLOTS = 64
+MIN_SLOTS = 64
 """Minimum number of slots in a cache."""
 
-ALIGNED = 64
+SLOT_MULTIPLE = 64
 """On GPUs and TPUs, the number of slots is a multiple of this value. Otherwise, a GPU would pad at each step."""
 
-FEWEST = 8
+MIN_COMPLETIONS = 8
 """Minimum number of completions in a layout. On a CPU, a matrix product with fewer rows takes just as long."""
 
-MOST_RUNGS = 3
+MAX_SMALLER = 3
 """Maximum number of smaller layouts."""
 
-STREAM_COMPLETIONS = 16
+MIN_PER_STREAM = 16
 """Minimum number of completions in a stream. With fewer, matrix products are too small to be efficient."""
 
-WORTH_A_MOVE = 0.8
+MAX_RELATIVE_COST = 0.8
 """Maximum cost of the next layout relative to the current layout. A move copies the cache and may need compiling."""
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:
-    """Return the number of slots for `length` tokens; the last token needs no slot. See `Ladder` for `fixed`."""
+    """Return the number of slots for `length` tokens; the last token needs no slot. See `Layouts` for `fixed`."""
     last = max(1, length - 1)
-    return -(-last // ALIGNED) * ALIGNED if fixed else last
+    return -(-last // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else last
 
 
 @dataclasses.dataclass(frozen=True)
-class Ladder:
+class Layouts:
     """The layouts of a rollout. The n-th layout uses only the n-th and later cache sizes, since it is reached late."""
 
     shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) in each layout; the first contains all
@@ -81,30 +81,30 @@ class Ladder:
         *,
         shards: int = 1,
         waits: bool = False,
-        turns: bool = False,
+        multi_turn: bool = False,
         fixed: bool = False,
         grows: bool = True,
-    ) -> Ladder:
+    ) -> Layouts:
         """Compute the layouts for [groups, width] completions of at most `length` tokens.
 
-        `waits` is True if more prompts are waiting; the cache is then a ring buffer that has its final size from the
-        start. `turns` is True if completions have several turns, each with any number of bursts. `grows` is True if
-        steps also read empty slots, so that a smaller cache is faster.
+        `waits` is True if more prompts are waiting; the cache is then a ring buffer with its final size from the start.
+        `multi_turn` is True if completions have several turns, each with any number of bursts. `grows` is True if steps
+        also read empty slots, so that a smaller cache is faster.
         """
         last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
         # Bursts end where the cache grows. In a short rollout, all bursts have the same length, so that few steps
         # run after all completions have ended.
-        steps = BURST if tokens > FEWEST_SLOTS else -(-tokens // -(-tokens // BURST))
+        steps = BURST if tokens > MIN_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
         if grows and not waits:
-            first = max(FEWEST_SLOTS, -(-length // 4))
-            first = -(-first // ALIGNED) * ALIGNED if fixed else first
+            first = max(MIN_SLOTS, -(-length // 4))
+            first = -(-first // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else first
             slots = [*(n for n in (first, 2 * first) if n < last), last]
         shapes = [(groups, width)]
         # Completions move at most once between bursts.
         bursts = -(-tokens // steps)
-        rungs = MOST_RUNGS if waits or turns else min(MOST_RUNGS, bursts - 1)
-        while len(shapes) <= rungs and (smaller := _next(shapes[-1], groups * width, step, shards)) is not None:
+        max_smaller = MAX_SMALLER if waits or multi_turn else min(MAX_SMALLER, bursts - 1)
+        while len(shapes) <= max_smaller and (smaller := _next(shapes[-1], groups * width, step, shards)) is not None:
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
@@ -118,7 +118,7 @@ class Ladder:
             step = dataclasses.replace(self.step, own=self.step.own * slots / self.slots[-1])
             return step.cost(shape[0] // self.shards, shape[1])
 
-        pays = cost(self.shapes[at + 1], there) <= WORTH_A_MOVE * cost(self.shapes[at], slots)
+        pays = cost(self.shapes[at + 1], there) <= MAX_RELATIVE_COST * cost(self.shapes[at], slots)
         return there if pays else None
 
     def choose(self, at: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -144,7 +144,7 @@ def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int
 
     Narrower groups read each prompt's keys and values once. They are chosen if they are 25% cheaper than the same
     number of single completions. Otherwise, the layout has single completions; their numbers form a geometric series
-    that ends at `FEWEST`. If this is not cheaper either, the layout has half as many groups of half the width.
+    that ends at `MIN_COMPLETIONS`. If this is not cheaper either, the layout has half as many groups of half the width.
     """
     groups, width = last
 
@@ -152,39 +152,39 @@ def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int
         return step.cost(shape[0] // shards, shape[1])
 
     def worth(shape: tuple[int, int]) -> bool:
-        holds = FEWEST <= shape[0] * shape[1] < groups * width
-        return holds and cost(shape) <= WORTH_A_MOVE * cost(last)
+        holds = MIN_COMPLETIONS <= shape[0] * shape[1] < groups * width
+        return holds and cost(shape) <= MAX_RELATIVE_COST * cost(last)
 
     narrow, fewer = (groups, -(-width // 2)), (-(-groups // 2), -(-width // 2))
     if shards > 1:
         return narrow if worth(narrow) else None
     if worth(narrow) and cost(narrow) <= 0.75 * cost((narrow[0] * narrow[1], 1)):
         return narrow
-    stride = 1 << max(1, math.ceil(math.log2(max(2, completions / FEWEST)) / MOST_RUNGS))
-    singles = ((FEWEST * stride**i, 1) for i in reversed(range(MOST_RUNGS)))
+    stride = 1 << max(1, math.ceil(math.log2(max(2, completions / MIN_COMPLETIONS)) / MAX_SMALLER))
+    singles = ((MIN_COMPLETIONS * stride**i, 1) for i in reversed(range(MAX_SMALLER)))
     return next(filter(worth, (*singles, fewer)), None)
 
 
 def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
     """Estimate a decode step's cost. In the time to read one byte, a CPU does 8 multiplications and a GPU 100."""
-    held = jax.tree.leaves((model, params))
+    arrays = jax.tree.leaves((model, params))
     return DecodeStep.of(
         model.config,
         prompt_length=prompt_length,
         completion_length=slots,
         itemsize=jnp.dtype(model.config.dtype).itemsize,
-        weight_itemsize=sum(x.size * x.dtype.itemsize for x in held) / sum(x.size for x in held),
+        weight_itemsize=sum(x.size * x.dtype.itemsize for x in arrays) / sum(x.size for x in arrays),
         bytes_per_operation=0.13 if cpu else 0.01,
     )
 
 
-def stream_count(params: Params, groups: int, width: int, *, each: int = 1) -> int:
+def stream_count(params: Params, groups: int, width: int, *, per_thread: int = 1) -> int:
     """Return the number of streams for [groups, width] completions. It divides `groups`.
 
-    `each` is the number of streams per running thread. It is larger with several turns, because some streams wait.
+    `per_thread` is the number of streams per core. It is larger with several turns, because some streams wait.
     """
-    parts = min(groups, groups * width // STREAM_COMPLETIONS)
-    most = max(1, min(parts, each * count_streams(params, groups)))
+    parts = min(groups, groups * width // MIN_PER_STREAM)
+    most = max(1, min(parts, per_thread * count_streams(params, groups)))
     return max(n for n in range(1, most + 1) if groups % n == 0)
 
 
@@ -197,7 +197,7 @@ def groups_at_once(groups: int, num_generations: int, batch_size: int | None, sh
     return -(-most // shards) * shards
 
 
-def choose_ladder(
+def choose_layouts(
     model: CachedModel,
     params: Params,
     prompt_length: int,
@@ -207,13 +207,13 @@ def choose_ladder(
     *,
     mesh: Mesh | None,
     waits: bool,
-) -> Ladder:
-    """Return the `Ladder` for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
+) -> Layouts:
+    """Return the `Layouts` for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = whole_cache(length, fixed=not cpu)
     step = decode_step(model, params, prompt_length, slots, cpu=cpu)
     grows = not _reads_full_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
-    return Ladder.of(groups, width, length, step, shards=shards, waits=waits, fixed=not cpu, grows=grows)
+    return Layouts.of(groups, width, length, step, shards=shards, waits=waits, fixed=not cpu, grows=grows)
 
 
 def _reads_full_slots(model: CachedModel, completions: int, keys: tuple[int, int], devices: int) -> bool:

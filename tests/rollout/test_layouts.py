@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from grpo_jax.models.config import DecodeStep
-from grpo_jax.rollout.ladder import BURST, FEWEST, MOST_RUNGS, Ladder
+from grpo_jax.rollout.layouts import BURST, MAX_SMALLER, MIN_COMPLETIONS, Layouts
 
 pytestmark = pytest.mark.quick
 
 SMALL = DecodeStep(weights=0.0, prompt=0.5, own=1.0, products=1.0)
 
 
-def ladder_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
-    return Ladder.of(groups, width, length, step, fixed=fixed, **how)
+def layouts_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
+    return Layouts.of(groups, width, length, step, fixed=fixed, **how)
 
 
 @pytest.mark.parametrize(
@@ -23,49 +23,49 @@ def ladder_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
     ids=["single completions", "whole groups", "on a mesh"],
 )
 def test_no_live_completion_is_lost(step, shards):
-    ladder, rng = ladder_of(step=step, shards=shards), np.random.default_rng(0)
-    assert 1 < len(ladder.shapes) <= 1 + MOST_RUNGS
+    layouts, rng = layouts_of(step=step, shards=shards), np.random.default_rng(0)
+    assert 1 < len(layouts.shapes) <= 1 + MAX_SMALLER
     reached = set()
     for _ in range(200):
         ids, at = np.arange(64).reshape(8, 8), 0
         while (ids >= 0).any():
             ids = np.where(rng.random(ids.shape) < rng.uniform(0.3, 0.95), ids, -1)
-            kept = None if ladder.slots_below(at, 255) is None else ladder.choose(at, ids >= 0)
+            kept = None if layouts.slots_below(at, 255) is None else layouts.choose(at, ids >= 0)
             if kept is None:
                 continue
             groups, order = kept
             moved, at = ids[groups[:, None], order], at + 1
-            assert moved.shape == ladder.shapes[at]
+            assert moved.shape == layouts.shapes[at]
             assert sorted(moved[moved >= 0]) == sorted(ids[ids >= 0])
             if shards > 1:
                 np.testing.assert_array_equal(groups, np.arange(8), "a group left its device")
             ids = moved
             reached.add(at)
-    assert reached == set(range(1, len(ladder.shapes)))
+    assert reached == set(range(1, len(layouts.shapes)))
 
 
 def test_completions_keep_their_group_if_prompts_are_expensive():
-    assert ladder_of(step=dataclasses.replace(SMALL, prompt=0.1)).shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
-    shapes = ladder_of(step=dataclasses.replace(SMALL, prompt=2.0, own=0.5, products=0.5)).shapes
+    assert layouts_of(step=dataclasses.replace(SMALL, prompt=0.1)).shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
+    shapes = layouts_of(step=dataclasses.replace(SMALL, prompt=2.0, own=0.5, products=0.5)).shapes
     assert shapes[1] == (8, 4)
-    assert all(b * g >= FEWEST for b, g in shapes), "smaller layouts take as long"
+    assert all(b * g >= MIN_COMPLETIONS for b, g in shapes), "smaller layouts take as long"
 
 
 @pytest.mark.parametrize(("weights", "count"), [(0, 4), (60, 3), (2000, 1)])  # 5M parameters on a CPU: 20
 def test_expensive_weights_leave_fewer_layouts(weights, count):
     """Reading the weights costs the same in every layout, so the more it costs, the fewer smaller layouts pay off."""
     step = DecodeStep(weights=weights, prompt=0.25, own=0.25, products=1.3)
-    assert len(ladder_of(step=step).shapes) == count
+    assert len(layouts_of(step=step).shapes) == count
 
 
 def test_small_cache_is_left_only_for_a_cheaper_layout():
     step = DecodeStep(weights=0.0, prompt=0.0, own=1.0)
-    ladder = ladder_of(step=step)
-    assert ladder.slots == (64, 128, 255)
-    assert ladder.shapes[1:3] == ((32, 1), (16, 1))
-    assert [ladder.slots_below(0, slots) for slots in ladder.slots] == [None, 128, 255]
-    assert ladder.slots_below(len(ladder.shapes) - 1, 255) is None
-    dear = ladder_of(step=dataclasses.replace(step, products=100.0))
+    layouts = layouts_of(step=step)
+    assert layouts.slots == (64, 128, 255)
+    assert layouts.shapes[1:3] == ((32, 1), (16, 1))
+    assert [layouts.slots_below(0, slots) for slots in layouts.slots] == [None, 128, 255]
+    assert layouts.slots_below(len(layouts.shapes) - 1, 255) is None
+    dear = layouts_of(step=dataclasses.replace(step, products=100.0))
     assert [dear.slots_below(0, slots) for slots in dear.slots] == [128, 128, 255]
     assert [dear.slots_below(1, slots) for slots in dear.slots[1:]] == [255, 255]
 
@@ -73,13 +73,13 @@ def test_small_cache_is_left_only_for_a_cheaper_layout():
 @pytest.mark.parametrize("length", [1, 2, 17, 64, 70, 192, 1000, 8192])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_slots_and_bursts_hold_every_completion(length, fixed):
-    ladder = ladder_of(length=length, fixed=fixed)
-    assert max(1, length - 1) <= ladder.slots[-1] < max(1, length - 1) + (64 if fixed else 1)
-    assert len(ladder.slots) <= 3
-    assert list(ladder.slots) == sorted(set(ladder.slots))
-    assert 1 <= ladder.steps <= BURST
+    layouts = layouts_of(length=length, fixed=fixed)
+    assert max(1, length - 1) <= layouts.slots[-1] < max(1, length - 1) + (64 if fixed else 1)
+    assert len(layouts.slots) <= 3
+    assert list(layouts.slots) == sorted(set(layouts.slots))
+    assert 1 <= layouts.steps <= BURST
     if fixed:  # bursts end where the cache grows, with few steps past the last token
-        assert all(n % ladder.steps == 0 for n in ladder.slots[:-1])
-        assert -(-max(1, length - 1) // ladder.steps) * ladder.steps < max(1, length - 1) * 1.1 + 8
-        assert all(n % 64 == 0 for n in ladder.slots), "a GPU copies the values to pad any other size"
-    assert ladder_of(length=length, fixed=fixed, waits=True).slots == ladder.slots[-1:]
+        assert all(n % layouts.steps == 0 for n in layouts.slots[:-1])
+        assert -(-max(1, length - 1) // layouts.steps) * layouts.steps < max(1, length - 1) * 1.1 + 8
+        assert all(n % 64 == 0 for n in layouts.slots), "a GPU copies the values to pad any other size"
+    assert layouts_of(length=length, fixed=fixed, waits=True).slots == layouts.slots[-1:]
