@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import chex
 import jax
@@ -305,14 +304,16 @@ def mosaic_agrees(device: jax.Device, head_dim: int) -> bool:
     n, size, each, group = 960, 100, 96, 2  # two prompts with five completions each
     index, lengths = jnp.arange(n)[None], jnp.array([37, size])
     segments = Segments(index // each, index % each, jnp.arange(2)[None], each, 1)
-    shapes = (1, 1, 1, n, group, head_dim), (1, 1, 1, n, head_dim), (1, 1, 1, n, head_dim)
-    shapes = *shapes, (2, 1, head_dim, size), (2, 1, size, head_dim), shapes[0]
+    wide, narrow = (1, 1, 1, n, group, head_dim), (1, 1, 1, n, head_dim)
+    shapes: tuple[tuple[int, ...], ...] = wide, narrow, narrow, (2, 1, head_dim, size), (2, 1, size, head_dim), wide
 
     @functools.partial(jax.jit, static_argnums=0)
-    def gradients(name: str, weights: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    def gradients(name: str, *given: jax.Array) -> tuple[jax.Array, ...]:
         kernel = Kernel.of(name, head_dim, "bfloat16")._replace(scale=head_dim**-0.5)
 
-        def weighted(q: jax.Array, k: jax.Array, v: jax.Array, pk: jax.Array, pv: jax.Array) -> Any:
+        def weighted(
+            q: jax.Array, k: jax.Array, v: jax.Array, pk: jax.Array, pv: jax.Array, weights: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             prefix = Prefix(((pk, pv),), lengths)
             tile_mask = make_tile_mask((1, 1, n), prefix, segments, kernel, windows={None}, group=group)
             out = tiled_attention(q, k, v, (pk, pv, lengths), tile_mask, kernel)
@@ -323,9 +324,9 @@ def mosaic_agrees(device: jax.Device, head_dim: int) -> bool:
 
     with jax.default_device(device):
         keys = jax.random.split(jax.random.key(0), len(shapes))
-        *given, weights = (jax.random.normal(*x, jnp.bfloat16) for x in zip(keys, shapes, strict=True))
-        pairs = zip(*(gradients(name, weights, *given) for name in ("mosaic", "tiles")), strict=True)
-        return all(bool(jnp.abs(x - y).max() <= 0.02 * jnp.abs(y).max()) for x, y in pairs)
+        given = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+        found, expected = gradients("mosaic", *given), gradients("tiles", *given)
+        return all(bool(jnp.abs(x - y).max() <= 0.02 * jnp.abs(y).max()) for x, y in zip(found, expected, strict=True))
 
 
 def dividing_axes(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:

@@ -1,14 +1,15 @@
 """Fused attention on NVIDIA's Hopper GPUs (H100, H200), with Pallas Mosaic GPU kernels.
 
-A block of threads has one tile of queries and iterates over tiles of keys (or the other way round). Two warpgroups
-compute, each for half of its rows. A third warpgroup copies the tiles that they read into a ring of shared memory:
+A block of threads has one tile of queries and iterates over tiles of keys, or the other way round. Two warpgroups (of
+128 threads) compute, each for half of the block's own tile. A third one copies the tiles that they read into a ring of
+two slots in shared memory. Barriers tell them that a slot is `ready`, and the third that both have read it (`free`):
 
 ```
-copies     0     1     2 (when 0 is free)     3 (when 1 is free)    …        `ready`: the slot's copies have arrived
-computes         0     1                      2                     …        `free`: both warpgroups have read the slot
+copies       step 0 → slot 0   step 1 → slot 1   step 2 → slot 0, when free   step 3 → slot 1, when free   …
+computes                       slot 0, when ready   slot 1, when ready        slot 0, when ready           …
 ```
 
-The prompts' keys fill whole tiles, so each tile of keys is compared with one of the two ranges in `Tiles.bounds`.
+The prompts' keys fill whole tiles, so that only one of the two ranges in `Tiles.bounds` applies to a tile of keys.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from grpo_jax.models.tiles import MASKED, Inputs, Kernel, Ref, over_key_tiles
 
 HALF = 64
-"""Rows of a tile that a warpgroup computes; the tensor cores of Hopper multiply matrices of 64 rows."""
+"""Rows of a tile that a warpgroup computes. Hopper's tensor cores multiply matrices of 64 rows."""
 
 SLOTS = 2
-"""Tiles in shared memory that are copied or read at the same time."""
+"""Number of slots in the ring."""
 
 REGISTERS = {"copies": 24, "computes": 240}
 """Registers per thread in the warpgroup that copies and in the two that compute, of 512 in all."""
@@ -39,7 +40,9 @@ LOG2_E = math.log2(math.e)
 """Weights are powers of two, for which the hardware has an instruction: exp(x) = 2^(x · log₂ e)."""
 
 WIDE, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-"""How registers hold a matrix that was multiplied, and vectors with an element for each of its rows or columns."""
+"""Layouts in registers of a product's result, and of vectors with an element for each of its rows or columns."""
+
+Arrays = tuple[jax.Array, ...]
 
 
 def _product(x: Ref, y: Ref) -> jax.Array:
@@ -61,8 +64,12 @@ def _in_layout(x: jax.Array, layout: Any) -> jax.Array:
     return plgpu.layout_cast(x, layout)
 
 
-def _indices(shape: tuple[int, int], axis: int) -> jax.Array:
+def _indices(shape: tuple[int, ...], axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WIDE)
+
+
+def _zeros(d: int) -> jax.Array:
+    return _in_layout(jnp.zeros((HALF, d)), WIDE)
 
 
 def _vector(x: Ref, axis: int) -> jax.Array:
@@ -70,20 +77,30 @@ def _vector(x: Ref, axis: int) -> jax.Array:
     return _in_layout(x[...], COLUMNS if axis else ROWS)
 
 
-def _visible(begin: Ref, end: Ref, first: jax.Array, shape: tuple[int, int], queries_axis: int) -> jax.Array:
-    """Return whether queries attend to the keys from index `first` on, for bounds [queries] in shared memory."""
-    begins, ends = (_along(_vector(x, queries_axis) - first, shape, queries_axis) for x in (begin, end))
-    key = _indices(shape, 1 - queries_axis)
-    return (key >= begins) & (key < ends)
+def _along(x: jax.Array, like: jax.Array, axis: int) -> jax.Array:
+    return lax.broadcast_in_dim(x, like.shape, [axis])
 
 
-def _along(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-    return lax.broadcast_in_dim(x, shape, [axis])
+def _masked(x: jax.Array, value: float, bounds: Sequence[Ref], first: jax.Array, queries_axis: int) -> jax.Array:
+    """Replace elements for keys that are not visible. The keys start at index `first`."""
+    key = _indices(x.shape, 1 - queries_axis)
+    begin, end = (_along(_vector(bound, queries_axis) - first, x, queries_axis) for bound in bounds)
+    return jnp.where((key >= begin) & (key < end), x, value)
 
 
-def _copy(sources: Sequence[Ref], buffers: Sequence[Ref], barrier: Ref) -> None:
-    for source, buffer in zip(sources, buffers, strict=True):
-        plgpu.copy_gmem_to_smem(source, buffer, barrier)
+def _weights(scores: jax.Array, lse: Ref, kernel: Kernel, queries_axis: int) -> jax.Array:
+    shift = _along(_vector(lse, queries_axis) * LOG2_E, scores, queries_axis)
+    return jnp.exp2(scores * (kernel.scale * LOG2_E) - shift)
+
+
+def _slope(weights: jax.Array, upstream: jax.Array, delta: Ref, queries_axis: int) -> jax.Array:
+    """Compute the gradient with respect to the scores from the gradient with respect to the weights."""
+    return weights * (upstream - _along(_vector(delta, queries_axis), weights, queries_axis))
+
+
+def _range_of(first: jax.Array, kernel: Kernel) -> jax.Array:
+    """Return the index in `Tiles.bounds` of the range that applies to the tile with key `first`."""
+    return jnp.where(first < kernel.shared, 0, 2)
 
 
 def _write(x: jax.Array, buffer: Ref, target: Ref) -> None:
@@ -98,19 +115,29 @@ def _write(x: jax.Array, buffer: Ref, target: Ref) -> None:
 
 
 Loop = Callable[[Callable[..., Any], Any], Any]
-"""Compute sums over tiles: `loop(add, sums)` with `sums = add(step, slot, sums)`."""
+"""Compute sums over steps: `loop(add, sums)` repeats `sums = add(step, slot, sums)`."""
 
 
 def _pipeline(
+    tile: jax.Array,
+    own: Sequence[Ref],
+    own_sources: Callable[[Any], Sequence[Ref]],
     steps: jax.Array,
-    sources: Callable[[jax.Array], Sequence[Ref]],
     ring: Sequence[Ref],
-    barriers: tuple[Ref, Ref],
-    compute: Callable[[jax.Array, Loop], None],
+    sources: Callable[[jax.Array], Sequence[Ref]],
+    barriers: Sequence[Ref],
+    compute: Callable[..., None],
 ) -> None:
-    """Copy the `sources` of each step into a slot of `ring`, while two warpgroups run `compute(warpgroup, loop)`."""
-    ready, free = barriers
+    """Copy `sources(step)` to the ring's slots, while two warpgroups run `compute(warpgroup, own, loop)`.
+
+    Before that, each of the two copies `own_sources(rows)` for its half of the tile's rows to its own buffers.
+    """
+    arrived, ready, free = barriers
     warpgroup = lax.axis_index("warpgroup")
+
+    def copy(sources: Sequence[Ref], buffers: Sequence[Ref], i: jax.Array, barrier: Ref) -> None:
+        for source, buffer in zip(sources, buffers, strict=True):
+            plgpu.copy_gmem_to_smem(source, buffer.at[i], barrier.at[i])
 
     @pl.when(warpgroup == 2)
     def _() -> None:
@@ -124,7 +151,7 @@ def _pipeline(
             def _() -> None:
                 plgpu.barrier_wait(free.at[slot])
 
-            _copy(sources(step), [buffer.at[slot] for buffer in ring], ready.at[slot])
+            copy(sources(step), ring, slot, ready)
 
         @pl.loop(lax.max(steps - SLOTS, 0), steps)
         def _(step: jax.Array) -> None:
@@ -143,193 +170,172 @@ def _pipeline(
     @pl.when(warpgroup < 2)
     def _() -> None:
         plgpu.set_max_registers(REGISTERS["computes"], action="increase")
-        compute(warpgroup, loop)
-
-
-def _place() -> tuple[jax.Array, ...]:
-    return tuple(lax.axis_index(name) for name in ("sequence", "head", "tile"))
-
-
-def _range_of(first: jax.Array, kernel: Kernel) -> jax.Array:
-    """Return the index in `Tiles.bounds` of the range for the tile of keys that starts with key `first`."""
-    return jnp.where(first < kernel.shared, 0, 2)
+        copy(own_sources(_half(tile, warpgroup)), own, warpgroup, arrived)
+        plgpu.barrier_wait(arrived.at[warpgroup])
+        compute(warpgroup, [x.at[warpgroup] for x in own], loop)
 
 
 def _half(tile: jax.Array, warpgroup: jax.Array) -> Any:
     return pl.ds(tile * (2 * HALF) + warpgroup * HALF, HALF)
 
 
+def _place() -> Arrays:
+    return tuple(lax.axis_index(name) for name in ("sequence", "head", "tile"))
+
+
 def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
-    q, k, v, bounds, tiles, count, out, lse, q_own, bounds_own, k_ring, v_ring, own, *barriers = refs
+    (q, k, v, bounds, tiles, count), (out, lse), own, ring, barriers = (
+        refs[:6],
+        refs[6:8],
+        refs[8:10],
+        refs[10:12],
+        refs[12:],
+    )
     a, h, i = _place()
-    steps, d, shape = count[a, i], q.shape[-1], (HALF, kernel.columns)
 
     def sources(step: jax.Array) -> Sequence[Ref]:
         at = pl.ds(tiles[a, i, step] * kernel.columns, kernel.columns)
         return k.at[a, h, at], v.at[a, h, at]
 
-    def compute(warpgroup: jax.Array, loop: Loop) -> None:
-        rows, q_half, bounds_half = _half(i, warpgroup), q_own.at[warpgroup], bounds_own.at[warpgroup]
-        _copy([q.at[a, h, rows], bounds.at[a, :, rows]], [q_half, bounds_half], own.at[warpgroup])
-        plgpu.barrier_wait(own.at[warpgroup])
+    def compute(warpgroup: jax.Array, own: Sequence[Ref], loop: Loop) -> None:
+        (q_half, bounds_half), (k_ring, v_ring), rows = own, ring, _half(i, warpgroup)
 
-        def add(step: jax.Array, slot: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def add(step: jax.Array, slot: jax.Array, sums: Arrays) -> Arrays:
             values, top, total = sums
             first = tiles[a, i, step] * kernel.columns
-            at = _range_of(first, kernel)
-            seen = _visible(bounds_half.at[at], bounds_half.at[at + 1], first, shape, 0)
-            scores = jnp.where(seen, _product(q_half, k_ring.at[slot]) * (kernel.scale * LOG2_E), MASKED)
+            pair = _range_of(first, kernel)
+            scores = _product(q_half, k_ring.at[slot]) * (kernel.scale * LOG2_E)
+            scores = _masked(scores, MASKED, (bounds_half.at[pair], bounds_half.at[pair + 1]), first, 0)
             higher = jnp.maximum(top, scores.max(axis=1))
-            weights, rescale = jnp.exp2(scores - _along(higher, shape, 0)), jnp.exp2(top - higher)
-            total = total * rescale + weights.sum(axis=1)
-            return _add_product(values * _along(rescale, values.shape, 0), weights, v_ring.at[slot]), higher, total
+            weights, rescale = jnp.exp2(scores - _along(higher, scores, 0)), jnp.exp2(top - higher)
+            values = _add_product(values * _along(rescale, values, 0), weights, v_ring.at[slot])
+            return values, higher, total * rescale + weights.sum(axis=1)
 
         # The first `top` is larger than masked scores, so that the weights of keys that are not visible are 0.
-        start = ((HALF, d), 0.0, WIDE), ((HALF,), MASKED / 2, ROWS), ((HALF,), 0.0, ROWS)
-        values, top, total = loop(add, tuple(_in_layout(jnp.full(*x), layout) for *x, layout in start))
+        top, total = (_in_layout(jnp.full((HALF,), x, jnp.float32), ROWS) for x in (MASKED / 2, 0.0))
+        values, top, total = loop(add, (_zeros(q.shape[-1]), top, total))
         some = total > 0
         total = jnp.where(some, total, 1.0)
         lse[a, h, rows] = jnp.where(some, (top + jnp.log2(total)) / LOG2_E, -MASKED)
-        _write(values / _along(total, values.shape, 0), q_half, out.at[a, h, rows])
+        _write(values / _along(total, values, 0), q_half, out.at[a, h, rows])
 
-    _pipeline(steps, sources, (k_ring, v_ring), tuple(barriers), compute)
+    def own_sources(rows: Any) -> Sequence[Ref]:
+        return q.at[a, h, rows], bounds.at[a, :, rows]
+
+    _pipeline(i, own, own_sources, count[a, i], ring, sources, barriers, compute)
 
 
 def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
-    q, k, v, bounds, tiles, count, g, lse, delta, dq, *refs = refs
-    q_own, g_own, bounds_own, lse_own, delta_own, k_ring, v_ring, own, *barriers = refs
+    (q, k, v, bounds, tiles, count, g, lse, delta), dq = refs[:9], refs[9]
+    own, ring, barriers = refs[10:15], refs[15:17], refs[17:]
     a, h, i = _place()
-    parts, shape = kernel.columns // HALF, (HALF, HALF)
 
     def first_key(step: jax.Array) -> jax.Array:
-        return tiles[a, i, lax.div(step, parts)] * kernel.columns + lax.rem(step, parts) * HALF
+        return tiles[a, i, lax.div(step, 2)] * kernel.columns + lax.rem(step, 2) * HALF
+
+    def own_sources(rows: Any) -> Sequence[Ref]:
+        return q.at[a, h, rows], g.at[a, h, rows], bounds.at[a, :, rows], lse.at[a, h, rows], delta.at[a, h, rows]
 
     def sources(step: jax.Array) -> Sequence[Ref]:
         at = pl.ds(first_key(step), HALF)
         return k.at[a, h, at], v.at[a, h, at]
 
-    def compute(warpgroup: jax.Array, loop: Loop) -> None:
-        rows = _half(i, warpgroup)
-        buffers = [x.at[warpgroup] for x in (q_own, g_own, bounds_own, lse_own, delta_own)]
-        _copy(
-            [*(x.at[a, h, rows] for x in (q, g)), bounds.at[a, :, rows], lse.at[a, h, rows], delta.at[a, h, rows]],
-            buffers,
-            own.at[warpgroup],
-        )
-        plgpu.barrier_wait(own.at[warpgroup])
-        q_half, g_half, bounds_half, lse_half, delta_half = buffers
+    def compute(warpgroup: jax.Array, own: Sequence[Ref], loop: Loop) -> None:
+        (q_half, g_half, bounds_half, lse_half, delta_half), (k_ring, v_ring) = own, ring
 
         def add(step: jax.Array, slot: jax.Array, total: jax.Array) -> jax.Array:
             first = first_key(step)
-            at = _range_of(first, kernel)
-            seen = _visible(bounds_half.at[at], bounds_half.at[at + 1], first, shape, 0)
-            weights = _weights(_product(q_half, k_ring.at[slot]), lse_half, seen, kernel, 0)
+            pair = _range_of(first, kernel)
+            weights = _weights(_product(q_half, k_ring.at[slot]), lse_half, kernel, 0)
+            weights = _masked(weights, 0.0, (bounds_half.at[pair], bounds_half.at[pair + 1]), first, 0)
             slope = _slope(weights, _product(g_half, v_ring.at[slot]), delta_half, 0)
             return _add_product(total, slope, k_ring.at[slot])
 
         total = loop(add, _zeros(q.shape[-1]))
-        _write(total * kernel.scale, q_half, dq.at[a, h, rows])
+        _write(total * kernel.scale, q_half, dq.at[a, h, _half(i, warpgroup)])
 
-    _pipeline(count[a, i] * parts, sources, (k_ring, v_ring), tuple(barriers), compute)
-
-
-def _zeros(d: int) -> jax.Array:
-    return _in_layout(jnp.zeros((HALF, d)), WIDE)
-
-
-def _weights(scores: jax.Array, lse: Ref, seen: jax.Array, kernel: Kernel, queries_axis: int) -> jax.Array:
-    shift = _vector(lse, queries_axis) * LOG2_E
-    return jnp.where(seen, jnp.exp2(scores * (kernel.scale * LOG2_E) - _along(shift, scores.shape, queries_axis)), 0.0)
-
-
-def _slope(weights: jax.Array, upstream: jax.Array, delta: Ref, queries_axis: int) -> jax.Array:
-    """Compute the gradient with respect to the scores, from the gradient with respect to the weights."""
-    return weights * (upstream - _along(_vector(delta, queries_axis), weights.shape, queries_axis))
+    _pipeline(i, own, own_sources, count[a, i] * 2, ring, sources, barriers, compute)
 
 
 def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int) -> None:
-    q, k, v, bounds, tiles, count, g, lse, delta, dk, dv, *refs = refs
-    k_own, v_own, q_ring, g_ring, lse_ring, delta_ring, bounds_ring, own, *barriers = refs
+    (q, k, v, bounds, tiles, count, g, lse, delta), (dk, dv) = refs[:9], refs[9:11]
+    own, ring, barriers = refs[11:13], refs[13:18], refs[18:]
     a, h, place = _place()
     part, local = lax.div(place, number), lax.rem(place, number)
-    i, halves, shape = first + local, kernel.rows // HALF, (HALF, HALF)
+    i = first + local
     begin, end = (lax.div(count[a, i] * x, parts) for x in (part, part + 1))
-    pair = pl.ds(_range_of(i * kernel.columns, kernel), 2)
 
     def sources(step: jax.Array) -> Sequence[Ref]:
-        at = pl.ds(tiles[a, i, begin + lax.div(step, halves)] * kernel.rows + lax.rem(step, halves) * HALF, HALF)
-        return *(x.at[a, h, at] for x in (q, g, lse, delta)), bounds.at[a, pair, at]
+        at = pl.ds(tiles[a, i, begin + lax.div(step, 2)] * kernel.rows + lax.rem(step, 2) * HALF, HALF)
+        pair = pl.ds(_range_of(i * kernel.columns, kernel), 2)
+        return q.at[a, h, at], g.at[a, h, at], bounds.at[a, pair, at], lse.at[a, h, at], delta.at[a, h, at]
 
-    def compute(warpgroup: jax.Array, loop: Loop) -> None:
-        columns, k_half, v_half = _half(i, warpgroup), k_own.at[warpgroup], v_own.at[warpgroup]
-        _copy([x.at[a, h, columns] for x in (k, v)], [k_half, v_half], own.at[warpgroup])
-        plgpu.barrier_wait(own.at[warpgroup])
-        first_key = i * kernel.columns + warpgroup * HALF
+    def compute(warpgroup: jax.Array, own: Sequence[Ref], loop: Loop) -> None:
+        (k_half, v_half), rows = own, _half(local, warpgroup)
 
-        def add(step: jax.Array, slot: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            queries, upstream = q_ring.at[slot], g_ring.at[slot]
-            seen = _visible(bounds_ring.at[slot, 0], bounds_ring.at[slot, 1], first_key, shape, 1)
-            weights = _weights(_product(k_half, queries), lse_ring.at[slot], seen, kernel, 1)
+        def add(step: jax.Array, slot: jax.Array, sums: Arrays) -> Arrays:
+            queries, upstream, pair, own_lse, own_delta = (x.at[slot] for x in ring)
+            weights = _weights(_product(k_half, queries), own_lse, kernel, 1)
+            first_key = i * kernel.columns + warpgroup * HALF
+            weights = _masked(weights, 0.0, (pair.at[0], pair.at[1]), first_key, 1)
             total_v = _add_product(sums[1], weights, upstream)
-            slope = _slope(weights, _product(v_half, upstream), delta_ring.at[slot], 1)
+            slope = _slope(weights, _product(v_half, upstream), own_delta, 1)
             return _add_product(sums[0], slope, queries), total_v
 
         total_k, total_v = loop(add, (_zeros(k.shape[-1]),) * 2)
-        rows = _half(local, warpgroup)
         _write(total_k * kernel.scale, k_half, dk.at[part, a, h, rows])
         _write(total_v, v_half, dv.at[part, a, h, rows])
 
-    _pipeline(
-        (end - begin) * halves, sources, (q_ring, g_ring, lse_ring, delta_ring, bounds_ring), tuple(barriers), compute
-    )
+    def own_sources(rows: Any) -> Sequence[Ref]:
+        return k.at[a, h, rows], v.at[a, h, rows]
+
+    _pipeline(i, own, own_sources, (end - begin) * 2, ring, sources, barriers, compute)
 
 
 def _call(
     body: Callable[..., None],
+    grid: tuple[int, ...],
     inputs: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     own: Sequence[jax.ShapeDtypeStruct],
     ring: Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, int, int],
 ) -> Sequence[jax.Array]:
-    """Run a kernel for each sequence, head and tile, with `own` buffers per warpgroup and a `ring` of buffers."""
+    """Run a kernel for each sequence, head and tile, with `own` buffers for each warpgroup and a `ring` of buffers."""
 
     def buffer(x: jax.ShapeDtypeStruct, count: int) -> Any:
-        # Matrices are laid out for the tensor cores: in rows of 128 bytes, whose parts are permuted.
-        matrix = (plgpu.TilingTransform((8, 128 // x.dtype.itemsize)), plgpu.SwizzleTransform(128))
+        # Tensor cores read matrices in tiles of 8 rows and 128 bytes, with permuted parts.
+        matrix = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
         return plgpu.SMEM((count, *x.shape), x.dtype, transforms=matrix if x.dtype.itemsize == 2 else ())
 
-    barriers = (
-        plgpu.Barrier(num_arrivals=len(own), num_barriers=2),
-        plgpu.Barrier(num_arrivals=len(ring), num_barriers=SLOTS),
-        plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
-    )
-    return plgpu.kernel(
+    buffers = [buffer(x, 2) for x in own] + [buffer(x, SLOTS) for x in ring]
+    arrivals = (len(own), 2), (len(ring), SLOTS), (2, SLOTS)
+    call = plgpu.kernel(
         body,
         out_type=list(outputs),
-        scratch_types=[*(buffer(x, 2) for x in own), *(buffer(x, SLOTS) for x in ring), *barriers],
+        scratch_types=[*buffers, *(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n, count in arrivals)],
         grid=grid,
         grid_names=("sequence", "head", "tile"),
         num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*inputs)
+    )
+    return call(*inputs)
 
 
 def _buffers(rows: int, like: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Return the shapes of a tile of a matrix [rows, d], of bounds and of a float32 vector."""
-    matrix = jax.ShapeDtypeStruct((rows, like.shape[-1]), like.dtype)
-    return matrix, jax.ShapeDtypeStruct((4, rows), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    """Return the shapes of buffers for a matrix [rows, d], bounds and a float32 vector."""
+    shapes = ((rows, like.shape[-1]), like.dtype), ((4, rows), jnp.int32), ((rows,), jnp.float32)
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
 
 
 def forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Compute outputs [A, H, N, d] and log-sum-exps [A, H, N]."""
+    """Compute outputs [A, H, N, d] and log-sum-exps [A, H, N] float32."""
     half, bounds, _ = _buffers(HALF, x.q)
-    keys = _buffers(kernel.columns, x.k)[0]
-    outputs = [jax.ShapeDtypeStruct(x.q.shape, x.v.dtype), jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)]
+    keys, *_ = _buffers(kernel.columns, x.k)
     inputs = x.q, x.k, x.v, x.tiles.bounds, x.tiles.keys, x.tiles.key_count
+    outputs = jax.ShapeDtypeStruct(x.q.shape, x.v.dtype), jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
     body, grid = functools.partial(_forward_kernel, kernel=kernel), (*x.q.shape[:2], x.tiles.keys.shape[1])
-    out, lse = _call(body, inputs, outputs, [half, bounds], [keys, keys], grid)
+    out, lse = _call(body, grid, inputs, outputs, (half, bounds), (keys, keys))
     return out, lse
 
 
@@ -338,20 +344,19 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the gradients of q, k and v."""
     half, bounds, vector = _buffers(HALF, x.q)
-    arrays, more = (x.q, x.k, x.v, x.tiles.bounds), (g, lse, delta)
+    inputs = x.q, x.k, x.v, x.tiles.bounds, x.tiles.keys, x.tiles.key_count, g, lse, delta
     body, grid = functools.partial(_query_kernel, kernel=kernel), (*x.q.shape[:2], x.tiles.keys.shape[1])
-    inputs = *arrays, x.tiles.keys, x.tiles.key_count, *more
     outputs = [jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)]
-    (dq,) = _call(body, inputs, outputs, [half, half, bounds, vector, vector], [half, half], grid)
+    (dq,) = _call(body, grid, inputs, outputs, (half, half, bounds, vector, vector), (half, half))
 
     def of_keys(first: int, number: int, parts: int) -> Sequence[jax.Array]:
+        inputs = x.q, x.k, x.v, x.tiles.bounds, x.tiles.queries, x.tiles.query_count, g, lse, delta
         body = functools.partial(_key_kernel, kernel=kernel, first=first, number=number, parts=parts)
-        inputs = *arrays, x.tiles.queries, x.tiles.query_count, *more
         shape = (parts, *x.k.shape[:2], number * kernel.columns, x.k.shape[3])
         outputs = [jax.ShapeDtypeStruct(shape, x.k.dtype if parts == 1 else jnp.float32)] * 2
         pair = jax.ShapeDtypeStruct((2, HALF), jnp.int32)
         grid = (*x.k.shape[:2], number * parts)
-        sums = _call(body, inputs, outputs, [half, half], [half, half, vector, vector, pair], grid)
+        sums = _call(body, grid, inputs, outputs, (half, half), (half, half, pair, vector, vector))
         return [x[0] for x in sums] if parts == 1 else sums
 
     dk, dv = over_key_tiles(of_keys, kernel, x)

@@ -197,7 +197,7 @@ def over_key_tiles(
     return [jnp.concatenate(y, axis=2) for y in zip(sums, gradients(shared, whole - shared, 1), strict=True)]
 
 
-def visible(bounds: Sequence[jax.Array], keys: jax.Array) -> jax.Array:
+def visible(bounds: jax.Array | Sequence[jax.Array], keys: jax.Array) -> jax.Array:
     """Return whether queries with the given `Tiles.bounds` attend to keys with these indices, [queries, keys] bool."""
     keys, (first, end, own_first, own_end) = keys[None], (x[:, None] for x in bounds)
     return ((keys >= first) & (keys < end)) | ((keys >= own_first) & (keys < own_end))
