@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,11 +81,11 @@ def splash_attention(
         interpret=False,
     )
 
-    def one(q: jax.Array, k: jax.Array, v: jax.Array, infos: tuple[MaskInfo, ...], *ids: jax.Array) -> jax.Array:
-        return attention(*infos)(q, k, v, splash.SegmentIds(*ids))
+    def one(q: jax.Array, k: jax.Array, v: jax.Array, infos: tuple[MaskInfo, ...], ids: Any) -> jax.Array:
+        return attention(*infos)(q, k, v, ids)
 
     q = (q * kernel.scale).swapaxes(2, 3).reshape(a, h * r, n, d)
     sides = (q, rows), (k, columns), (v, columns)
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % side), (0, 0))) for x, side in sides)
-    out = jax.vmap(one)(q, k, v, (forward, forward, backward), *ids)
+    out = jax.vmap(one)(q, k, v, (forward, forward, backward), splash.SegmentIds(*ids))
     return out[:, :, :n].reshape(a, h, r, n, d).swapaxes(2, 3)

@@ -169,7 +169,8 @@ def find_tiles(bounds: jax.Array, num_keys: int, kernel: Kernel, group: int) -> 
         return order, seen.sum(axis=-1, dtype=jnp.int32)
 
     seen = ((low < first + kernel.columns) & (high > first)).any(axis=1)
-    return Tiles(bounds, *in_order(seen), *in_order(seen.swapaxes(1, 2)))
+    (keys, key_count), (queries, query_count) = in_order(seen), in_order(seen.swapaxes(1, 2))
+    return Tiles(bounds, keys, key_count, queries, query_count)
 
 
 def repeated(bounds: jax.Array, group: int, rows: int) -> jax.Array:
