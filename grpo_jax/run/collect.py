@@ -188,8 +188,8 @@ def _next_rollout(
         rewards = gather_rewards(local_rewards, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.metrics)
-    check_metrics(rewards.metrics, metrics)
-    return rollout, rewards, means_of(rewards.metrics) | metrics, batch
+    check_metrics(rewards.logged_metrics, metrics)
+    return rollout, rewards, means_of(rewards.logged_metrics) | metrics, batch
 
 
 def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
@@ -372,7 +372,7 @@ def call_reward_fns(
         completion_ids=inputs.completion_ids,
         columns=inputs.columns,
         num_generations=g,
-        turns=rollout.turn_counts[local_completions],
+        turn_counts=rollout.turn_counts[local_completions],
         on_error=on_error,
         trainer_state=trainer_state,
     )

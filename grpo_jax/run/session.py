@@ -59,7 +59,7 @@ def open_session(
     """Open a run's `Session` in a `with` block, which defers SIGTERM and SIGINT unless `run_dir` is None.
 
     All processes write checkpoints together. Only process 0 locks the directory, logs, publishes and calls `callbacks`.
-    A checkpoint belongs to this run if it matches `identity` (`resume.describe`). `hints` is a function that
+    A checkpoint belongs to this run if it matches `identity` (`resume.run_identity`). `hints` is a function that
     takes a line of metrics and returns a list of messages.
     """
     first = jax.process_index() == 0
