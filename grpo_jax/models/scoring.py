@@ -139,8 +139,8 @@ def score_completions(
 ) -> Scores:
     """Compute `Scores` [B, G, T] for completion tokens under the sampling distribution.
 
-    With the sampler's settings and params, the result equals its log-probs. top_k, top_p and min_p never remove sampled
-    tokens, so their log-probs remain finite when the params change.
+    With the sampler's settings and params, the result equals its log-probs. top_k, top_p and min_p always keep these
+    tokens, so that their log-probs remain finite when the params change.
 
     If `with_entropy` is False, entropies are 0, which saves a pass over the vocabulary. `with_router` computes the
     router loss over tokens with mask 1. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays in

@@ -5,9 +5,9 @@ The sources in `run.sources` prefetch them.
 
 While the reward functions run on the host, the device computes the reference log-probs and then, with prefetching,
 samples the next completions. With `dynamic_sampling`, the reference log-probs are computed after the rewards, which
-select the groups. During this time the device holds the training state (`run.new_state`), a frozen base model, a
-teacher and, without `donate`, the caller's params; the prompts' keys and values, and one packed sequence; and the next
-rollout's caches. The current rollout's caches are freed, and its tokens and log-probs are on the host.
+select the groups. Meanwhile, the device holds the training state (`run.new_state`), a frozen base model, a teacher and,
+without `donate`, the caller's params. The reference log-probs add the prompts' keys and values and one packed sequence,
+and prefetching adds the next rollout's caches. The current rollout's tokens and log-probs are already on the host.
 """
 
 from __future__ import annotations

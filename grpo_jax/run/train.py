@@ -158,7 +158,7 @@ def train(
     )
     check_run_dir(run, run_dir, resume)
     donate = donate and getattr(teacher, "params", None) is not policy.params  # the teacher's params must stay intact
-    state = committed(new_state(run, donate=donate))  # like restored arrays, so that both run the same programs
+    state = committed(new_state(run, donate=donate))  # like restored arrays, for which the same programs are compiled
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     eos, eval_data = run.policy.eos_token_ids, [] if run.eval_data is None else [run.eval_data]
     identity = None if run_dir is None else run_identity(run, state, eos_token_ids=eos, eval_data=eval_data)

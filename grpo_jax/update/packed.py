@@ -10,7 +10,7 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── their gradient, summed over the sequences ─► + gradient of the params
 ```
 
-A minibatch is split into such parts. The number of sequences is an argument, so one compilation suffices.
+A minibatch is split into parts of this form. The number of sequences is an argument, so one compilation suffices.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ACCELERATOR_TOKENS = 32768
 """`CPU_TOKENS` for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Approximate number of prompt tokens per part and device if sequences are short. All activations are stored."""
+"""Target number of prompt tokens per part and device for short sequences. The prompts' activations are stored."""
 
 
 class Packed(flax.struct.PyTreeNode):
@@ -167,8 +167,8 @@ class PackedUpdater(Updater):
     ) -> tuple[list[Packed], np.ndarray]:
         """Split a batch into parts, returned with their prompt indices [parts, A·K], -1 where a part has fewer prompts.
 
-        Tokens are balanced between parts and devices. Prompts without a gradient come last, so that whole parts may
-        have no gradient. Parts without completions are omitted unless `for_scoring` is True.
+        Tokens are balanced between parts and devices. Prompts without a gradient come last, so that some parts need
+        only a forward pass. Parts without completions are omitted unless `for_scoring` is True.
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)

@@ -90,7 +90,10 @@ def test_experts_on_a_gpu_are_kernels_over_their_own_rows():
     ((temporaries, _, kernels, _),) = compiled("H100", [1024], model=EXPERTS, **group)
     ((of_dense, _, attention, _),) = compiled("H100", [1024], **group)
     of_each = 3 + 3 + 6  # forward, recomputed, and two gradients for each product
-    assert kernels["__gpu$xla.gpu.triton"] - attention.get("__gpu$xla.gpu.triton", 0) >= of_each * MODEL["num_hidden_layers"]
+    assert (
+        kernels["__gpu$xla.gpu.triton"] - attention.get("__gpu$xla.gpu.triton", 0)
+        >= of_each * MODEL["num_hidden_layers"]
+    )
     rows_of_all = 2 * 64 * 4 * (4 * 1024 + 256) * 256  # bytes
     assert temporaries - of_dense < rows_of_all / 4
 
