@@ -277,7 +277,7 @@ class Tokenizer(Protocol):
     def save_pretrained(self, save_directory: str, **options: Any) -> Any: ...
 
 
-Scores = Sequence[float | Sequence[float] | None]
+RewardValues = Sequence[float | Sequence[float] | None]
 """One entry per completion: a reward, a list of rewards per turn or token, or None for "not scored"."""
 
 
@@ -295,7 +295,7 @@ class RewardFn(Protocol):
     `check_rows(rows, argument="the dataset")`, the method runs before sampling and must raise ValueError for bad rows.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Scores | Awaitable[Scores]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> RewardValues | Awaitable[RewardValues]: ...
 
 
 EnvironmentFactory = Callable[[], object]

@@ -252,7 +252,7 @@ class GRPOConfig(Settings):
             micro_completions=micro_completions,
         )
 
-    def most_prompts(self, num_devices: int | None = None) -> int | None:
+    def max_prompts(self, num_devices: int | None = None) -> int | None:
         """Return the maximum number of prompts, with refills, used in `max_steps` steps, or None if it is not set."""
         if self.max_steps <= 0:
             return None

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         if self.kind.window is not None and c.local_rope is not None:
             rope, table = c.local_rope, context.tables[1]
 
-        def finish(name: str, x: jax.Array, heads: int, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+        def norm_and_rotate(name: str, x: jax.Array, heads: int, table: tuple[jax.Array, jax.Array]) -> jax.Array:
             x = norm(c, name)(x) if c.qk_norm == "flat" else x
             x = x.reshape(b, g, -1, heads, d)
             x = norm(c, name)(x) if c.qk_norm == "head" else x
@@ -83,9 +83,9 @@ class Attention(nn.Module):
                 v = linear(c, "v_proj", h * d, c.qkv_bias)(x)
             v = v.reshape(b, g, t, h, d)
             v = unit_rms(v, c.rms_norm_eps).astype(v.dtype) if c.v_norm else v
-            k = finish("k_norm", k, h, table)
-        q = finish("q_norm", q, c.num_heads, (context.pick(table[0]), context.pick(table[1])))
-        return q if context.growth is None else q * context.pick(context.growth).astype(q.dtype), k, v, gate
+            k = norm_and_rotate("k_norm", k, h, table)
+        q = norm_and_rotate("q_norm", q, c.num_heads, (context.pick(table[0]), context.pick(table[1])))
+        return q if context.q_factors is None else q * context.pick(context.q_factors).astype(q.dtype), k, v, gate
 
     def _attend(self, q: jax.Array, keys: jax.Array, k: jax.Array, v: jax.Array, context: Context) -> jax.Array:
         """Compute the attention of queries [B, H_kv, G, T, R, d] over k and v. `keys` is k, transposed."""
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         chosen = implementation(c.attention) if context.tile_mask is None else context.tile_mask.implementation
         kernel = Kernel.of(chosen, d, c.dtype)
         kernel = kernel._replace(scale=scale, window=window, soft_cap=soft_cap)
-        prefix = context.prompt_keys
+        prefix = context.prompt_cache
         if context.tile_mask is not None:
             return tiled_attention(q, k, v, prefix, context.tile_mask, kernel, c.mesh, sinks)
         if context.segments is not None:
@@ -223,8 +223,8 @@ def apply_layer(
 def recomputed(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable[[Params, jax.Array, Context], Result]:
     """Wrap a layer's `apply` to store only its arguments for the backward pass, like `jax.checkpoint`, but on CPUs.
 
-    XLA's CPU compiler drops `jax.checkpoint`'s optimization barriers before it eliminates common subexpressions. Here,
-    the recomputation adds 0 · (cotangents) to its arguments instead. Forward mode and second derivatives do not work.
+    XLA's CPU compiler drops `jax.checkpoint`'s optimization barriers, and would then merge the recomputation with the
+    forward pass. Adding 0 · (cotangents) to its arguments prevents this. Only first-order reverse mode works.
     """
 
     @jax.custom_vjp

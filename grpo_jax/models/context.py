@@ -69,7 +69,7 @@ class Context(flax.struct.PyTreeNode):
     """Layer inputs other than params and hidden states. `Transformer.hidden` documents fields without a comment."""
 
     tables: tuple[tuple[jax.Array, jax.Array], ...]  # `rope_table` for each of the decoder's rotary embeddings
-    growth: jax.Array | None = None  # [B, G or 1, T, 1, 1] factor on the queries
+    q_factors: jax.Array | None = None  # [B, G or 1, T, 1, 1] factors on the queries (Llama 4)
     prefix: LayerCache | None = None  # this layer's cache for the prompts
     lengths: jax.Array | None = None  # [B] prompt lengths
     cache: LayerCache | None = None  # this layer's cache for the completions
@@ -91,7 +91,7 @@ class Context(flax.struct.PyTreeNode):
         return jnp.take_along_axis(x, jnp.expand_dims(self.last, tuple(range(1, x.ndim))), axis=2)
 
     @property
-    def prompt_keys(self) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    def prompt_cache(self) -> tuple[jax.Array, jax.Array, jax.Array] | None:
         """Prompt keys, values and lengths for an attention layer, or None without prompts."""
         if self.prefix is None or self.lengths is None:
             return None
@@ -102,9 +102,9 @@ class Context(flax.struct.PyTreeNode):
         """Return the context for the remaining layers, which run only on token `last`."""
         assert self.last is not None
         tables = tuple((self.pick(own), self.pick(other)) for own, other in self.tables)
-        growth = None if self.growth is None else self.pick(self.growth)
+        factors = None if self.q_factors is None else self.pick(self.q_factors)
         return self.replace(
-            tables=tables, growth=growth, index=self.index + self.last, last=None, write=None, last_visible=None
+            tables=tables, q_factors=factors, index=self.index + self.last, last=None, write=None, last_visible=None
         )
 
 

@@ -78,9 +78,9 @@ FEW_SEQUENCES = 8
 """Maximum number of sequences per batch for which half-size sequences are used. They save at most half a sequence."""
 
 OPEN_SEQUENCES = (1, 2, 4)
-"""Numbers of open sequences to try for a completion before starting a new sequence. Packing uses the smallest number
-that needs no more sequences than the largest, so that the prompts in a sequence are close together, and an update
-keeps activations for fewer prompts."""
+"""Numbers of last sequences that are tried for a completion before a new sequence is started. Packing uses the smallest
+number that needs no more sequences than the largest one: the prompts in a sequence are then close together, and an
+update keeps activations for fewer prompts."""
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:

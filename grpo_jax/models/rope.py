@@ -130,7 +130,7 @@ def positions_by_channel(positions: jax.Array, rope: Rope) -> jax.Array:
     return positions[:, np.repeat(np.arange(3), rope.sections)].swapaxes(1, 2)[:, None]
 
 
-def query_growth(positions: jax.Array, rope: Rope) -> jax.Array | None:
+def query_factors(positions: jax.Array, rope: Rope) -> jax.Array | None:
     """Compute query factors from `Rope.growth` as [B, G or 1, T, 1, 1], or None if β is 0."""
     beta, size = rope.growth
     positions = positions[:, None] if positions.ndim == 2 else positions

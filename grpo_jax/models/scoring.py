@@ -49,7 +49,7 @@ class LogitStatistic(NamedTuple):
     arrays: Arrays  # additional arguments to the function, [..., T, X]
 
 
-def chunked(
+def score_chunks(
     unembed: Callable[[Params, jax.Array], jax.Array],
     params: Params,
     hidden: jax.Array,
@@ -85,11 +85,11 @@ def chunked(
         x = jnp.pad(x, [(0, 0), (0, chunks * size - n)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape((b, chunks, size, *x.shape[2:])).swapaxes(0, 1)
 
-    # The loop sums the gradients of its chunks in the dtype of `wide`, whose values are not used and not stored.
-    fixed, wide = jax.lax.stop_gradient(params), jax.tree.map(_widened, params)
+    # The loop sums the chunks' gradients in float32, the dtype of `wide`, whose values are neither used nor stored.
+    frozen, wide = jax.lax.stop_gradient(params), jax.tree.map(_widened, params)
 
     def score_wide(wide: Params, chunk: tuple[jax.Array, jax.Array, Arrays]) -> Scores:
-        return score(jax.tree.map(_with_gradient_of, wide, fixed), chunk)
+        return score(jax.tree.map(_with_gradient_of, wide, frozen), chunk)
 
     recomputed = jax.checkpoint(score_wide, policy=jax.checkpoint_policies.save_only_these_names(*NORMALIZER))
     scores = jax.lax.map(functools.partial(recomputed, wide), jax.tree.map(split, inputs))
@@ -139,19 +139,19 @@ def score_completions(
 ) -> Scores:
     """Compute `Scores` [B, G, T] for completion tokens under the sampling distribution.
 
-    With the sampler's settings and params, the result equals its log-probs. top_k, top_p and min_p never remove sampled
-    tokens, so their log-probs remain finite when the params change.
+    With the sampler's settings and params, the result equals its log-probs. top_k, top_p and min_p always keep these
+    tokens, so that their log-probs remain finite when the params change.
 
     If `with_entropy` is False, entropies are 0, which saves a pass over the vocabulary. `with_router` computes the
     router loss over tokens with mask 1. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays in
     `statistic` are [B, G, T, X].
     """
     b, g, t = tokens.shape
-    states, balance = predicting_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
+    states, aux = predicting_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
     if is_cached(model):
         if statistic is not None:
             statistic = statistic._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in statistic.arrays))
-        scores = chunked(
+        scores = score_chunks(
             unembed_of(model),
             params,
             states.reshape(b, g * t, -1),
@@ -164,12 +164,12 @@ def score_completions(
     else:
         logits = process_logits(states, sampling, keep=tokens)
         scores = _score_logits(logits, tokens, True, statistic, () if statistic is None else statistic.arrays)
-    return _masked(scores, mask, balance)
+    return _masked(scores, mask, aux)
 
 
-def _masked(scores: Scores, mask: jax.Array, balance: jax.Array | None) -> Scores:
+def _masked(scores: Scores, mask: jax.Array, aux: jax.Array | None) -> Scores:
     scores = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), scores)
-    return scores._replace(router_loss=balance)
+    return scores._replace(router_loss=aux)
 
 
 def predicting_states(
@@ -189,12 +189,12 @@ def predicting_states(
     b, g, t = tokens.shape
     if is_cached(model):
         last, prefix = model.apply({"params": params}, prompts, method="prefill", rngs=rngs)
-        hidden, balance = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
+        hidden, aux = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
         if t > 1 or router_mask is not None:
             # The last token's state is not needed, but T is usually a more efficient size than T − 1.
-            rest, balance = _hidden(model, params, tokens, prefix, router_mask, rngs=rngs)
+            rest, aux = _hidden(model, params, tokens, prefix, router_mask, rngs=rngs)
             hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
-        return hidden, balance
+        return hidden, aux
     whole, start = join_rows(prompts, tokens)
     logits = model.apply({"params": params}, whole)
     at = start[:, None] - 1 + jnp.arange(t)[None]
@@ -263,8 +263,8 @@ def score_packed(
     for the router loss, which is not computed if the mask is None. The arrays in `statistic` are [A, N, X]. Other
     arguments are as in `score_completions`.
     """
-    states, balance = packed_states(model, params, prompt_states, lengths, sequence, router_mask=router_mask, rngs=rngs)
-    scores = chunked(
+    states, aux = packed_states(model, params, prompt_states, lengths, sequence, router_mask=router_mask, rngs=rngs)
+    scores = score_chunks(
         unembed_of(model),
         params,
         states,
@@ -274,7 +274,7 @@ def score_packed(
         chunk=states.shape[0] * CHUNK,  # one chunk per device
         statistic=statistic,
     )
-    return _masked(jax.tree.map(sequence.by_segment, scores), sequence.mask, balance)
+    return _masked(jax.tree.map(sequence.by_segment, scores), sequence.mask, aux)
 
 
 def packed_states(
@@ -292,7 +292,7 @@ def packed_states(
     tokens, segments = sequence.tokens[:, None], sequence.segments
     router_mask = None if router_mask is None else sequence.by_token(router_mask)
     prefix = Prefix(prompt_states.layers, lengths)
-    hidden, balance = _hidden(model, params, tokens, prefix, router_mask, segments=segments, rngs=rngs)
+    hidden, aux = _hidden(model, params, tokens, prefix, router_mask, segments=segments, rngs=rngs)
     hidden = hidden[:, 0]
     a, n, _ = hidden.shape
     # The state before a token predicts it. For a completion's first token, this is the prompt's last state.
@@ -300,7 +300,7 @@ def packed_states(
     prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
     last = prompt_states.last.reshape(a, -1, hidden.shape[-1])
     first = jax.vmap(lambda last, prompt: last[prompt])(last, prompt)
-    return jnp.where((segments.position == 0)[..., None], first, before), balance
+    return jnp.where((segments.position == 0)[..., None], first, before), aux
 
 
 def completion_log_probs(

@@ -27,7 +27,7 @@ from grpo_jax.models.context import Cache, Context, LayerCache, Prefix, Recurren
 from grpo_jax.models.images import encode, insert_features, last_of_image
 from grpo_jax.models.layers import Linear, Quantized, RMSNorm, tokens_of
 from grpo_jax.models.matmul import matmul
-from grpo_jax.models.rope import check_rope_length, positions_by_channel, query_growth, rope_table
+from grpo_jax.models.rope import check_rope_length, positions_by_channel, query_factors, rope_table
 from grpo_jax.models.sharding import constrain
 from grpo_jax.models.splash import BITS
 from grpo_jax.models.tiles import MASKED, Kernel, TileMask, implementation, triton_or_tiles
@@ -77,8 +77,8 @@ class Transformer(nn.Module):
         self.embed_tokens = Embedding(c)
         if c.layer_input_size:
             width = c.num_layers * c.layer_input_size
-            of_layers = dataclasses.replace(c, hidden_size=width, embedding_scale=c.layer_input_size**0.5)
-            self.embed_tokens_per_layer = Embedding(of_layers)
+            per_layer = dataclasses.replace(c, hidden_size=width, embedding_scale=c.layer_input_size**0.5)
+            self.embed_tokens_per_layer = Embedding(per_layer)
             self.per_layer_model_projection = Linear(width, False, jnp.dtype(c.dtype), c.initializer_range)
             self.per_layer_projection_norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         self.layers = [layer(c, kind) for kind in c.layer_kinds]
@@ -146,7 +146,7 @@ class Transformer(nn.Module):
             present = (jnp.arange(t)[None] <= last[:, None])[:, None]
         context = Context(
             tables,
-            query_growth(positions, c.rope),
+            query_factors(positions, c.rope),
             lengths=None if prefix is None else prefix.lengths,
             index=index,
             start=start,
@@ -215,10 +215,10 @@ class Transformer(nn.Module):
     ) -> tuple[jax.Array, Cache]:
         """Apply all layers. Returns the hidden states after the last layer, and each layer's new cache."""
         c, last, i, kept = self.config, context.last, 0, list[LayerCache]()
-        # The last layer that computes keys and values (`narrow`) computes them for all tokens, but its output only for
+        # The last layer that computes keys and values (`last_kv`) computes them for all tokens, but its output only for
         # token `last`. Therefore, it cannot be part of a loop with the layers before it.
-        narrow = c.num_layers - c.shared_kv_layers - 1
-        looped = c.loop_layers and cache is None and self._only_reads()
+        last_kv = c.num_layers - c.shared_kv_layers - 1
+        looped = c.loop_layers and cache is None and self._is_pure()
 
         def context_of(i: int) -> Context:
             """Return `context` with the prefix, cache, shared keys and values, and per-layer embedding for layer i."""
@@ -228,32 +228,32 @@ class Transformer(nn.Module):
                 cache=None if cache is None else cache[i],
                 shared=None if source == i else kept[source],
                 layer_input=None if inputs is None else inputs[..., i, :],
-                last=last if i == narrow else None,
+                last=last if i == last_kv else None,
             )
 
         while i < c.num_layers:
-            stop = narrow if last is not None and i <= narrow else c.num_layers
-            period, times = repeats(c.layer_kinds[i:stop]) if looped else (1, 1)
+            stop = last_kv if last is not None and i <= last_kv else c.num_layers
+            period, times = repeating_pattern(c.layer_kinds[i:stop]) if looped else (1, 1)
             if times > 1:
                 x, more = self._loop(i, period, times, x, context_of)
                 kept, i = kept + more, i + period * times
                 continue
-            here = context_of(i)
-            x, own = self._layer(i, x, here if here.last is None else here.replace(tile_mask=None))
+            ctx = context_of(i)
+            x, own = self._layer(i, x, ctx if ctx.last is None else ctx.replace(tile_mask=None))
             kept.append(own)
-            if here.last is not None and i < c.num_layers - 1:
+            if ctx.last is not None and i < c.num_layers - 1:
                 inputs = None if inputs is None else context.pick(inputs)
                 context, last = context.of_last().replace(tile_mask=None, present=None), None
             i += 1
         return x, tuple(kept)
 
-    def _only_reads(self) -> bool:
+    def _is_pure(self) -> bool:
         """Return whether layers write only router logits. False during initialization and with dropout."""
         writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "intermediates")))
         return not writes and not self.has_rng("dropout")
 
     def _written(self) -> tuple[str, ...]:
-        """Return the names of the collections that layers write even if `_only_reads()` is True."""
+        """Return the names of the collections that layers write even if `_is_pure()` is True."""
         return ("router",) if self.is_mutable_collection("router") else ()
 
     def _sow(self, written: Params) -> None:
@@ -264,7 +264,7 @@ class Transformer(nn.Module):
     def _layer(self, i: int, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
         """Apply layer i. Each kind of layer is traced only once, since tracing dominates the start-up time."""
         layer = self.layers[i]
-        if not self._only_reads():
+        if not self._is_pure():
             return layer(x, context)
         # Without its name and parent, a layer compares equal to all layers of its kind.
         alone = layer.clone(parent=None, name=None)
@@ -284,14 +284,14 @@ class Transformer(nn.Module):
         contexts = [context_of(first + j) for j in range(period)]
 
         def variables_of(i: int) -> tuple[Params, LayerCache | None, jax.Array | None]:
-            here = context_of(i)
-            return self._cast(self.layers[i].variables), here.prefix if here.shared is None else None, here.layer_input
+            ctx = context_of(i)
+            return self._cast(self.layers[i].variables), ctx.prefix if ctx.shared is None else None, ctx.layer_input
 
         def body(x: jax.Array, stacked: Sequence[tuple[Params, LayerCache | None, jax.Array | None]]) -> Params:
             own, logits = [], []
-            for layer, here, (variables, prefix, layer_input) in zip(layers, contexts, stacked, strict=True):
-                here = here.replace(layer_input=layer_input, prefix=here.prefix if prefix is None else prefix)
-                (x, kept), written = layer.apply(variables, x, here, mutable=self._written())
+            for layer, ctx, (variables, prefix, layer_input) in zip(layers, contexts, stacked, strict=True):
+                ctx = ctx.replace(layer_input=layer_input, prefix=ctx.prefix if prefix is None else prefix)
+                (x, kept), written = layer.apply(variables, x, ctx, mutable=self._written())
                 own.append(kept)
                 logits.append(written)
             return x, (own, logits)
@@ -348,7 +348,7 @@ class Transformer(nn.Module):
         return jnp.where(ids == image, MASKED, logits)
 
 
-def repeats(kinds: Sequence[LayerKind]) -> tuple[int, int]:
+def repeating_pattern(kinds: Sequence[LayerKind]) -> tuple[int, int]:
     """Return (length, repetitions) of the pattern that, repeated from the first layer on, covers the most layers."""
     best = (1, 1)
     for period in range(1, len(kinds) // 2 + 1):

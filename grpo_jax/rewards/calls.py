@@ -42,7 +42,7 @@ from grpo_jax.rewards.outcomes import Failures, RewardParts, describe_failure, r
 if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
-LOUD_SHARE = 0.1
+WARNING_FRACTION = 0.1
 """Maximum fraction of completions on which a reward function may fail without a warning."""
 
 
@@ -55,16 +55,16 @@ class Rewards(NamedTuple):
         omitted if there are too few), `/missing` (fraction of completions without a score), `/errors` (number
         of invalid results) and `/seconds`. `rewards/unscored` is the fraction of completions that no function scored.
       parts: rewards per turn or token, if a function returned them. `values` contains their sum.
-      metrics: values logged with `log_metric`, keyed by name.
-      columns: values logged with `log_extra`, one dict for each of the B·G completions.
+      logged_metrics: values logged with `log_metric`, keyed by name.
+      logged_columns: values logged with `log_extra`, one dict for each of the B·G completions.
       completions: the B·G completions as passed to the functions.
     """
 
     values: np.ndarray
     stats: dict[str, float]
     parts: list[RewardParts]
-    metrics: dict[str, list[float]]
-    columns: list[Row]
+    logged_metrics: dict[str, list[float]]
+    logged_columns: list[Row]
     completions: list[str | Messages]
 
 
@@ -75,7 +75,7 @@ def compute_rewards(
     completions: Sequence[str | Messages],
     completion_ids: Sequence[Sequence[int]],
     num_generations: int,
-    turns: Sequence[int] | None = None,
+    turn_counts: Sequence[int] | None = None,
     columns: Mapping[str, Sequence[Any]] | None = None,
     trainer_state: TrainerState | None = None,
     on_error: str = "raise",
@@ -84,8 +84,8 @@ def compute_rewards(
 
     Each function is called once with the keywords that it accepts, including `trainer_state`, `log_metric(name, value)`
     and `log_extra(column, values)`. Asynchronous functions run concurrently, after the synchronous functions. They
-    share one event loop per process, so they can reuse clients and locks. `turns` contains each completion's number of
-    turns. If `turns` is None, functions cannot return rewards per turn or token.
+    share one event loop per process, so they can reuse clients and locks. `turn_counts` has an entry per completion. If
+    it is None, functions cannot return rewards per turn or token.
 
     An error is an exception, a result that is not a list of B·G values, or a value that is neither finite (as float32)
     nor None. If `on_error` is "raise", the first error raises RewardError. If it is "none", the completion (or all, if
@@ -106,24 +106,24 @@ def compute_rewards(
     extras = {"trainer_state": trainer_state or TrainerState(), "log_metric": log.metric, "log_extra": log.extra}
     outcomes, seconds = _call_all(fns, inputs | extras)
     rewards = np.empty((count, len(fns)), np.float32)
-    counted: dict[str, float] = {}
+    call_stats: dict[str, float] = {}
     parts: list[RewardParts] = []
     lengths = [len(ids) for ids in completion_ids]
     for k, (name, outcome) in enumerate(zip(names, outcomes, strict=True)):
         read = None
-        if turns is not None:
-            read = functools.partial(read_parts, function=k, turns=turns, tokens=lengths, found=parts)
+        if turn_counts is not None:
+            read = functools.partial(read_parts, function=k, turn_counts=turn_counts, token_counts=lengths, found=parts)
         rewards[:, k], failures = read_outcome(outcome, count, read)
         errors = count if None in failures else len(failures)
-        if failures and (on_error == "raise" or errors > LOUD_SHARE * count):
+        if failures and (on_error == "raise" or errors > WARNING_FRACTION * count):
             explanation, first = _explain(name, failures, inputs, num_generations), next(iter(failures.values()))
             if on_error == "raise":
                 fix = "Fix it, or set on_error='none' (GRPOConfig: on_reward_error) to leave such completions unscored"
                 raise RewardError(f"{explanation}. {fix}") from (first if isinstance(first, BaseException) else None)
             message = f"{errors} of {count} completions were not scored: {explanation}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        counted |= {f"rewards/{name}/errors": float(errors), f"rewards/{name}/seconds": seconds[k]}
-    grouped, stats = rewards.reshape(-1, num_generations, len(fns)), reward_stats(names, rewards) | counted
+        call_stats |= {f"rewards/{name}/errors": float(errors), f"rewards/{name}/seconds": seconds[k]}
+    grouped, stats = rewards.reshape(-1, num_generations, len(fns)), reward_stats(names, rewards) | call_stats
     return Rewards(grouped, stats, parts, log.metrics, log.columns, list(completions))
 
 
@@ -139,7 +139,7 @@ def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[li
         seconds.append(time.perf_counter() - started)
     waiting = {k: outcome for k, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)}
     if waiting:
-        for k, (outcome, elapsed) in zip(waiting, _run_together(list(waiting.values())), strict=True):
+        for k, (outcome, elapsed) in zip(waiting, _await_all(list(waiting.values())), strict=True):
             outcomes[k] = outcome
             seconds[k] += elapsed
     for outcome in outcomes:
@@ -148,7 +148,7 @@ def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[li
     return outcomes, seconds
 
 
-def _run_together(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object, float]]:
+def _await_all(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object, float]]:
     """Await all awaitables concurrently. Returns pairs (result or exception, time in seconds)."""
 
     async def outcome(awaitable: Awaitable[object]) -> tuple[object, float]:

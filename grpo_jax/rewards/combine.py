@@ -12,7 +12,7 @@ from grpo_jax.rewards.outcomes import Failures, PartialRewards
 from grpo_jax.rewards.shipped import completion_text
 
 if TYPE_CHECKING:
-    from grpo_jax.types import Messages, RewardFn, Row, Scores
+    from grpo_jax.types import Messages, RewardFn, RewardValues, Row
 
 ScoreFn = Callable[[str, "Row"], float | Awaitable[float | None] | None]
 """A function that maps (completion, dataset row) to a reward, or to None if the completion is not scored."""
@@ -46,7 +46,7 @@ class _FromRow:
 
     def __call__(
         self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]
-    ) -> Scores | Awaitable[Scores]:
+    ) -> RewardValues | Awaitable[RewardValues]:
         columns.pop("completion_ids", None)
         columns = {"prompt": columns.pop("prompts")} | columns if "prompts" in columns else columns
         rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]

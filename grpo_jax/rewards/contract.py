@@ -16,7 +16,7 @@ from grpo_jax.messages import nearest, problems_of, raise_all, show
 if TYPE_CHECKING:
     from grpo_jax.types import RewardFn, Row
 
-SAMPLED = ("prompts", "completions", "completion_ids")
+COMPLETION_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments with one entry per completion, in addition to the dataset columns."""
 
 EXTRAS = ("trainer_state", "log_metric", "log_extra")
@@ -84,7 +84,7 @@ def parameters_of(fn: Callable[..., object]) -> list[inspect.Parameter]:
         return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
 
 
-def takes_everything(fn: Callable[..., object]) -> bool:
+def accepts_any_keyword(fn: Callable[..., object]) -> bool:
     """Return whether a function has a `**kwargs` parameter."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(fn))
 
@@ -129,7 +129,7 @@ def check_reward_fns(
     if columns is None:
         return
     columns = [column for column in columns if column != "prompt"]
-    taken = sorted({*columns} & {*SAMPLED, *EXTRAS})
+    taken = sorted({*columns} & {*COMPLETION_ARGUMENTS, *EXTRAS})
     problems = [f"{argument} has a column {name!r}, the name of a built-in argument; rename it" for name in taken]
     for fn, name in zip(fns, reward_names(fns), strict=True):
         problems += _signature_problems(fn, name, columns, argument)
@@ -153,7 +153,7 @@ def check_rows(
 
 
 def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: str) -> Iterator[str]:
-    known, named = [*SAMPLED, *columns, *EXTRAS], arguments_of(fn)
+    known, named = [*COMPLETION_ARGUMENTS, *columns, *EXTRAS], arguments_of(fn)
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters_of(fn)):
         yield f"reward function {name!r} has positional-only parameters; make them keyword parameters"
         return
@@ -162,10 +162,10 @@ def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: s
         near = nearest(wanted, known)
         yield (
             f"reward function {name!r} needs the argument {wanted!r}, which is not a column of {argument} "
-            f"(columns: {', '.join(columns) or 'none'}; also available: {', '.join([*SAMPLED, *EXTRAS])})"
+            f"(columns: {', '.join(columns) or 'none'}; also available: {', '.join([*COMPLETION_ARGUMENTS, *EXTRAS])})"
             + (f"; did you mean {near!r}?" if near else "")
         )
-    if not unknown and not takes_everything(fn) and not named.keys() & {*known}:
+    if not unknown and not accepts_any_keyword(fn) and not named.keys() & {*known}:
         advice = f"if it is a factory, pass its result: {name}(...)"
         yield f"reward function {name!r} accepts none of the available arguments ({', '.join(known)}); {advice}"
 
@@ -193,7 +193,7 @@ def copy_containers(value: Any) -> Any:
 
 def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
     """Return the inputs that a function accepts. Lists are copied, so that functions cannot modify shared inputs."""
-    named, bound, everything = arguments_of(fn), _bound(fn), takes_everything(fn)
+    named, bound, everything = arguments_of(fn), _bound(fn), accepts_any_keyword(fn)
     selected = {}
     for name, value in inputs.items():
         if name in named or (everything and name not in bound and name not in EXTRAS):

@@ -12,7 +12,7 @@ from grpo_jax.messages import show
 from grpo_jax.rewards.contract import RewardError
 
 if TYPE_CHECKING:
-    from grpo_jax.types import Scores
+    from grpo_jax.types import RewardValues
 
 # A Python float, since a comparison with a NumPy float32 would convert the other operand, which may overflow.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -27,7 +27,7 @@ class PartialRewards(RewardError):
     `values` contains a float or None for each completion, and `failures` the reasons for missing values.
     """
 
-    def __init__(self, values: Scores, failures: Failures):
+    def __init__(self, values: RewardValues, failures: Failures):
         index, failure = next(iter(failures.items()))
         which = "all: the function" if index is None else f"{len(failures)} of {len(values)}: completion {index}"
         super().__init__(f"missing rewards for {which} {describe_failure(failure)}")
@@ -128,21 +128,21 @@ def read_parts(
     item: object,
     *,
     function: int,
-    turns: Sequence[int],
-    tokens: Sequence[int],
+    turn_counts: Sequence[int],
+    token_counts: Sequence[int],
     found: list[RewardParts],
 ) -> float | str:
     """Return a completion's reward (NaN for None) or an error message. Appends rewards for its parts to `found`.
 
     `item` is a number, None, a list with one reward per turn, or an array with one reward per token. The completion's
-    reward is the sum. `turns` and `tokens` contain each completion's number of turns and tokens.
+    reward is the sum. `turn_counts` and `token_counts` have one entry per completion.
     """
     to_list = getattr(item, "tolist", None)  # NumPy and JAX arrays and scalars
     plain = item if to_list is None else to_list()
     if not isinstance(plain, (list, tuple)):
         return read_number(item)
     per_token = to_list is not None
-    kind, unit, sizes = ("an array", "token", tokens) if per_token else ("a list", "turn", turns)
+    kind, unit, sizes = ("an array", "token", token_counts) if per_token else ("a list", "turn", turn_counts)
     if len(plain) != (wanted := sizes[completion]):
         return f"{read_number(item)}, or {kind} with one per {unit} ({wanted})"
     values = [read_number(one) for one in plain]

@@ -16,7 +16,7 @@ from grpo_jax.rewards.outcomes import Failures, as_scores
 from grpo_jax.rewards.workers import isolated
 
 if TYPE_CHECKING:
-    from grpo_jax.types import Messages, RewardFn, Row, Scores
+    from grpo_jax.types import Messages, RewardFn, RewardValues, Row
 
 
 def completion_text(completion: str | Messages) -> str:
@@ -187,7 +187,7 @@ class _FormulaReward(ColumnReward):
     verify: Callable[..., bool]
     __name__ = "formula"
 
-    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> Scores:
+    def __call__(self, *, completions: Sequence[str | Messages], **columns: Sequence[object]) -> RewardValues:
         values, failures = np.full(len(completions), np.nan), Failures()
         for index, (completion, truth) in enumerate(zip(completions, columns[self.column], strict=True)):
             if truth is None:

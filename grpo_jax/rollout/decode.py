@@ -34,9 +34,9 @@ Tree = TypeVar("Tree")
 class Stream(flax.struct.PyTreeNode):
     """Device state for completions that are decoded together.
 
-    At each step, all completions write to the same slot of a ring buffer. A completion whose turn has ended does not
-    write while the others continue. Before its next turn, `rearrange` rotates the ring of each completion so that all
-    completions end in the same slot:
+    At each step, all completions write to the same slot of a ring buffer. A completion whose turn has ended stops
+    writing, so completions end in different slots. Before the next turns, `rearrange` rotates each completion's ring so
+    that all end in the same slot:
 
     ```
                        turn ends             rotated       read next

@@ -142,9 +142,9 @@ class Layouts:
 def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
     """Return (groups, width) for the layout after `last`, or None if no layout is sufficiently cheaper.
 
-    Narrower groups read each prompt's keys and values once. They are chosen if they are 25% cheaper than the same
-    number of single completions. Otherwise, the layout has single completions; their numbers form a geometric series
-    that ends at `MIN_COMPLETIONS`. If this is not cheaper either, the layout has half as many groups of half the width.
+    The first choice is groups of half the width, if they are 25% cheaper than as many completions in groups of one,
+    because a group reads its prompt's keys and values once. The next choice is groups of one; their numbers form a
+    geometric series that ends at `MIN_COMPLETIONS`. The last choice is half as many groups of half the width.
     """
     groups, width = last
 

@@ -17,7 +17,7 @@ from grpo_jax.types import CachedModel, Completions, Params, Prompts
 
 
 class Table:
-    """Tokens for B·G completions. Completion (b, g) has index b · G + g; −1 marks an empty position on the device."""
+    """Tokens for B·G completions. Completion (b, g) is row b · G + g; row −1 marks an empty position on the device."""
 
     def __init__(self, count: int, length: int, pad_token_id: int):
         self.tokens = np.full((count, length), pad_token_id, np.int32)  # sampled or observed tokens

@@ -6,7 +6,7 @@ checkpoints/40/   params   the trained params, the only part needed for export
                   batch    the current batch, if not all of its updates are done
                   ahead    completions for the next iteration, already sampled from an earlier policy (`rollout_ahead`)
                   told     their transcript as UTF-8 encoded JSON, if they have several turns
-                  JSON metadata: the host-side counters and the run's description (`resume.describe`)
+                  JSON metadata: the host-side counters and the run's description (`resume.run_identity`)
 ```
 
 The teacher and the adapters' frozen base model are not stored, but resuming checks that they are unchanged.
@@ -63,7 +63,7 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints in a run directory. If `run_dir` is None, nothing is written or found.
 
-    Exiting the context waits for a save in progress. `identity` is the result of `resume.describe`. If a save failed,
+    Exiting the context waits for a save in progress. `identity` is from `resume.run_identity`. If a save fails,
     `save`, `wait` or the exit raises OSError. All processes in a run must call each method together.
     """
 

@@ -5,9 +5,9 @@ The sources in `run.sources` prefetch them.
 
 While the reward functions run on the host, the device computes the reference log-probs and then, with prefetching,
 samples the next completions. With `dynamic_sampling`, the reference log-probs are computed after the rewards, which
-select the groups. During this time the device holds the training state (`run.new_state`), a frozen base model, a
-teacher and, without `donate`, the caller's params; the prompts' keys and values, and one packed sequence; and the next
-rollout's caches. The current rollout's caches are freed, and its tokens and log-probs are on the host.
+select the groups. Meanwhile, the device holds the training state (`run.new_state`), a frozen base model, a teacher and,
+without `donate`, the caller's params. The reference log-probs add the prompts' keys and values and one packed sequence,
+and prefetching adds the next rollout's caches. The current rollout's tokens and log-probs are already on the host.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def _next_rollout(
         rewards = gather_rewards(local_rewards, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.metrics)
-    check_metrics(rewards.metrics, metrics)
-    return rollout, rewards, means_of(rewards.metrics) | metrics, batch
+    check_metrics(rewards.logged_metrics, metrics)
+    return rollout, rewards, means_of(rewards.logged_metrics) | metrics, batch
 
 
 def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
@@ -372,7 +372,7 @@ def call_reward_fns(
         completion_ids=inputs.completion_ids,
         columns=inputs.columns,
         num_generations=g,
-        turns=rollout.turn_counts[local_completions],
+        turn_counts=rollout.turn_counts[local_completions],
         on_error=on_error,
         trainer_state=trainer_state,
     )

@@ -14,7 +14,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.surrogates import Surrogate, SurrogateInputs
 from grpo_jax.messages import one_line, show
 from grpo_jax.rewards.calls import Rewards
-from grpo_jax.rewards.contract import arguments_of, function_name, takes_everything
+from grpo_jax.rewards.contract import accepts_any_keyword, arguments_of, function_name
 from grpo_jax.rewards.outcomes import place_rewards
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.types import AdvantageFn, Batch
@@ -90,7 +90,7 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
     b = g + 1  # differs from G, so that a function that swaps the axes fails
     context = _abstract_context(b, g, t, functions, reference=config.beta > 0)
     known, named = {*context, "config"}, arguments_of(function).keys()
-    checked = CheckedAdvantageFn(function, config, frozenset(known if takes_everything(function) else known & named))
+    checked = CheckedAdvantageFn(function, config, frozenset(known if accepts_any_keyword(function) else known & named))
     rewards, mask = jax.ShapeDtypeStruct((b, g, functions), jnp.float32), jax.ShapeDtypeStruct((b, g, t), bool)
     given = f"rewards [B, G, K] = {rewards.shape} and mask [B, G, T] = {mask.shape}"
     try:

@@ -239,8 +239,8 @@ def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[f
     keys = [f"rewards/{name}/mean" if name in taken else name for name in names]
     metrics = dict(zip(keys, map(mean_of_scored, scores.T), strict=True))
     metrics["reward"] = mean_of_scored(total_rewards(scores, weights))
-    check_metrics(joined.metrics, metrics.keys() | taken)
-    return means_of(joined.metrics) | metrics
+    check_metrics(joined.logged_metrics, metrics.keys() | taken)
+    return means_of(joined.logged_metrics) | metrics
 
 
 def pass_at_k(correct: npt.ArrayLike, k: int) -> float:

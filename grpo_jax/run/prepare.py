@@ -228,7 +228,7 @@ def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list
     check_finite(dataset, "dataset", config.max_steps)
     mesh = mesh_of(policy.params) if config.mesh is None else None
     try:
-        most = config.most_prompts(None if mesh is None else mesh.size)
+        most = config.max_prompts(None if mesh is None else mesh.size)
     except ValueError:  # batch size not divisible; reported later by `run_problems`
         most = 1
     return load_rows(dataset, max_rows=None if config.on_long_prompt == "drop" else most)

@@ -42,7 +42,7 @@ _DERIVED = {"dtype", "remat", "remat_on_cpu", "initializer_range", "attention", 
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
 
-def describe(
+def run_identity(
     run: BaseRun, state: TrainState, *, eos_token_ids: Sequence[int] = (), eval_data: Sequence[EncodedPrompts] = ()
 ) -> dict[str, Any]:
     """Describe everything that affects a run's results, as a JSON object that is stored in each checkpoint.
@@ -103,7 +103,7 @@ def with_saved_recomputation(config: GRPOConfig, run_dir: str | Path | None) -> 
 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
-    """Compare two results of `describe` and return one line per difference that prevents resuming from `step`."""
+    """Compare two results of `run_identity` and return one line per difference that prevents resuming from `step`."""
     kinds = [config_class(which["config"]).__name__ for which in (current, saved)]
     if kinds[0] != kinds[1]:
         return [f"config: {kinds[0]}, but the run has {kinds[1]}"]

@@ -50,7 +50,7 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
     """Concatenate rewards. Statistics are taken from the first part."""
     firsts = itertools.accumulate((len(part.completions) for part in parts), initial=0)
     metrics: dict[str, list[float]] = {}
-    for name, values in (item for part in parts for item in part.metrics.items()):
+    for name, values in (item for part in parts for item in part.logged_metrics.items()):
         metrics.setdefault(name, []).extend(values)
     return Rewards(
         values=np.concatenate([part.values for part in parts]),
@@ -60,8 +60,8 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
             for first, part in zip(firsts, parts, strict=False)
             for one in part.parts
         ],
-        metrics=metrics,
-        columns=[columns for part in parts for columns in part.columns],
+        logged_metrics=metrics,
+        logged_columns=[columns for part in parts for columns in part.logged_columns],
         completions=[completion for part in parts for completion in part.completions],
     )
 
@@ -108,7 +108,7 @@ def completion_records(
 
     return [
         {
-            **rewards.columns[i],
+            **rewards.logged_columns[i],
             "prompt": copy_containers(rows[i // g]["prompt"]),
             **({"images": images[i // g]} if images[i // g] else {}),
             "completion": text,
@@ -161,7 +161,7 @@ def _take_groups(rewards: Rewards, groups: np.ndarray) -> Rewards:
     new = {completion: at for at, completion in enumerate(old)}
     return rewards._replace(
         completions=[rewards.completions[i] for i in old],
-        columns=[rewards.columns[i] for i in old],
+        logged_columns=[rewards.logged_columns[i] for i in old],
         values=rewards.values[groups],
         parts=[part._replace(completion=new[part.completion]) for part in rewards.parts if part.completion in new],
     )

@@ -155,7 +155,7 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
         keep_old=isinstance(run, Run) and run.keeps_old_params,
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
-        mix_adapters=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,
+        adapter_mixup_alpha=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,
         entropy_coef=config.entropy_coef,
         # The adaptive bonus depends on a measured entropy, which is not available before the first update.
         entropy_bonus=0.0 if config.use_adaptive_entropy else None,

@@ -23,7 +23,7 @@ from grpo_jax.messages import show
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import parameters_of, takes_everything
+from grpo_jax.rewards.contract import accepts_any_keyword, parameters_of
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.interaction import Interaction
@@ -82,7 +82,7 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
     wanted = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
     if not callable(sampler):
         raise ValueError(f"sampler must be a function; got {show(sampler)}. {wanted}")
-    parameters, takes_all = parameters_of(sampler), takes_everything(sampler)
+    parameters, takes_all = parameters_of(sampler), accepts_any_keyword(sampler)
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     unknown = [
         p.name for p in required if p.name not in (*ARGUMENTS, "policy", "answer_turn") or p.kind is p.POSITIONAL_ONLY
@@ -120,7 +120,7 @@ def generate_with_engine(
     every = {"model": model, "params": params, "prompts": prompts, "key": key}
     every |= {"answer_turn": answer_turn, "policy": policy}
     every |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
-    named = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if takes_everything(sampler) else set())
+    named = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if accepts_any_keyword(sampler) else set())
     returned = sampler(**{name: value for name, value in every.items() if name in named})
     completions = read_completions(
         returned,

@@ -59,7 +59,7 @@ def open_session(
     """Open a run's `Session` in a `with` block, which defers SIGTERM and SIGINT unless `run_dir` is None.
 
     All processes write checkpoints together. Only process 0 locks the directory, logs, publishes and calls `callbacks`.
-    A checkpoint belongs to this run if it matches `identity` (`resume.describe`). `hints` is a function that
+    A checkpoint belongs to this run if it matches `identity` (`resume.run_identity`). `hints` is a function that
     takes a line of metrics and returns a list of messages.
     """
     first = jax.process_index() == 0
@@ -161,17 +161,17 @@ class Session:
         Before raising, the run is saved with the count reset to 0, so that a resumed run does not fail immediately.
         """
         run, progress = self.run, self.progress
-        step, most = progress.step, run.config.max_skipped_updates
-        ends = most is not None and progress.skipped >= most
-        if not metrics["update_skipped"] or (self._warned_of_skipped and not ends):
+        step, limit = progress.step, run.config.max_skipped_updates
+        exceeded = limit is not None and progress.skipped >= limit
+        if not metrics["update_skipped"] or (self._warned_of_skipped and not exceeded):
             return
         self._warned_of_skipped = True
         cause = name_not_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
-        if ends:
+        if exceeded:
             progress.skipped = 0
             self.save(state, batch)
             raise FloatingPointError(
-                f"step {step}: {most} consecutive updates were skipped, the limit set by max_skipped_updates. The loss"
+                f"step {step}: {limit} consecutive updates were skipped, the limit set by max_skipped_updates. The loss"
                 f" or gradient was not finite; in the last update, {cause}. The skipped updates did not change the"
                 " policy. Fix the cause and call train again with the same run_dir to resume"
             )

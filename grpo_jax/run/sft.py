@@ -25,7 +25,7 @@ from grpo_jax.run.images import with_encoder, with_tower
 from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
 from grpo_jax.run.policy_checks import check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.prepare import check_optimizer
-from grpo_jax.run.resume import describe
+from grpo_jax.run.resume import run_identity
 from grpo_jax.run.run import SFTRun, new_state
 from grpo_jax.run.session import check_run_dir, open_session
 from grpo_jax.text.examples import Examples, encode_examples, load_examples
@@ -105,7 +105,7 @@ def sft(
     run.policy.release_params()
     identity = None
     if run_dir is not None:
-        identity = describe(run, state, eval_data=[*run.eval_data.values()])
+        identity = run_identity(run, state, eval_data=[*run.eval_data.values()])
     with open_session(run, run_dir, identity, callbacks) as session:
         state = session.start(state, resume, donate=donate).state
         if donate:

@@ -26,7 +26,7 @@ from grpo_jax.models.sharding import committed, fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.resume import describe, with_saved_recomputation
+from grpo_jax.run.resume import run_identity, with_saved_recomputation
 from grpo_jax.run.run import Run, new_state
 from grpo_jax.run.session import Session, check_run_dir, open_session
 from grpo_jax.run.signals import Interrupted
@@ -158,10 +158,10 @@ def train(
     )
     check_run_dir(run, run_dir, resume)
     donate = donate and getattr(teacher, "params", None) is not policy.params  # the teacher's params must stay intact
-    state = committed(new_state(run, donate=donate))  # like restored arrays, so that both run the same programs
+    state = committed(new_state(run, donate=donate))  # like restored arrays, for which the same programs are compiled
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     eos, eval_data = run.policy.eos_token_ids, [] if run.eval_data is None else [run.eval_data]
-    identity = None if run_dir is None else describe(run, state, eos_token_ids=eos, eval_data=eval_data)
+    identity = None if run_dir is None else run_identity(run, state, eos_token_ids=eos, eval_data=eval_data)
     with open_session(run, run_dir, identity, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
         if donate:  # only now, so that the caller's policy is intact if an earlier check fails

@@ -15,7 +15,7 @@ from grpo_jax.rewards.outcomes import Failures, PartialRewards, as_scores
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.suites.suite import Foreign, Suite
-from grpo_jax.types import Json, Messages, Scores
+from grpo_jax.types import Json, Messages, RewardValues
 
 _PACKAGE = "reasoning-gym"
 
@@ -108,7 +108,7 @@ def _score(
     settings: Sequence[Json],
     answer_tag: Sequence[str | None],
     extract: Callable[..., str | None],
-) -> Scores:
+) -> RewardValues:
     """Compute rewards with reasoning-gym's verifiers, from completions and their dataset columns."""
     values, failures = np.full(len(completions), np.nan), Failures()
     columns = zip(completions, question, answer, metadata, task, settings, answer_tag, strict=True)
@@ -140,7 +140,7 @@ class _ByTask:
         task: Sequence[str],
         log_metric: Callable[[str, Foreign], None] = lambda *_: None,
         **columns: Sequence[object],
-    ) -> Scores:
+    ) -> RewardValues:
         try:
             scores, failure = call_selected(self.score, {"task": task, **columns}), None
         except PartialRewards as partial:

@@ -10,7 +10,7 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── their gradient, summed over the sequences ─► + gradient of the params
 ```
 
-A minibatch is split into such parts. The number of sequences is an argument, so one compilation suffices.
+A minibatch is split into parts of this form. The number of sequences is an argument, so one compilation suffices.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ ACCELERATOR_TOKENS = 32768
 """`CPU_TOKENS` for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Approximate number of prompt tokens per part and device if sequences are short. All activations are stored."""
+"""Target number of prompt tokens per part and device for short sequences. The prompts' activations are stored."""
 
 
-class Part(flax.struct.PyTreeNode):
+class Packed(flax.struct.PyTreeNode):
     """A part of a minibatch: K prompts on each of A devices, with their completions in packed sequences.
 
     Attributes:
@@ -164,11 +164,11 @@ class PackedUpdater(Updater):
 
     def pack(
         self, params: Params, batch: Batch, selected: jax.Array | None = None, *, for_scoring: bool = False
-    ) -> tuple[list[Part], np.ndarray]:
+    ) -> tuple[list[Packed], np.ndarray]:
         """Split a batch into parts, returned with their prompt indices [parts, A·K], -1 where a part has fewer prompts.
 
-        Tokens are balanced between parts and devices. Prompts without a gradient come last, so that whole parts may
-        have no gradient. Parts without completions are omitted unless `for_scoring` is True.
+        Tokens are balanced between parts and devices. Prompts without a gradient come last, so that some parts need
+        only a forward pass. Parts without completions are omitted unless `for_scoring` is True.
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
@@ -178,7 +178,7 @@ class PackedUpdater(Updater):
         indices = order_prompts(work, has_gradient, bins=streams * devices, bin_size=size).reshape(count, devices, size)
         padded = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)  # by device
         shape = best_shape(self.shapes(params, batch.mask.shape), padded, t, devices=devices, part_size=size)
-        by_part, parts = indices.reshape(count, -1), list[Part]()
+        by_part, parts = indices.reshape(count, -1), list[Packed]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
         for chosen in by_part:
             part, part_selected = jax.tree.map(operator.itemgetter(chosen), arrays)
@@ -189,7 +189,7 @@ class PackedUpdater(Updater):
 
     def pack_part(
         self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
-    ) -> Part:
+    ) -> Packed:
         """Pack the completions of one part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
         devices, mask = shard_count(self.mesh), np.asarray(part.mask)
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
@@ -204,7 +204,7 @@ class PackedUpdater(Updater):
         per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         most = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_backward
         filled = sequences + sequences[-1:] * (most - len(sequences))
-        return Part(
+        return Packed(
             part,
             selected,
             jax.tree.map(lambda *x: np.stack(x, axis=1), *filled),
@@ -275,7 +275,7 @@ def _prefill(
 def _loss(
     updater: PackedUpdater,
     state: TrainState,
-    part: Part,
+    part: Packed,
     totals: dict[str, jax.Array],
     prompt_states: PromptStates,
     teacher_prompts: PromptStates | None,
@@ -318,11 +318,11 @@ def _loss(
 
 
 @shared
-@functools.partial(jax.jit, donate_argnames=("grads_sum",))
+@functools.partial(jax.jit, donate_argnames=("grads",))
 def add_gradients(
-    updater: PackedUpdater, grads_sum: Params, state: TrainState, part: Part, totals: dict[str, jax.Array]
+    updater: PackedUpdater, grads: Params, state: TrainState, part: Packed, totals: dict[str, jax.Array]
 ) -> tuple[Params, MetricSums]:
-    """Add the params gradient for one part to `grads_sum`, and return the sum and the part's metric sums.
+    """Add the params gradient for one part to `grads`, and return the sum and the part's metric sums.
 
     `totals` is the result of `count_totals` for the whole minibatch.
     """
@@ -335,21 +335,20 @@ def add_gradients(
 
     def add(i: jax.Array, carry: tuple[Params, PromptStates, MetricSums]) -> tuple[Params, PromptStates, MetricSums]:
         params_grad, prompts_grad, sums = carry
-        grads, more = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, prompt_states, i)
-        params_grad, prompts_grad = jax.tree.map(lambda x, y: x + y.astype(x.dtype), (params_grad, prompts_grad), grads)
+        new, more = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, prompt_states, i)
+        params_grad, prompts_grad = jax.tree.map(lambda x, y: x + y.astype(x.dtype), (params_grad, prompts_grad), new)
         return constrain_params(params_grad, mesh), prompts_grad, merge_metrics(sums, more)
 
     sums = empty_sums(jax.eval_shape(loss_fn, state.params, prompt_states, 0)[1])
     # Gradients of keys and values are also accumulated in float32, regardless of the compute dtype.
-    initial = grads_sum, zeros_like(prompt_states), sums
-    grads_sum, prompts_grad, sums = jax.lax.fori_loop(0, part.num_trained, add, initial)
-    (grads,) = pull_back(jax.tree.map(lambda g, x: g.astype(x.dtype), prompts_grad, prompt_states))
-    return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), grads_sum, grads), mesh), sums
+    grads, prompts_grad, sums = jax.lax.fori_loop(0, part.num_trained, add, (grads, zeros_like(prompt_states), sums))
+    (new,) = pull_back(jax.tree.map(lambda g, x: g.astype(x.dtype), prompts_grad, prompt_states))
+    return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), grads, new), mesh), sums
 
 
 @shared
 @jax.jit
-def sum_metrics(updater: PackedUpdater, state: TrainState, part: Part, totals: dict[str, jax.Array]) -> MetricSums:
+def sum_metrics(updater: PackedUpdater, state: TrainState, part: Packed, totals: dict[str, jax.Array]) -> MetricSums:
     """Return the metric sums over the sequences of one part that have no gradient."""
     model, prompts = updater.model, part.batch.prompts
     prompt_states = _prefill(model, state.params, prompts, updater.mesh, dropout_key(model, state, part.index, 0))
@@ -367,7 +366,7 @@ def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | 
 
 @shared
 @functools.partial(jax.jit, static_argnames=("with_entropy",))
-def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
+def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""
     model, prompts, mask = updater.model, part.batch.prompts, part.batch.mask
     states, sampling = _prefill(model, params, prompts, updater.mesh, None), sampling_of(updater.config)

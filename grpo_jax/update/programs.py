@@ -11,7 +11,7 @@ import numpy as np
 from grpo_jax.models.sharding import abstract, place_of, shard_count, split_sharding, tree_sharding
 from grpo_jax.types import Batch
 from grpo_jax.update.objective import count_totals
-from grpo_jax.update.packed import PackedUpdater, Part, add_gradients, score_part, zero_gradients
+from grpo_jax.update.packed import Packed, PackedUpdater, add_gradients, score_part, zero_gradients
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, score_padded, update_padded
 
@@ -51,7 +51,7 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
     )
 
 
-def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Part:
+def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Packed:
     """Return an abstract part of a minibatch whose completions all have the maximum length T."""
     _, _, each = updater.count_parts(state.params, batch)
     rows, shapes = each * shard_count(updater.mesh), updater.shapes(state.params, batch.mask.shape)

@@ -24,9 +24,8 @@ class TrainState(flax.struct.PyTreeNode):
 
     Attributes:
       params: policy params θ, a pytree of float arrays.
-      old_params: θ at the start of the iteration, used to sample its completions (with `rollout_ahead`, completions for
-        the next iteration). The sampler stores their log-probs; if an engine samples, the trainer computes them. None
-        if an iteration has a single update, unless an engine samples during that update.
+      old_params: θ at the start of the iteration, from which its completions are sampled (with `rollout_ahead`, those
+        of the next iteration). None if an iteration has a single update, unless an engine samples during that update.
       ref_params: reference params for the KL term; None if beta is 0.
       initial_params: params at the start of the run; None unless the reference is synced.
       opt_state: state of the optax transformation.
@@ -81,7 +80,7 @@ def create_state(
     keep_old: bool = False,
     keep_reference: bool = False,
     keep_initial: bool = False,
-    mix_adapters: float | None = None,
+    adapter_mixup_alpha: float | None = None,
     entropy_coef: float = 0.0,
     entropy_bonus: float | None = None,
     donate: bool = False,
@@ -95,7 +94,7 @@ def create_state(
       keep_old: whether to keep the policy that sampled the completions, for several updates per iteration.
       keep_reference: whether to keep a reference, for beta > 0.
       keep_initial: whether to keep the initial policy, for a synced reference.
-      mix_adapters: mixing weight α for a synced reference if params are LoRA adapters, else None.
+      adapter_mixup_alpha: mixing weight α for a synced reference if params are LoRA adapters, else None.
       entropy_coef: initial coefficient for the entropy bonus, ≥ 0.
       entropy_bonus: coefficient for the first update; defaults to `entropy_coef`.
       donate: whether to use the arrays in `params` without a copy. The first update then deletes the caller's arrays.
@@ -120,7 +119,7 @@ def create_state(
     masters = None
     if any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)
-    reference = params if mix_adapters is None else reference_of(params, mix_adapters)
+    reference = params if adapter_mixup_alpha is None else reference_of(params, adapter_mixup_alpha)
     state = TrainState(
         params=params,
         old_params=params if keep_old else None,

@@ -61,10 +61,10 @@ class Updater(flax.struct.PyTreeNode):
 
         This is the smallest sufficient length among T, T/2, T/4, …, which limits the number of compilations.
         """
-        most = self.config.max_completion_length
-        while most % 2 == 0 and most // 2 >= max(longest, 8):
-            most //= 2
-        return most
+        length = self.config.max_completion_length
+        while length % 2 == 0 and length // 2 >= max(longest, 8):
+            length //= 2
+        return length
 
     def log_probs(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """Return log-probs [B, G, T] of completions under `params`, 0 where mask is 0, without blocking."""
@@ -115,7 +115,7 @@ def train_step(
       The next state and the metrics: all `grpo_loss` metrics, `grad_norm` (before clipping), `update_skipped` (1 if
       the loss or the gradient was not finite), `sampler_gap` (maximum of |l − l_sampling|, about 1e-5 in float32 in the
       first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token
-      contributes to the loss, all metrics except counts are NaN, and only `step` (and a due reference) changes.
+      contributes to the loss, all metrics except counts are NaN, and only `step` changes (and the reference, if due).
 
     Example:
       One step makes token 2 more likely after token 1 in a bigram model with nine params:

@@ -15,7 +15,7 @@ from grpo_jax.models.config import ConvShape, LayerKind, TransformerConfig
 from grpo_jax.models.lora import LoraModel, init_adapters
 from grpo_jax.models.packing import SequenceShape, pack
 from grpo_jax.models.scoring import prefill_prompts, score_completions, score_packed
-from grpo_jax.models.transformer import Transformer, repeats
+from grpo_jax.models.transformer import Transformer, repeating_pattern
 from grpo_jax.types import Prompts
 
 PLAIN = TransformerConfig(24, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, initializer_range=0.3)
@@ -105,8 +105,8 @@ def test_program_of_a_loop_does_not_grow_with_its_layers():
 @pytest.mark.quick
 def test_period_and_number_of_repeats():
     local, full, sparse = LayerKind(window=4), LayerKind(), LayerKind(sparse=True)
-    assert repeats([full] * 24) == (1, 24)
-    assert repeats(([local] * 5 + [full]) * 4 + [local] * 2) == (6, 4)
-    assert repeats([full, sparse, sparse]) == (1, 1), "the period must start at the first layer"
-    assert repeats([sparse, sparse]) == (1, 2)
-    assert repeats([]) == (1, 1)
+    assert repeating_pattern([full] * 24) == (1, 24)
+    assert repeating_pattern(([local] * 5 + [full]) * 4 + [local] * 2) == (6, 4)
+    assert repeating_pattern([full, sparse, sparse]) == (1, 1), "the period must start at the first layer"
+    assert repeating_pattern([sparse, sparse]) == (1, 2)
+    assert repeating_pattern([]) == (1, 1)

@@ -151,7 +151,7 @@ def test_adapter_reference_moves_like_the_merged_weights(alpha, rank, columns):
     base, scale, every = base_policy().params, 2.0, 2
     optimizer, key = optax.sgd(1.0), jax.random.key(1)
     adapters = init_adapters(key, base, rank=rank)
-    state = create_state(adapters, optimizer, key, keep_reference=True, mix_adapters=alpha)
+    state = create_state(adapters, optimizer, key, keep_reference=True, adapter_mixup_alpha=alpha)
     a = state.ref_params["layers_0"]["self_attn"]["q_proj"]["a"]
     assert a.shape == (32, columns)
     merge, mix = jax.jit(merge_adapters), jax.jit(mixup)

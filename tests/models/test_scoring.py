@@ -71,7 +71,7 @@ def test_gradient_of_a_bfloat16_head_is_summed_in_float32():
 
     def total(head, n):
         tokens, rows = jnp.full((1, n), 3), jnp.repeat(hidden, n, axis=1)
-        return module.chunked(unembed, head, rows, tokens, Sampling(), with_entropy=False, chunk=1).log_probs.sum()
+        return module.score_chunks(unembed, head, rows, tokens, Sampling(), with_entropy=False, chunk=1).log_probs.sum()
 
     # With one chunk, the gradient is the product's; the factor is a power of two.
     one, many = (jax.jit(jax.grad(total), static_argnums=1)(head, n).astype(jnp.float32) for n in (1, chunks))

@@ -28,8 +28,10 @@ def test_metrics_and_columns_are_logged():
 
     state = TrainerState(global_step=3, max_steps=10, epoch=0.5)
     rewards = compute_rewards(by_the_book, trainer_state=state, **INPUTS)
-    assert rewards.metrics == {"at": [3.0, 10.0]}
-    assert rewards.columns == [{"length": 1, "seen": [1]}, {"length": 2, "seen": [2]}], "logged values must be copied"
+    assert rewards.logged_metrics == {"at": [3.0, 10.0]}
+    assert rewards.logged_columns == [{"length": 1, "seen": [1]}, {"length": 2, "seen": [2]}], (
+        "logged values must be copied"
+    )
     with pytest.raises(RewardError, match=r"log_extra\('length', ...\): got 1 values for 2 completions"):
         compute_rewards(lambda completions, log_extra: log_extra("length", [1]), **INPUTS)
     with pytest.raises(ValueError, match="fn='by_the_book' takes log_metric, but workers cannot log"):

@@ -27,7 +27,7 @@ def returned(*values):
 
 def test_lists_are_turn_rewards_and_arrays_are_token_rewards():
     mixed = returned([0.5, -1], np.array([0.25, 0.5]), None, 2)
-    rewards, stats, parts, *_ = compute_rewards([mixed, returned(1, (2,), 3.0, 4)], turns=[2, 1, 1, 3], **INPUTS)
+    rewards, stats, parts, *_ = compute_rewards([mixed, returned(1, (2,), 3.0, 4)], turn_counts=[2, 1, 1, 3], **INPUTS)
     np.testing.assert_array_equal(rewards[..., 0], np.float32([[-0.5, 0.75], [np.nan, 2]]))
     assert parts == [
         RewardParts(0, 0, False, [0.5, -1.0]),
@@ -48,9 +48,9 @@ def test_lists_are_turn_rewards_and_arrays_are_token_rewards():
 ])  # fmt: skip
 def test_other_values_and_lengths_are_refused(value, message):
     """Turn or token rewards of the wrong length and non-numeric values are refused, and the completion is named."""
-    assert read_parts(0, value, function=0, turns=[2], tokens=[3], found=[]) == message
+    assert read_parts(0, value, function=0, turn_counts=[2], token_counts=[3], found=[]) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
-        compute_rewards(returned(value, 0, 0, 0), turns=[2, 1, 1, 3], **INPUTS)
+        compute_rewards(returned(value, 0, 0, 0), turn_counts=[2, 1, 1, 3], **INPUTS)
 
 
 def test_rewards_are_placed_at_their_tokens():

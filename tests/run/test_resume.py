@@ -28,7 +28,7 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.tools import environment_tools, read_tools
 from grpo_jax.run import collect
-from grpo_jax.run.resume import changed_functions, describe, differences, warn_of_changes
+from grpo_jax.run.resume import changed_functions, differences, run_identity, warn_of_changes
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
@@ -191,7 +191,7 @@ def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,)
         advantage_fn=SimpleNamespace(function=(functions or {}).get("advantage_fn")),
         updater=SimpleNamespace(surrogate=(functions or {}).get("surrogate")),
     )
-    found = describe(run, state, eos_token_ids=eos, eval_data=[encoded(eval_ids, eval_rows)] if eval_ids else [])
+    found = run_identity(run, state, eos_token_ids=eos, eval_data=[encoded(eval_ids, eval_rows)] if eval_ids else [])
     return json.loads(json.dumps(found))
 
 

@@ -79,8 +79,8 @@ def test_several_processes_give_the_same_rewards_as_one(monkeypatch, processes, 
     for found in several:
         np.testing.assert_array_equal(found.values, one.values)
         assert found.completions == one.completions
-        assert found.columns == one.columns
-        assert means_of(found.metrics) == means_of(one.metrics)
+        assert found.logged_columns == one.logged_columns
+        assert means_of(found.logged_metrics) == means_of(one.logged_metrics)
         assert timeless(found.stats) == timeless(one.stats)
         assert found.stats.keys() == one.stats.keys()
 
