@@ -45,7 +45,7 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     """Resolve the attention implementation for full sequences. "auto" selects the fastest for the devices.
 
-    "auto" is "mosaic" on NVIDIA's Hopper GPUs (compute capability 9.0) from jax 0.10 on, "triton" on other GPUs with
+    "auto" is "mosaic" on NVIDIA's Hopper GPUs (compute capability 9.0) from jax 0.10.2 on, "triton" on other GPUs with
     compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs, "splash" on TPUs, and "einsum" on CPUs.
     If `devices` is empty, the default device is used.
     """
@@ -58,7 +58,7 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
         return "splash" if _has_module("ops.tpu.splash_attention") else "tiles"
     if platform not in ("gpu", "cuda") or capability < 8:
         return "tiles"
-    return "mosaic" if capability == 9 and jax.__version_info__ >= (0, 10) else triton_or_tiles()
+    return "mosaic" if capability == 9 and jax.__version_info__ >= (0, 10, 2) else triton_or_tiles()
 
 
 def triton_or_tiles() -> str:

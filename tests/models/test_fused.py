@@ -156,7 +156,7 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
 @pytest.mark.quick
 def test_default_implementation_depends_on_the_devices():
     """By default an H100 uses the Mosaic GPU kernels, a T4 tiles, and a TPU the splash attention kernels."""
-    hopper = "mosaic" if jax.__version_info__ >= (0, 10) else "triton"
+    hopper = "mosaic" if jax.__version_info__ >= (0, 10, 2) else "triton"
     assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
     assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == [hopper, "tiles", "splash"]
     assert implementation("auto", [H100, H100]) == hopper
