@@ -280,6 +280,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int)
             weights = _masked(weights, 0.0, (pair.at[0], pair.at[1]), first_key, 1)
             total_v = _add_product(sums[1], weights, upstream)
             slope = _slope(weights, _product(v_half, upstream), own_delta, 1)
+            plgpu.commit_smem()  # no copy to the slot overtakes the loads of vectors
             return _add_product(sums[0], slope, queries), total_v
 
         total_k, total_v = loop(add, (_zeros(k.shape[-1]),) * 2)

@@ -29,11 +29,16 @@ def interpreted(monkeypatch):
 
     from grpo_jax.models import mosaic
 
+    def read(x):
+        value = x[...]
+        mosaic.plgpu.commit_smem()  # tensor cores read like copies; `x[...]` must be fenced from them
+        return value
+
     def add_product(total, x, y):
-        return total + jnp.dot(x.astype(y.dtype), y[...], preferred_element_type=jnp.float32)
+        return total + jnp.dot(x.astype(y.dtype), read(y), preferred_element_type=jnp.float32)
 
     def product(x, y):
-        return jnp.dot(x[...], y[...].T, preferred_element_type=jnp.float32)
+        return jnp.dot(read(x), read(y).T, preferred_element_type=jnp.float32)
 
     monkeypatch.setattr(mosaic, "HALF", 8)
     monkeypatch.setattr(mosaic, "_add_product", add_product)
