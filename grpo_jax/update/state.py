@@ -85,7 +85,7 @@ def create_state(
     entropy_bonus: float | None = None,
     donate: bool = False,
 ) -> TrainState:
-    """Create the state at step 0 from `params`, which are copied unless `donate` is True.
+    """Create the state at step 0 from `params`, which are copied unless `donate` is True, and a copy of `key`.
 
     Args:
       params: pytree of float arrays.
@@ -134,7 +134,8 @@ def create_state(
         master_params=masters,
     )
     # The optimizer state may contain references to the params.
-    return _unshared(state, set() if donate else {id(x) for x in jax.tree.leaves(params)})
+    kept = (key, entropy_coef, entropy_bonus, None if donate else params)
+    return _unshared(state, {id(x) for x in jax.tree.leaves(kept)})
 
 
 def begin_iteration(state: TrainState) -> TrainState:
