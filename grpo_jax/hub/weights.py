@@ -135,13 +135,15 @@ def same_weights(a: StoredTensor, b: StoredTensor) -> bool:
 
 def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
     """Raise ValueError if params do not have the names and shapes of the plan."""
-    wanted = {part.path: part.shape for tensor in plan for part in tensor.parts}
+    # The parts of experts are in order, so the last one has the number of experts.
+    parts = [part for tensor in plan for part in tensor.parts]
+    wanted = {part.path: part.shape if part.expert is None else (part.expert + 1, *part.shape) for part in parts}
     problems = [f"{'/'.join(path)} is missing" for path in wanted if path not in leaves]
     problems += [f"{'/'.join(path)} is unexpected" for path in leaves if path not in wanted]
     problems += [
         f"{'/'.join(path)} has shape {leaves[path].shape}, not {shape}"
         for path, shape in wanted.items()
-        if path in leaves and leaves[path].shape[-len(shape) :] != shape
+        if path in leaves and leaves[path].shape != shape
     ]
     if problems:
         raise ValueError(f"policy.params does not match policy.config: {some(problems)}.")
