@@ -199,7 +199,7 @@ class PackedUpdater(Updater):
         # Upper bound on the number of sequences, whatever the completion lengths, so that all parts have one shape.
         per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         most = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_backward
-        # Packing both kinds separately leaves more sequences partly empty, also if only one of several devices has both.
+        # Separate packing leaves more sequences partly empty, also if only one of several devices has both kinds.
         if 3 * len(together) <= 3 * len(trained) + len(others) or len(trained) + len(others) > most:
             trained, others = together, []
         sequences = [*trained, *others] or together
