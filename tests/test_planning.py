@@ -25,6 +25,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+GPT_OSS = {**MODEL, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def config_of(**settings):
@@ -134,6 +135,8 @@ def test_rollout_memory_depends_on_rollout_batch_size():
     [
         ({"quantize": "nf4"}, {}, "quantize='nf4' requires adapters; set lora to a rank"),
         ({"lora": 0}, {}, "lora must have a rank of at least 1; got 0"),
+        ({"lora": 2, "quantize": "nf4"}, {}, "requires rows with a multiple of 64 weights, but .* have 32"),
+        ({"model": GPT_OSS, "lora": 2, "quantize": "int8"}, {}, "not supported for layers_0/mlp/experts/gate_proj"),
         ({}, {"mesh": {"fsdp": 2}, "rollout_batch_size": 8}, "(?s)this plan has 1 error:.*rollout_batch_size = 8"),
         ({"prompt_length": None}, {}, "prompt_length is missing"),
     ],

@@ -26,7 +26,7 @@ from grpo_jax.hub.quantize import (
     read_quantized,
     without_quantization,
 )
-from grpo_jax.hub.tensors import Tensor, abstract_params, layout_of, prefixes_of
+from grpo_jax.hub.tensors import Tensor, abstract_params, layout_of, prefixes_of, tensor_plan
 from grpo_jax.messages import some
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.layers import Quantized
@@ -47,20 +47,22 @@ class Loading:
     quantize: str | None = None  # quantization of the frozen base; see `from_pretrained`
 
     def check(self, raw: Json) -> None:
-        """Raise ValueError if the model is not supported, or if params are quantized but no adapters are trained."""
+        """Raise ValueError if the model or `quantize` is not supported, or if `quantize` is set without adapters."""
         check_method(self.quantize)
-        read_config(without_quantization(raw))
+        config = read_config(without_quantization(raw))
         if self.lora is not None and self._rank < 1:
             raise ValueError(f"lora must have a rank of at least 1; got {self.lora}.")
         if self.lora is None and self.quantize is not None:
             raise ValueError(f"quantize={self.quantize!r} requires adapters; set lora to a rank or omit quantize.")
+        for tensor in () if self.quantize is None else tensor_plan(raw, config):
+            for part in tensor.parts:
+                check_quantizable(part.path, part.shape, tensor.parts, self.quantize)
 
     def params(self, shape: TransformerConfig) -> tuple[Params, Params | None]:
         """Return the shapes of the trained params and of the frozen base (None if there are no adapters)."""
 
         def held(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Quantized:
             names = [entry.key for entry in path]
-            check_quantizable(names, x.shape, (), self.quantize)
             if self.quantize is not None and is_projection(names, x.shape):
                 return quantized_shape(x.shape, self.quantize, self.param_dtype, jax.ShapeDtypeStruct)
             return jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.param_dtype))
@@ -133,13 +135,15 @@ def same_weights(a: StoredTensor, b: StoredTensor) -> bool:
 
 def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
     """Raise ValueError if params do not have the names and shapes of the plan."""
-    wanted = {part.path: part.shape for tensor in plan for part in tensor.parts}
+    # The parts of experts are in order, so the last one has the number of experts.
+    parts = [part for tensor in plan for part in tensor.parts]
+    wanted = {part.path: part.shape if part.expert is None else (part.expert + 1, *part.shape) for part in parts}
     problems = [f"{'/'.join(path)} is missing" for path in wanted if path not in leaves]
     problems += [f"{'/'.join(path)} is unexpected" for path in leaves if path not in wanted]
     problems += [
         f"{'/'.join(path)} has shape {leaves[path].shape}, not {shape}"
         for path, shape in wanted.items()
-        if path in leaves and leaves[path].shape[-len(shape) :] != shape
+        if path in leaves and leaves[path].shape != shape
     ]
     if problems:
         raise ValueError(f"policy.params does not match policy.config: {some(problems)}.")

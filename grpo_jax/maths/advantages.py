@@ -182,9 +182,9 @@ def compute_advantages(
 
     if multi_objective_aggregation == "normalize_then_sum":
         centered, std = _center(rewards, scored_by, axis=1)
-        z = centered / (std + epsilon)
-        centered, std = _center(_weighted_sum(z, weights, scored_by), scored, axis=(0, 1))
-        return centered / (std + epsilon)
+        r = _weighted_sum(centered / (std + epsilon), weights, scored_by)
+        _, std = _center(r, scored, axis=(0, 1))
+        return r / (std + epsilon)  # the mean of r is 0; subtracting a rounded mean would make zeros nonzero
 
     r = _weighted_sum(rewards, weights, scored_by)
     if estimator != "grpo":

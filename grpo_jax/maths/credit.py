@@ -28,7 +28,8 @@ def turn_advantages(
         A_t = A_n − Σ_k w_k (rewards in turn n before token t)
 
     The second term of A_t is 0 if a turn's only reward is at its last token. It is in units of the reward, so it is
-    applied only if advantages are too: with scale_rewards="none" and the estimators "grpo" and "rloo".
+    applied only if advantages are too: with scale_rewards="none", sum_then_normalize and the estimators "grpo" and
+    "rloo".
 
     Args:
       token_rewards: [B, G, T, K] float, rewards placed at tokens: a turn's reward at the last token of the turn, a
@@ -106,16 +107,16 @@ def turn_advantages(
     )
     advantages = jnp.moveaxis(advantages.reshape(b, t, g), 1, 2)
     found = jnp.take_along_axis(advantages, turn_of, axis=2)
-    if in_units_of_rewards(scale_rewards, estimator):
+    if in_units_of_rewards(scale_rewards, multi_objective_aggregation, estimator):
         per_function = jnp.ones(k, rewards.dtype) if weights is None else jnp.asarray(weights, rewards.dtype)
         weighted = (rewards * per_function[None, None, None]).sum(axis=-1)
         found = found - _earlier_in_turn(weighted, turn_of)
     return jnp.where(turns >= 0, found, 0)
 
 
-def in_units_of_rewards(scale_rewards: str, estimator: str) -> bool:
+def in_units_of_rewards(scale_rewards: str, aggregation: str, estimator: str) -> bool:
     """Return whether advantages are differences between rewards, so that rewards can be added to them."""
-    return scale_rewards == "none" and estimator in ("grpo", "rloo")
+    return scale_rewards == "none" and aggregation == "sum_then_normalize" and estimator in ("grpo", "rloo")
 
 
 def _to_go(earned: jax.Array) -> jax.Array:

@@ -57,7 +57,7 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
         return logits
     full = logits
     if 0 < top_k < logits.shape[-1]:
-        smallest = jax.lax.top_k(logits, top_k)[0][..., -1:]
+        smallest = jax.lax.top_k(logits, int(top_k))[0][..., -1:]
         logits = jnp.where(logits >= smallest, logits, -jnp.inf)
     if top_p < 1:
         descending = -jnp.sort(-logits, axis=-1)

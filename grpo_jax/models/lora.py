@@ -118,9 +118,9 @@ def reference_of(adapters: Params, alpha: float) -> Params:
 
     The reference's weights are a weighted sum of products A B from several syncs, which differs from the product of the
     averaged A and the averaged B. Therefore, the factors from the last n syncs are concatenated, [in, n·rank] and
-    [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`, for example 16 for alpha = 0.6. If they are not
-    smaller than the matrix, the matrix itself and an identity are used as factors. With alpha = 1, a sync copies the
-    adapters, so they are returned unchanged.
+    [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`, for example 16 for alpha = 0.6. If n·rank is at
+    least the smaller side of the matrix, the matrix itself and an identity are used as factors. With alpha = 1, a sync
+    copies the adapters, so they are returned unchanged.
     """
     if alpha == 1:
         return adapters
@@ -129,7 +129,7 @@ def reference_of(adapters: Params, alpha: float) -> Params:
     def one(adapter: Params) -> Params:
         a, b = adapter["a"].astype(jnp.float32), adapter["b"].astype(jnp.float32)
         (height, rank), width = a.shape, b.shape[1]
-        if rank < min(height, width) <= count * rank:
+        if min(height, width) <= count * rank:
             return _as_a_matrix(jnp.matmul(a, b, precision="highest"))
         more = (count - 1) * rank
         return {"a": jnp.pad(a, ((0, 0), (0, more))), "b": jnp.pad(b, ((0, more), (0, 0)))}
@@ -147,7 +147,7 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
         a, b = adapter["a"].astype(jnp.float32), adapter["b"].astype(jnp.float32)
         a_ref, b_ref, fade = reference["a"], reference["b"], 1 - alpha
         (height, rank), width = a.shape, b.shape[1]
-        if rank < min(height, width) == a_ref.shape[1]:
+        if min(height, width) == a_ref.shape[1]:
             product = jnp.matmul(a, b, precision="highest")
             return _as_a_matrix(alpha * product + fade * (b_ref if height <= width else a_ref))
         start = (step // every) * rank % a_ref.shape[1]  # offset of the oldest adapters, to overwrite

@@ -65,7 +65,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
       A mesh with all three axes, each of type Auto.
 
     Raises:
-      ValueError: if an axis is unknown, there are too few devices, or several processes do not use all devices.
+      ValueError: if an axis is unknown or below 1, devices are missing, or several processes do not use all devices.
 
     Example:
       >>> dict(make_mesh({"fsdp": 1}).shape)
@@ -77,11 +77,11 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     sizes = tuple(axes.get(name, 1) for name in AXES)
     devices = jax.devices() if devices is None else devices
     product, several = " × ".join(map(str, sizes)), jax.process_count() > 1
-    if math.prod(sizes) > len(devices) or (several and math.prod(sizes) < len(devices)):
+    if min(sizes) < 1 or math.prod(sizes) > len(devices) or (several and math.prod(sizes) < len(devices)):
         fit = f"exactly {len(devices)}, since every process takes part" if several else f"at most {len(devices)}"
         raise ValueError(
-            f"mesh = {dict(axes)} needs {product} devices, but {len(devices)} are available. Set sizes with a product"
-            f" of {fit}"
+            f"mesh = {dict(axes)} needs {product} devices, but {len(devices)} are available. Set positive sizes with a"
+            f" product of {fit}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)])
 

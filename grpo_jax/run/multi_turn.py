@@ -87,11 +87,14 @@ def credit_turns(
     Raises ValueError if a reward function returned per-token rewards but the settings scale advantages.
     """
     of_tokens = next((part for part in rewards.parts if part.per_token), None)
-    if of_tokens is not None and not in_units_of_rewards(config.scale_rewards, config.advantage_estimator):
+    aggregation = config.multi_objective_aggregation
+    unscaled = in_units_of_rewards(config.scale_rewards, aggregation, config.advantage_estimator)
+    if of_tokens is not None and not unscaled:
         raise ValueError(
             f"reward function {names[of_tokens.function]!r} returned an array of per-token rewards, which"
             f' turn_credit={config.turn_credit!r} supports only for unscaled advantages. Set scale_rewards="none" with'
-            ' advantage_estimator="grpo" or "rloo", or return a list with one reward per turn'
+            ' multi_objective_aggregation="sum_then_normalize" and advantage_estimator="grpo" or "rloo", or return a'
+            " list with one reward per turn"
         )
     t, turns = batch.mask.shape[2], rollout.turns
     advantages = _jit_turn_advantages(
@@ -99,7 +102,7 @@ def credit_turns(
         turns[:, :, :t],
         weights=np.asarray(config.reward_weights or [1.0] * rewards.values.shape[2], np.float32),
         scale_rewards=config.scale_rewards,
-        multi_objective_aggregation=config.multi_objective_aggregation,
+        multi_objective_aggregation=aggregation,
         estimator=config.advantage_estimator,
     )
     return np.where(batch.mask, np.asarray(advantages, np.float32), np.float32(0))

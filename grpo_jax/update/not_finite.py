@@ -23,8 +23,9 @@ def name_not_finite(
     the metrics. `params` are the params before the update. With several processes, all of them must call this.
     """
     batch = fetch(batch)
+    used = batch.mask if batch.advantages.ndim == 3 else batch.mask.any(axis=-1)
     inputs = {
-        "the advantage": batch.advantages,
+        "the advantage": np.where(used, batch.advantages, 0),
         "the sampler's log-prob": batch.sampling_log_probs,
         "the old log-prob": batch.old_log_probs,
         "the reference's log-prob": batch.ref_log_probs,
@@ -34,7 +35,8 @@ def name_not_finite(
     for name, values in inputs.items():
         if values is None:
             continue
-        array = np.asarray(values if values.ndim == 2 else masked(values, batch.mask))
+        # The loss bounds log-probs of −inf, but not advantages.
+        array = np.asarray(values if name == "the advantage" else masked(values, batch.mask))
         if not np.isfinite(array).all():
             at = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
             where = ", ".join(f"{axis} {i}" for axis, i in zip(("prompt", "completion", "token"), at, strict=False))

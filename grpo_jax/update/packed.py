@@ -196,13 +196,13 @@ class PackedUpdater(Updater):
         with_gradient = mask & has_gradient[:, None, None]
         together = packed(mask)
         trained, others = (packed(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
-        # Packing the two kinds separately leaves two sequences partly empty, which may cost more than it saves.
-        if 3 * len(together) <= 3 * len(trained) + len(others):
-            trained, others = together, []
-        sequences = [*trained, *others] or together
         # Upper bound on the number of sequences, whatever the completion lengths, so that all parts have one shape.
         per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         most = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_backward
+        # Separate packing leaves more sequences partly empty, also if only one of several devices has both kinds.
+        if 3 * len(together) <= 3 * len(trained) + len(others) or len(trained) + len(others) > most:
+            trained, others = together, []
+        sequences = [*trained, *others] or together
         filled = sequences + sequences[-1:] * (most - len(sequences))
         return Packed(
             part,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import chex
 import flax.struct
@@ -13,7 +14,7 @@ import optax
 
 from grpo_jax.maths.reference import sync_reference
 from grpo_jax.models.layers import UNTRAINED
-from grpo_jax.models.lora import reference_of, sync_adapters
+from grpo_jax.models.lora import reference_of
 from grpo_jax.types import Params
 
 
@@ -85,7 +86,7 @@ def create_state(
     entropy_bonus: float | None = None,
     donate: bool = False,
 ) -> TrainState:
-    """Create the state at step 0 from `params`, which are copied unless `donate` is True.
+    """Create the state at step 0 from `params`, which are copied unless `donate` is True, and a copy of `key`.
 
     Args:
       params: pytree of float arrays.
@@ -134,7 +135,8 @@ def create_state(
         master_params=masters,
     )
     # The optimizer state may contain references to the params.
-    return _unshared(state, set() if donate else {id(x) for x in jax.tree.leaves(params)})
+    kept = (key, entropy_coef, entropy_bonus, None if donate else params)
+    return _unshared(state, {id(x) for x in jax.tree.leaves(kept)})
 
 
 def begin_iteration(state: TrainState) -> TrainState:
@@ -151,13 +153,14 @@ def finish_update(
     has_tokens: jax.Array | bool = True,
     sync_every: int | None = None,
     sync_alpha: float = 1.0,
+    sync: Callable[..., Params] = sync_reference,
 ) -> TrainState:
     """Apply one optimizer step, then sync the reference if it is due.
 
     θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0,  with α = sync_alpha
 
-    If there are master params, θ denotes them, and params are set to their rounded values. For adapters, the reference
-    averages the products A·B instead of the factors (`lora.sync_adapters`).
+    If there are master params, θ denotes them, and params are set to their rounded values. For a reference from
+    `lora.reference_of`, pass `lora.sync_adapters` as `sync`: it averages the products A·B instead of the factors.
 
     If `is_finite` ([] bool, for the loss and the gradient) is False, params and optimizer state do not change and
     `skipped` is incremented. `step` is always incremented, so that skipped updates do not affect schedule, data or
@@ -182,9 +185,6 @@ def finish_update(
     )
     step, ref_params = state.step + 1, state.ref_params
     if ref_params is not None and sync_every is not None:
-        # Only a synced reference for adapters has shapes that differ from the params.
-        same = jax.tree.map(jnp.shape, ref_params) == jax.tree.map(jnp.shape, params)
-        sync = sync_reference if same else sync_adapters
         ref_params = sync(ref_params, params, step, every=sync_every, alpha=sync_alpha)
     return state.replace(
         params=params,

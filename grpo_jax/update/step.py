@@ -18,7 +18,9 @@ import optax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
+from grpo_jax.maths.reference import sync_reference
 from grpo_jax.maths.surrogates import Surrogate
+from grpo_jax.models.lora import LoraModel, sync_adapters
 from grpo_jax.models.scoring import LogitStatistic, predicting_states, score_completions
 from grpo_jax.models.sharding import constrain_params, split
 from grpo_jax.types import Batch, Model, Params, Prompts
@@ -243,6 +245,7 @@ def apply_gradients(
         # The entropy from a skipped update is not reliable.
         state = adapt_entropy_coef(state, metrics["selected_entropy"], is_finite & has_tokens, config)
         metrics["entropy_coef"] = state.entropy_coef
+    mixed = isinstance(updater.model, LoraModel) and config.ref_model_mixup_alpha < 1
     state = finish_update(
         state,
         grads,
@@ -251,6 +254,7 @@ def apply_gradients(
         has_tokens=has_tokens,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
+        sync=sync_adapters if mixed else sync_reference,
     )
     return constrain_params(state, updater.mesh), metrics
 

@@ -306,6 +306,11 @@ def test_params_that_do_not_match_the_config_are_not_saved(policy, tmp_path):
     del params["norm"]
     with pytest.raises(ValueError, match=r"not match policy.config: norm/scale is missing, extra/kernel"):
         save_pretrained(tmp_path / "model", policy.replace(params=params))
+    more = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 3, "moe_intermediate_size": 8}
+    moe = init_policy({**policy.config, **more, "num_experts_per_tok": 2}, jax.random.key(0))
+    two = jax.tree.map(lambda x: x[:2] if x.ndim == 3 else x, moe.params)
+    with pytest.raises(ValueError, match=r"experts/down_proj has shape \(2, 8, 16\), not \(3, 8, 16\)"):
+        save_pretrained(tmp_path / "model", moe.replace(params=two))
     assert not list(tmp_path.iterdir())
 
 

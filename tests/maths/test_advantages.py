@@ -119,6 +119,16 @@ def test_unscored_completions_get_zero_and_are_excluded_from_mean_and_std():
 
 
 @pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
+def test_equal_rewards_have_advantages_of_exactly_zero(scale, aggregation):
+    """A group with equal rewards gets zeros, not rounding errors, also if others in the batch have a signal."""
+    rewards = np.random.default_rng(1).normal(size=(5, 3, 2))
+    rewards[0] = rewards[0, :1]
+    advantages = compute_advantages(rewards, scale_rewards=scale, multi_objective_aggregation=aggregation)
+    assert not np.any(advantages[0])
+    assert np.all(advantages[1:])
+
+
+@pytest.mark.parametrize(("scale", "aggregation"), PAIRS)
 def test_shift_scale_and_permutations(scale, aggregation):
     settings = {"scale_rewards": scale, "multi_objective_aggregation": aggregation, "epsilon": 0.0}
     rewards, shift = example(missing=0.2), np.array([10.0, -3.0])

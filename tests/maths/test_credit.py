@@ -42,8 +42,9 @@ def test_rewards_inside_turns_and_on_observations():
     weighed = turn_advantages(two, TURNS, scale_rewards="none", weights=[2.0, 1.0])
     np.testing.assert_allclose(weighed[0, 0], 5 * np.array([first, first - 0.5, 0, second]), atol=1e-5)
     # With scaling by the std of whole turns, all tokens in a turn get the same advantage.
-    divided = turn_advantages(rewards, TURNS)
-    assert divided[0, 0, 0] == divided[0, 0, 1]
+    for settings in ({}, {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"}):
+        divided = turn_advantages(rewards, TURNS, **settings)
+        assert divided[0, 0, 0] == divided[0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_extreme_logits_stay_finite_and_half_precision_is_computed_in_float32():
 @pytest.mark.quick
 def test_kept_tokens_survive_every_filter():
     logits = jnp.array([[5.0, 1.0, 0.0, -4.0]])
-    processed = process_logits(logits, Sampling(top_k=1, top_p=0.5, min_p=0.9), keep=jnp.array([3]))
+    processed = process_logits(logits, Sampling(top_k=1.0, top_p=0.5, min_p=0.9), keep=jnp.array([3]))
     np.testing.assert_array_equal(processed, [[5.0, -jnp.inf, -jnp.inf, -4.0]])
 
 

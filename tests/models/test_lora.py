@@ -11,8 +11,8 @@ from flax.traverse_util import flatten_dict
 
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.policy import init_policy
-from grpo_jax.maths.reference import mixup
-from grpo_jax.models.lora import TARGETS, init_adapters, merge_adapters
+from grpo_jax.maths.reference import mixup, sync_reference
+from grpo_jax.models.lora import TARGETS, init_adapters, merge_adapters, sync_adapters
 from grpo_jax.types import as_argument
 from grpo_jax.update.state import create_state, finish_update
 
@@ -143,8 +143,8 @@ def test_bad_options_are_refused(options, message):
 
 @pytest.mark.parametrize(
     ("alpha", "rank", "columns"),
-    [(0.9, 2, 12), (0.6, 4, 32), (1.0, 2, 2)],
-    ids=["side by side", "as a matrix", "copied"],
+    [(0.9, 2, 12), (0.6, 4, 32), (0.6, 32, 32), (0.6, 40, 32), (1.0, 2, 2)],
+    ids=["side by side", "as a matrix", "of full rank", "of a higher rank", "copied"],
 )
 def test_adapter_reference_moves_like_the_merged_weights(alpha, rank, columns):
     """Over 24 syncs, more than its factors hold, the reference equals merged weights mixed in float64 at each sync."""
@@ -158,7 +158,8 @@ def test_adapter_reference_moves_like_the_merged_weights(alpha, rank, columns):
     merged = lambda tree: {path: np.float64(x) for path, x in flatten_dict(merge(base, tree, scale)).items()}
     rng = np.random.default_rng(1)
     noise = lambda: jax.tree.map(lambda x: np.float32(rng.normal(0, 0.1, x.shape)), adapters)
-    step = jax.jit(lambda state, g: finish_update(state, g, True, optimizer, sync_every=every, sync_alpha=alpha))
+    mixed = {"sync_every": every, "sync_alpha": alpha, "sync": sync_adapters if alpha < 1 else sync_reference}
+    step = jax.jit(lambda state, g: finish_update(state, g, True, optimizer, **mixed))
     begin = expected = merged(adapters)
     factors = adapters
     for n in range(1, 49):

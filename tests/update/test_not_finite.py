@@ -81,6 +81,21 @@ def test_first_non_finite_value_is_named(changes, of_params, words):
 
 
 @pytest.mark.quick
+def test_only_advantages_that_the_loss_uses_are_named():
+    """The mask hides advantages of NaN, per completion and per token; an advantage of −inf is named."""
+    given = batch(advantages=((1, 1), NAN), mask=((1, 1), False))
+    by_token = jnp.where(given.mask, given.advantages[..., None], NAN)
+    for advantages, words in [
+        (given.advantages.at[0, 1].set(-INF), "the advantage is -inf at prompt 0, completion 1 of the batch"),
+        (by_token.at[0, 1, 2].set(-INF), "the advantage is -inf at prompt 0, completion 1, token 2 of the batch"),
+    ]:
+        wrong = given.replace(advantages=advantages)
+        after, metrics = UPDATER.update(state_of(), wrong)
+        assert metrics["update_skipped"] == 1
+        assert words in name_not_finite(UPDATER, after.params, wrong, jax.device_get(metrics))
+
+
+@pytest.mark.quick
 def test_non_finite_masked_and_bounded_values_do_not_skip_the_update():
     fine = batch(sampling_log_probs=((0, 0, 2), NAN), ref_log_probs=((0, 0, 1), -INF))
     assert UPDATER.update(state_of(), fine)[1]["update_skipped"] == 0

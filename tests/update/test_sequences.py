@@ -15,6 +15,7 @@ from grpo_jax import GRPOConfig, add_lora, make_prompts
 from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
 from grpo_jax.models.packing import order_prompts
+from grpo_jax.models.sharding import make_mesh
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
 from grpo_jax.update.objective import loss_settings, vanishes_without_advantage
@@ -96,6 +97,19 @@ def test_groups_with_and_without_a_gradient_share_a_part(parts, monkeypatch):
     few = few.replace(mask=few.mask.at[:, 1:].set(False).at[:, :, 1:].set(False))
     assert_same_step(*both(MODEL, PARAMS, few, config))
     assert parts[1] == (1, 1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("learnt", [(), (0,), (0, 1), (0, 4), range(4), range(8)], ids=str)
+def test_all_parts_have_one_shape(learnt):
+    """The number of sequences of a part does not depend on which groups have a gradient, also on two devices."""
+    config = GRPOConfig(max_completion_length=T)
+    updater = choose_updater(MODEL, config, micro_shape=(4, G), mesh=make_mesh({"data": 2}))
+    part = jax.tree.map(lambda x: np.concatenate([x, x]), batch(mask=np.ones((4, G, T), bool)))
+    shape = updater.shapes(PARAMS, part.mask.shape)[0]
+    assert shape.size // T == 1
+    sequences = updater.pack_part(part, None, np.isin(np.arange(8), learnt), shape, 0).sequences
+    assert sequences.tokens.shape == (2, 4 * G + 1, shape.size)
 
 
 def test_dropout_is_applied_to_groups_without_a_gradient(parts):

@@ -47,11 +47,13 @@ def test_shared_leaves_and_params_in_the_optimizer_state_are_copied(donate):
     twice = jnp.ones(3)
     params = {"a": twice, "b": twice, "c": np.ones(2, np.float32)}
     keeping = optax.GradientTransformation(lambda params: {"start": params}, OPTIMIZER.update)
-    state = create_state(params, keeping, jax.random.key(0), donate=donate)
+    key, coef = jax.random.key(0), jnp.float32(0.1)
+    state = create_state(params, keeping, key, entropy_coef=coef, donate=donate)
     held = pointers(state) + ([] if donate else [twice.unsafe_buffer_pointer()])
     assert len(held) == len(set(held))
     jax.block_until_ready(jax.jit(lambda state: state.replace(step=state.step + 1), donate_argnums=0)(state))
     assert twice.is_deleted() == donate
+    assert not any(x.is_deleted() for x in (key, coef)), "only params are donated"
 
 
 def test_old_params_are_kept_only_if_needed():
