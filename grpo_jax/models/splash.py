@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +80,9 @@ def splash_attention(
         interpret=False,
     )
 
-    def one(q: jax.Array, k: jax.Array, v: jax.Array, infos: tuple[MaskInfo, ...], ids: Any) -> jax.Array:
+    def one(
+        q: jax.Array, k: jax.Array, v: jax.Array, infos: tuple[MaskInfo, ...], ids: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
         return attention(*infos)(q, k, v, ids)
 
     q = (q * kernel.scale).swapaxes(2, 3).reshape(a, h * r, n, d)

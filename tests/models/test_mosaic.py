@@ -103,6 +103,7 @@ def test_kernels_are_used_only_if_they_agree_with_tiles(wrong, monkeypatch):
     assert mosaic_agrees.__wrapped__(jax.devices()[0], 8) == (wrong is None)
 
 
+@pytest.mark.quick
 def test_a_run_falls_back_to_other_kernels_if_they_disagree(monkeypatch):
     """The check is made once, on a device that is here, for models that the kernels support."""
     asked = []
