@@ -308,7 +308,7 @@ def _kernel_backward(
 # gradients equal the gradients of a softmax with one additional key.
 
 
-def _passes(kernel: Kernel) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _passes(kernel: Kernel) -> tuple[Callable[..., Any], ...]:
     """Return the functions for the forward and the backward pass."""
     if kernel.implementation == "mosaic":
         from grpo_jax.models import mosaic  # older versions of JAX lack the module that it imports
