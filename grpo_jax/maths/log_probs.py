@@ -109,8 +109,8 @@ def _jvp(
 
 def _batched(xs: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[list[jax.Array], list[int]]:
     size = next(x.shape[axis] for x, axis in zip(xs, axes, strict=True) if axis is not None)
-    xs = [batching.bdim_at_front(x, axis, size) for x, axis in zip(xs, axes, strict=True)]
-    return _reduce_p.bind(*xs), [0, 0, 0]
+    logits, tokens = (batching.bdim_at_front(x, axis, size) for x, axis in zip(xs, axes, strict=True))
+    return _reduce_p.bind(logits, tokens), [0, 0, 0]
 
 
 # A primitive, since JAX drops the rule of a `custom_jvp` function in a loop when it differentiates a gradient.

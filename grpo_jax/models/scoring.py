@@ -91,7 +91,7 @@ def score_chunks(
     def score_wide(wide: Params, chunk: tuple[jax.Array, jax.Array, Arrays]) -> Scores:
         return score(jax.tree.map(_with_gradient_of, wide, frozen), chunk)
 
-    # Nothing can be shared with the forward pass, which is another loop. Barriers would keep the values of `wide` alive.
+    # The forward pass is another loop, so nothing is shared with it. Barriers would keep the values of `wide` alive.
     policy = jax.checkpoint_policies.save_only_these_names(*NORMALIZER)
     recomputed = jax.checkpoint(score_wide, policy=policy, prevent_cse=False)
     scores = jax.lax.map(functools.partial(recomputed, wide), jax.tree.map(split, inputs))
