@@ -42,40 +42,24 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
     return log_probs_of(process_logits(logits, Sampling(temperature)), tokens)
 
 
-@jax.custom_jvp
-def _logit_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return logits[..., token].
-
-    The gradient is a mask, which XLA fuses with the rest of the gradient of the logits. The gradient of a gather would
-    be a separate array of the size of the logits.
-    """
-    return jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-
-
-@_logit_of.defjvp
-def _logit_of_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
-) -> tuple[jax.Array, jax.Array]:
-    logits, tokens = primals
-    here = tokens[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    # Not `where`: XLA would store its zeros as an array of the size of the logits.
-    return _logit_of(logits, tokens), (here.astype(logits.dtype) * tangents[0]).sum(axis=-1)
-
-
 NORMALIZER = ("log_normalizer", "entropy")
-"""Names of the results of `normalizer_and_entropy`, which `jax.checkpoint` can save."""
+"""Names of two results of `reduce_logits`, which `jax.checkpoint` can save. Its backward pass needs no others."""
 
 
-def normalizer_and_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute log Z = log Σ_v exp(logits_v) and the entropy of softmax(logits), [...] float32, for logits [..., V].
+def reduce_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute log Z = log Σ_v exp(logits_v), the entropy of softmax(logits) and logits_token, each [...] float32.
 
-    On accelerators, the value and the gradient read the logits once each.
+    On accelerators, the value and the gradient read the logits [..., V] once each.
     """
-    log_z, entropy = _normalize_p.bind(logits)
-    return checkpoint_name(log_z, NORMALIZER[0]), checkpoint_name(entropy, NORMALIZER[1])
+    log_z, entropy, logit = _reduce_p.bind(logits, tokens)
+    return checkpoint_name(log_z, NORMALIZER[0]), checkpoint_name(entropy, NORMALIZER[1]), logit
 
 
-def _in_passes(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _is_token(tokens: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return tokens[..., None] == jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+
+
+def _in_passes(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the results in several vectorized passes, which is faster on CPUs."""
     largest = logits.max(axis=-1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
@@ -84,53 +68,68 @@ def _in_passes(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     p, excluded = jnp.exp(log_p), jnp.isneginf(log_p)
     # 0 · log 0 = 0: an excluded token (−inf) contributes nothing. Without the outer `where`, XLA's CPU backend does not
     # vectorize the exponential, which makes it eight times slower.
-    return log_z, -jnp.where(excluded, p, p * jnp.where(excluded, p, log_p)).sum(axis=-1)
+    entropy = -jnp.where(excluded, p, p * jnp.where(excluded, p, log_p)).sum(axis=-1)
+    return log_z, entropy, jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
 
 
-def _in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Reduce to m = max(l), s = Σ exp(l − m) and t = Σ exp(l − m)·(l − m); the entropy is log s − t/s."""
+def _in_one_pass(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Reduce to m = max(l), s = Σ exp(l − m), t = Σ exp(l − m)·(l − m) and l_token; the entropy is log s − t/s."""
 
-    def merge(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def merge(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         largest = jnp.maximum(x[0], y[0])
         parts = []
-        for m, s, t in (x, y):
+        for m, s, t, _ in (x, y):
             shift = jnp.where(m == -jnp.inf, 0.0, m - largest)
             parts.append((jnp.exp(shift) * s, jnp.exp(shift) * (t + shift * s)))
-        return largest, parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+        return largest, parts[0][0] + parts[1][0], parts[0][1] + parts[1][1], x[3] + y[3]
 
-    values = logits, (logits != -jnp.inf).astype(logits.dtype), jnp.zeros_like(logits)
-    initial = tuple(jnp.array(x, logits.dtype) for x in (-jnp.inf, 0, 0))
-    largest, total, weighted = jax.lax.reduce(values, initial, merge, (logits.ndim - 1,))
-    return jnp.log(total) + largest, jnp.log(total) - weighted / total
+    zeros = jnp.zeros_like(logits)
+    chosen = jnp.where(_is_token(tokens, logits.shape), logits, zeros)
+    values = logits, (logits != -jnp.inf).astype(logits.dtype), zeros, chosen
+    initial = tuple(jnp.array(x, logits.dtype) for x in (-jnp.inf, 0, 0, 0))
+    largest, total, weighted, logit = jax.lax.reduce(values, initial, merge, (logits.ndim - 1,))
+    return jnp.log(total) + largest, jnp.log(total) - weighted / total, logit
 
 
-def _jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    (logits,), (tangent,) = primals, tangents
-    log_z, entropy = normalizer_and_entropy(logits)
+def _jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, object]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    (logits, tokens), (tangent, _) = primals, tangents
+    log_z, entropy, logit = reduce_logits(logits, tokens)
     log_p = logits - log_z[..., None]
     p = jnp.exp(log_p)
     # For excluded tokens (log_p = −inf), use p, which is 0: XLA would materialize a constant 0 with shape [..., V].
     centered = jnp.where(jnp.isneginf(log_p), p, log_p) + entropy[..., None]
-    return [log_z, entropy], [(p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1)]
+    here = _is_token(tokens, logits.shape)
+    # A mask, which XLA fuses with the rest of the gradient of the logits: the gradient of a gather would be a separate
+    # array of their size. Not `where`: XLA would store its zeros as such an array.
+    sums = (p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1), (here.astype(p.dtype) * tangent).sum(-1)
+    return [log_z, entropy, logit], list(sums)
+
+
+def _batched(xs: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[list[jax.Array], list[int]]:
+    size = next(x.shape[axis] for x, axis in zip(xs, axes, strict=True) if axis is not None)
+    logits, tokens = (batching.bdim_at_front(x, axis, size) for x, axis in zip(xs, axes, strict=True))
+    return _reduce_p.bind(logits, tokens), [0, 0, 0]
 
 
 # A primitive, since JAX drops the rule of a `custom_jvp` function in a loop when it differentiates a gradient.
-_normalize_p = Primitive("normalizer_and_entropy")
-_normalize_p.multiple_results = True
-_normalize_p.def_impl(jax.jit(normalizer_and_entropy))
-_normalize_p.def_abstract_eval(lambda logits: [ShapedArray(logits.shape[:-1], logits.dtype)] * 2)
-ad.primitive_jvps[_normalize_p] = _jvp
-batching.primitive_batchers[_normalize_p] = lambda xs, at: (_normalize_p.bind(jnp.moveaxis(xs[0], at[0], 0)), [0, 0])
-mlir.register_lowering(_normalize_p, mlir.lower_fun(_in_one_pass, multiple_results=True))
-mlir.register_lowering(_normalize_p, mlir.lower_fun(_in_passes, multiple_results=True), platform="cpu")
+_reduce_p = Primitive("reduce_logits")
+_reduce_p.multiple_results = True
+_reduce_p.def_impl(jax.jit(reduce_logits))
+_reduce_p.def_abstract_eval(lambda logits, tokens: [ShapedArray(tokens.shape, logits.dtype)] * 3)
+ad.primitive_jvps[_reduce_p] = _jvp
+batching.primitive_batchers[_reduce_p] = _batched
+mlir.register_lowering(_reduce_p, mlir.lower_fun(_in_one_pass, multiple_results=True))
+mlir.register_lowering(_reduce_p, mlir.lower_fun(_in_passes, multiple_results=True), platform="cpu")
 
 
 def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return the log-probs [...] of tokens [...] under softmax(logits [..., V])."""
-    return _logit_of(logits, tokens) - normalizer_and_entropy(logits)[0]
+    return log_probs_and_entropy(logits, tokens)[0]
 
 
 def log_probs_and_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the log-probs [...] of tokens [...] and the entropies [...] of softmax(logits [..., V]), in nats."""
-    log_z, entropy = normalizer_and_entropy(logits)
-    return _logit_of(logits, tokens) - log_z, entropy
+    log_z, entropy, logit = reduce_logits(logits, tokens)
+    return logit - log_z, entropy

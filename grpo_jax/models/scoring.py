@@ -91,7 +91,9 @@ def score_chunks(
     def score_wide(wide: Params, chunk: tuple[jax.Array, jax.Array, Arrays]) -> Scores:
         return score(jax.tree.map(_with_gradient_of, wide, frozen), chunk)
 
-    recomputed = jax.checkpoint(score_wide, policy=jax.checkpoint_policies.save_only_these_names(*NORMALIZER))
+    # The forward pass is another loop, so nothing is shared with it. Barriers would keep the values of `wide` alive.
+    policy = jax.checkpoint_policies.save_only_these_names(*NORMALIZER)
+    recomputed = jax.checkpoint(score_wide, policy=policy, prevent_cse=False)
     scores = jax.lax.map(functools.partial(recomputed, wide), jax.tree.map(split, inputs))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(b, -1)[:, :n], scores)
 
@@ -271,7 +273,8 @@ def score_packed(
         sequence.tokens,
         sampling,
         with_entropy=with_entropy,
-        chunk=states.shape[0] * CHUNK,  # one chunk per device
+        # One chunk per device. In long sequences, longer chunks are faster, and take less memory than the activations.
+        chunk=states.shape[0] * max(CHUNK, min(2 * CHUNK, states.shape[1] // 10)),
         statistic=statistic,
     )
     return _masked(jax.tree.map(sequence.by_segment, scores), sequence.mask, aux)

@@ -159,6 +159,8 @@ class Transformer(nn.Module):
         )
         # If the embedding is sharded along D, XLA's partitioner may otherwise shard the activations along D too.
         x = constrain(self.embed_tokens(tokens), c.mesh)
+        # Otherwise, XLA looks the tokens up again in each operation that reads x.
+        x = x if cache is not None else jax.lax.optimization_barrier(x)
         x = x if images is None else insert_features(x, images)
         prompts = None if prefix is None else prefix.layers
         x, kept = self._apply_layers(x, context, self._layer_inputs(tokens, x), prompts, cache)
