@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Protocol
 
 import jax
@@ -261,13 +261,9 @@ class _MultiTurnStream:
 
 def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | None:
     """Wait for an answer, and call `interrupt` every 0.2 s until it arrives."""
-    while True:
-        try:
-            return answer.result(timeout=0.2)
-        except TimeoutError:
-            if answer.done():  # the answer itself raised TimeoutError
-                raise
-            interrupt()
+    while not wait([answer], timeout=0.2).done:
+        interrupt()
+    return answer.result()
 
 
 def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
