@@ -122,9 +122,13 @@ def generate_with_engine(
     every |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
     named = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if accepts_any_keyword(sampler) else set())
     returned = sampler(**{name: value for name, value in every.items() if name in named})
+    shape = prompts.tokens.shape[0], settings["num_generations"], settings["max_completion_length"]
+    if jax.process_index() > 0:  # may be empty; a valid placeholder of the same shape takes part in the gather
+        real = jnp.ones(shape, bool)
+        returned = Completions(real.astype(jnp.int32), real, jnp.zeros(shape), real[..., 0])
     completions = read_completions(
         returned,
-        (prompts.tokens.shape[0], settings["num_generations"], settings["max_completion_length"]),
+        shape,
         vocab_size=vocab_size(model, params),
         pad_token_id=policy.pad_token_id,
         turns=answer_turn is not None,

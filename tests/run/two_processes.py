@@ -81,14 +81,14 @@ def play(run_dir, *, fails=False):
 
 
 def drawn_by_an_engine():
-    """Return the token ids and log-probs from a sampler whose completions differ between processes."""
+    """Return the token ids and log-probs from a sampler that returns empty completions in the second process."""
     from grpo_jax import Completions, make_prompts
 
     def engine(prompts, num_generations, max_completion_length):
         shape = (1, num_generations, max_completion_length)
         tokens = np.full(shape, 7 + jax.process_index(), np.int32)
         log_probs = np.full(shape, -0.5 - jax.process_index(), np.float32)
-        return Completions(tokens, np.ones(shape, bool), log_probs, np.zeros(shape[:2], bool))
+        return Completions(tokens, np.full(shape, jax.process_index() == 0), log_probs, np.zeros(shape[:2], bool))
 
     settings = {"num_generations": 2, "max_completion_length": 3, **BY_EOS._asdict()}
     key, prompts = jax.random.key(0), make_prompts([[5]])
