@@ -95,7 +95,6 @@ class Engine:
         self._version: _Version | None = None  # the version that the server should have loaded
         self._loaded: _Version | None = None
         self._params: list[weakref.ref[jax.Array]] = []  # arrays from which the version was written
-        self._checked: tuple[Sampling, int] | None = None
         self.last_metrics: dict[str, float] = {}
 
     def set_params(self, policy: Policy, params: Params) -> None:
@@ -236,12 +235,11 @@ class Engine:
             table.observe(row, observation)
 
     def _check_and_load(self, sampling: Sampling, longest: int) -> None:
-        """Check the server and load the weights, unless this has already been done."""
-        if self._checked is None or self._checked[0] != sampling or self._checked[1] < longest:
-            self._server.check(sampling, longest)
-            self._checked = sampling, longest
+        """Check the server, which may have been restarted with other flags, and load the weights if it lacks them."""
+        self._server.look_up(longest)
         if self._loaded is not self._version or not self._has_loaded():
             self._load()
+        self._server.check(sampling)
 
     def _load(self) -> None:
         """Load the weights. Raises `EngineError` if the server's and the local log-probs for the probe differ."""

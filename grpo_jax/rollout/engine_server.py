@@ -83,9 +83,8 @@ class VLLM:
         self._base = self._name = model  # names of the base model, and of the model that requests use
         self._reports_version = True
 
-    def check(self, sampling: Sampling, longest: int) -> None:
-        """Raise EngineError unless the server allows `longest` tokens and its log-probs reflect `sampling`."""
-        self.look_up(longest)
+    def check(self, sampling: Sampling) -> None:
+        """Raise EngineError unless the server's log-probs reflect `sampling`."""
         # With top_k = 1, the drawn token has a log-prob of 0 under the distribution that the server samples from, and a
         # negative log-prob under the raw distribution.
         if sampling == Sampling() or sampling.temperature == 0:

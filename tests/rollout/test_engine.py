@@ -118,12 +118,17 @@ def test_requests_contain_the_sampling_settings(server):
 
 
 @pytest.mark.quick
-def test_raw_log_probs_are_refused_at_the_first_request(server):
+def test_raw_log_probs_are_refused_in_every_batch(server):
     server.raw = True
     draws(vllm(server.url))  # at temperature 1 without truncation both are equal
     for settings in ({"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}):
         with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
             draws(vllm(server.url), **settings)
+    server.raw, engine = False, vllm(server.url)
+    draws(engine, temperature=0.7)
+    server.raw = True  # as after a restart without the flag
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        draws(engine, temperature=0.7)
 
 
 def nth(path, wrong, *numbers):
