@@ -24,6 +24,8 @@ BUSY = (408, 425, 429, 500, 502, 503, 504)
 """HTTP status codes after which a request is retried."""
 SHORT = 2**20
 """Maximum size in bytes of responses that do not grow with the number of tokens."""
+CONNECT = 10.0
+"""Time limit for a connection in seconds. An interrupt must wait for it, because it cannot be aborted."""
 MAX_REQUESTS = 1024
 """Maximum number of concurrent requests."""
 MAX_RECOVERIES = 3
@@ -152,9 +154,14 @@ class Client:
     @contextlib.contextmanager
     def _connected(self, late: threading.Event) -> Iterator[http.client.HTTPConnection]:
         """Open a connection and shut it down after the timeout. A socket timeout would apply only to single reads."""
-        connection, begin = self._connection(self._host, self._port, timeout=self._timeout), time.monotonic()
-        connection.connect()
+        aborts, begin, limit = self._aborts, time.monotonic(), min(self._timeout, CONNECT)
+        connection = self._connection(self._host, self._port, timeout=limit)
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise ConnectionError(f"no connection within {limit:g} s") from error
         opened = connection.sock  # http.client clears `sock` when the response starts
+        opened.settimeout(self._timeout)
 
         def expire() -> None:
             late.set()
@@ -164,6 +171,8 @@ class Client:
         timer.daemon = True
         timer.start()
         self._open.add(opened)
+        if aborts != self._aborts:  # aborted while connecting
+            _shut_down(opened)
         try:
             yield connection
         finally:

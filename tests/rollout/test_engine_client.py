@@ -9,6 +9,7 @@ import traceback
 import pytest
 
 from grpo_jax.maths.sampling import Sampling
+from grpo_jax.rollout import engine_client
 from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused
 from grpo_jax.rollout.engine_server import VLLM
 
@@ -84,6 +85,21 @@ def test_timeout_covers_the_whole_response(begin, piece):
     with serving(answer) as url, pytest.raises(ConnectionLost, match=r"did not respond within 0\.3 s"):
         Client(url, timeout=0.3).request("/v1/models")
     assert time.monotonic() - started < 3
+
+
+def test_connecting_has_a_shorter_timeout(monkeypatch):
+    """An interrupt must wait while connecting, so an unreachable server must not take the timeout of a completion."""
+    monkeypatch.setattr(engine_client, "CONNECT", 0.2)
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):  # a full backlog, so that further connections are not answered
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        begin = time.monotonic()
+        with pytest.raises(ConnectionLost, match="no connection within"):
+            Client(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=5).request("/v1/models")
+        assert time.monotonic() - begin < 3
 
 
 @pytest.mark.parametrize("begin", [of(200, b"{", "Connection: close"), of(400, b"", "Connection: close"), b""])
