@@ -61,6 +61,9 @@ class Client:
                 f"base_url must have the form http://host:port, as printed by the server at startup; got {shown}. Set"
                 " the server's key in an environment variable (api_key_env)."
             )
+        for name, seconds, least in (("timeout", timeout, 1e-3), ("patience", patience, 0.0)):
+            if not isinstance(seconds, int | float) or not least <= seconds <= threading.TIMEOUT_MAX:
+                raise ValueError(f"{name} must be a finite number of seconds ≥ {least:g}; got {show(seconds)}.")
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self.base_url = f"{url.scheme}://{url.netloc}{self._path}"
         self._host, self._port = url.hostname, url.port

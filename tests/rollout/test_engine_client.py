@@ -87,6 +87,12 @@ def test_timeout_covers_the_whole_response(begin, piece):
     assert time.monotonic() - started < 3
 
 
+@pytest.mark.parametrize("given", [{"timeout": 0}, {"timeout": float("nan")}, {"patience": -1}, {"patience": None}])
+def test_invalid_time_limit_is_rejected(given):
+    with pytest.raises(ValueError, match=rf"{next(iter(given))} must be a finite number of seconds ≥"):
+        Client("http://127.0.0.1:1", **given)
+
+
 def test_connecting_has_a_shorter_timeout(monkeypatch):
     """An interrupt must wait while connecting, so an unreachable server must not take the timeout of a completion."""
     monkeypatch.setattr(engine_client, "CONNECT", 0.2)
