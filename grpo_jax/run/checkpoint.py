@@ -5,7 +5,7 @@ checkpoints/40/   params   the trained params, the only part needed for export
                   rest     the other fields of `TrainState`: optimizer, old policy, reference, master params, key, …
                   batch    the current batch, if not all of its updates are done
                   ahead    completions for the next iteration, already sampled from an earlier policy (`rollout_ahead`)
-                  told     their transcript as UTF-8 encoded JSON, if they have several turns
+                  told     their engine's metrics and, with several turns, their transcript, as UTF-8 encoded JSON
                   JSON metadata: the host-side counters and the run's description (`resume.run_identity`)
 ```
 

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 
+from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.streams import in_background
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import OnDemandRollouts, sampling_key, sampling_params
@@ -71,21 +72,20 @@ class PrefetchedRollouts(OnDemandRollouts):
         self.cursor, self.prefetched = self.next_cursor, self._unconsumed
 
     def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
-        """Return `prefetched` as arrays, and the transcript of multi-turn completions as JSON bytes [n] uint8.
+        """Return `prefetched` as arrays, and its other parts as JSON bytes [n] uint8.
 
-        The transcript contains the episodes, and the prompts that environments changed.
+        These are an engine's metrics and, for multi-turn completions, episodes and prompts that environments changed.
         """
         if self.prefetched is None:
             return None, None
-        if self.prefetched.episodes is None:
-            return self.prefetched.completions, None
-        rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._num_prompts)]
-        pairs = zip(self.prefetched.rows, rows, strict=True)
-        transcript = {
-            "prompts": [None if mine is row else mine["prompt"] for mine, row in pairs],
-            "episodes": [one.to_json() for one in self.prefetched.episodes],
-        }
-        return self.prefetched.completions, np.frombuffer(json.dumps(transcript).encode(), np.uint8)
+        metrics = {name: float(value) for name, value in self.prefetched.metrics.items()}
+        stored: dict[str, object] = {"metrics": gather_objects(metrics)[0]}  # only process 0 has an engine's metrics
+        if self.prefetched.episodes is not None:
+            rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._num_prompts)]
+            pairs = zip(self.prefetched.rows, rows, strict=True)
+            stored["prompts"] = [None if mine is row else mine["prompt"] for mine, row in pairs]
+            stored["episodes"] = [one.to_json() for one in self.prefetched.episodes]
+        return self.prefetched.completions, np.frombuffer(json.dumps(stored).encode(), np.uint8)
 
     def _has_next(self, state: TrainState) -> bool:
         """Return whether another iteration follows the current one."""
@@ -186,16 +186,18 @@ def _restored(run: Run, cursor: int, completions: Completions, transcript: np.nd
     """Rebuild the rollout that `PrefetchedRollouts.checkpoint_arrays` converted to arrays."""
     data, indices = run.data, run.row_indices(cursor, run.sizes.prompts)
     rows = [data.rows[i] for i in indices]
-    if run.interaction is None or transcript is None:
+    stored = {} if transcript is None else json.loads(np.asarray(transcript).tobytes())
+    metrics = stored.get("metrics", {})
+    if run.interaction is None or "episodes" not in stored:
         prompts = data.prompts(indices, length=run.prompt_length)
-        return RolloutResult(rows, prompts, completions)
+        return RolloutResult(rows, prompts, completions, metrics=metrics)
     from grpo_jax.rollout.interaction import EpisodeRecord
     from grpo_jax.run.multi_turn import episode_prompts
 
-    stored = json.loads(np.asarray(transcript).tobytes())
     pairs = zip(rows, stored["prompts"], strict=True)
     rows = [row if prompt is None else {**row, "prompt": prompt} for row, prompt in pairs]
     prompts = episode_prompts(
         run.interaction, data, indices, rows, length=run.prompt_length, padding=run.config.padding
     )
-    return RolloutResult(rows, prompts, completions, [EpisodeRecord.from_json(one) for one in stored["episodes"]])
+    episodes = [EpisodeRecord.from_json(one) for one in stored["episodes"]]
+    return RolloutResult(rows, prompts, completions, episodes, metrics=metrics)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from stand_in import StandIn
-from test_sampler import POLICY, SMALL, G, T, rewards
+from test_sampler import POLICY, SMALL, G, T, canned, rewards
 from test_turns_run import ROWS, Game
 
 from grpo_jax import GRPOConfig, train
@@ -119,6 +119,23 @@ def test_resumed_engine_run_has_the_same_params(server, tmp_path):
     found, lines = run(vllm(server.url), run_dir=tmp_path, save_steps=1)
     assert 0 < len(lines) < 4
     same(found, undisturbed()[0])
+
+
+def test_resumed_run_logs_the_metrics_of_prefetched_completions(tmp_path):
+    """The engine's metrics of completions that were prefetched before a checkpoint are logged after a resume."""
+    calls = []
+
+    def sampler(num_generations):
+        calls.append(None)
+        sampler.last_metrics = {"sampler/call": np.float32(len(calls))}
+        return canned(num_generations)
+
+    def stop(step, metrics):
+        raise StopRun
+
+    run(sampler, run_dir=tmp_path, callbacks=[stop])
+    run(sampler, run_dir=tmp_path)
+    assert [line["sampler/call"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_stopped_run_does_not_wait_for_pending_completions(server, tmp_path):
