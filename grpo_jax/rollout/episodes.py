@@ -29,6 +29,7 @@ from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.rewards.outcomes import describe_failure
 from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord, Interaction, schemas_of
 from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
+from grpo_jax.rollout.turns import TRUNCATED
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message, turn_text
 from grpo_jax.text.completions import CachedTokenizer, PrecedingText, continuation, preceding_text
 from grpo_jax.text.rows import is_conversation
@@ -94,7 +95,7 @@ class Episode:
                 observation = self._observation(parsed)
         if observation is None:
             unanswered = cut and not self.counts.clipped and not hasattr(self.environment, "respond")
-            return range(limit + 1) if unanswered else None  # too many tokens truncate the completion
+            return TRUNCATED if unanswered else None
         tokens = self._encode(observation, limit, int(ids[-1]))
         if len(tokens) <= limit:  # longer observations are not shown to the policy
             self._extend_context(tokens)
@@ -220,10 +221,10 @@ class Episode:
     def _encode(self, observation: str | Messages, limit: int, drawn: int) -> Sequence[int]:
         """Return the token ids of an observation that follows `drawn`, the last token of a turn.
 
-        An observation that is certainly too long is not encoded; `limit + 1` placeholder ids are returned instead.
+        An observation that is certainly too long is not encoded; `TRUNCATED` is returned instead.
         """
         if sum(map(len, _texts(observation))) > 1000 + MAX_CHARACTERS_PER_TOKEN * limit:
-            return range(limit + 1)
+            return TRUNCATED
         if isinstance(observation, str):
             return self._texts.encode(observation)
         tokenizer, eos = self._interaction.tokenizer, self._interaction.eos_token_ids

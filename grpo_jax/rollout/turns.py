@@ -53,6 +53,9 @@ answer; with a large value, one long turn would delay all other turns."""
 Answer = Future[Sequence[int] | None]
 """Future of the token ids that the environment appends after a turn, or of None at the end of the completion."""
 
+TRUNCATED = range(2**31 - 1)
+"""Result of an `Answer` that truncates the completion after the turn. It is longer than any limit."""
+
 
 class AnswerTurn(Protocol):
     """A function that answers turns. It is called once per turn, from any thread, and returns a future without waiting.
@@ -164,7 +167,8 @@ class _MultiTurnStream:
         local = [(row, answer) for row, answer in self.waiting.items() if answer is not None]
         answers = [(row, wait_for(answer, self.job.interrupt)) for row, answer in local]
         if jax.process_count() > 1:
-            lists = [(row, None if tokens is None else [int(token) for token in tokens]) for row, tokens in answers]
+            most = table.length  # enough to show that an observation is too long
+            lists = [(row, None if tokens is None else [int(i) for i in tokens[:most]]) for row, tokens in answers]
             answers = [(row, tokens) for part in gather_objects(lists) for row, tokens in part]
         by_row = dict(answers)
         for row in self.waiting:  # in the same order in all processes

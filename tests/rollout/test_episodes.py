@@ -19,6 +19,7 @@ from grpo_jax.rollout.interaction import (
     turn_ids,
     with_environments,
 )
+from grpo_jax.rollout.turns import TRUNCATED
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.completions import CachedTokenizer, preceding_text
 from grpo_jax.text.prompts import encode_prompts, make_prompts
@@ -285,11 +286,11 @@ def test_turn_without_a_call_is_the_last_and_calls_are_limited():
 
 
 def test_turn_cut_at_the_maximum_length_truncates_a_completion_without_an_answer():
-    for factory, said in ((Sums, 401), (type("Ends", (Sums,), {"respond": lambda self, text: None}), None)):
+    for factory, said in ((Sums, TRUNCATED), (type("Ends", (Sums,), {"respond": lambda self, text: None}), None)):
         interaction = chat_interaction(factory, max_turn_length=5)
         episode = begun(interaction, CHAT)
         answer = episode.answer(ids(interaction.tokenizer, "abcdefghijkl")[:5], 400)
-        assert (answer and len(answer), episode.counts.cut_short) == (said, 1)
+        assert (answer, episode.counts.cut_short) == (said, 1)
     short = np.append(ids(interaction.tokenizer, "abc")[:1], interaction.eos_token_ids[0])
     assert begun(chat_interaction(max_turn_length=5), CHAT).answer(short, 400) is None
 
