@@ -35,7 +35,7 @@ from grpo_jax.suites import Suite, is_suite, suite_of
 from grpo_jax.text import examples
 from grpo_jax.text.rows import check_templates, load_rows
 from grpo_jax.types import AdvantageFn, Environments, Json, RewardFn, Row
-from grpo_jax.watch.writer import reject_object_store
+from grpo_jax.watch.writer import absolute_run_dir
 
 NAME = "run.yaml"
 """File name of the RUN.yaml that is copied into the run directory."""
@@ -139,13 +139,14 @@ def read_run(
     load_examples = "data" in load
     load = load if "grpo" in stages else [part for part in load if part == "model"]
     problems += _key_problems(values, load)
-    run_dir = values.get("run_dir", f"runs/{path.stem}")
-    problems.call("", reject_object_store, run_dir)
+    stated_dir = values.get("run_dir", f"runs/{path.stem}")
+    run_dir = None if stated_dir is None else Path(str(stated_dir)).expanduser()
+    problems.call("", absolute_run_dir, run_dir)
     run = RunFile(
         values=values,
         folder=folder,
         config=problems.call("", lambda: GRPOConfig.from_dict(_pick(values, FIELDS))) or GRPOConfig(),
-        run_dir=None if run_dir is None else Path(str(run_dir)).expanduser(),
+        run_dir=run_dir,
         model=stated.get("model"),
         teacher=stated.get("teacher"),
         lora=problems.call("lora", read_lora, stated.get("lora")),

@@ -37,7 +37,7 @@ from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Callback
-from grpo_jax.watch.writer import reject_object_store
+from grpo_jax.watch.writer import absolute_run_dir
 
 
 def sft(
@@ -98,7 +98,7 @@ def sft(
       >>> state.params["logits"].argmax(-1).tolist()[1:3]  # "a" is followed by "b", "b" by EOS
       [2, 0]
     """
-    reject_object_store(run_dir)
+    run_dir = absolute_run_dir(run_dir)
     run = prepare_sft(policy, dataset, config, eval_dataset=eval_dataset, optimizer=optimizer)
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))

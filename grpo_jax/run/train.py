@@ -36,7 +36,7 @@ from grpo_jax.text.sources import Dataset
 from grpo_jax.types import AdvantageFn, Batch, Environments, Params, RewardFn
 from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Callback
-from grpo_jax.watch.writer import reject_object_store
+from grpo_jax.watch.writer import absolute_run_dir
 
 if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.run.sampler import Sampler
@@ -141,7 +141,7 @@ def train(
     """
     from grpo_jax.watch.hints import Hints
 
-    reject_object_store(run_dir)
+    run_dir = absolute_run_dir(run_dir)
     run = prepare(
         policy,
         dataset,

@@ -206,14 +206,18 @@ def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> No
     os.replace(temporary, path)
 
 
-def reject_object_store(run_dir: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError if `run_dir` is in an object store, where files cannot be locked, appended to or renamed."""
+def absolute_run_dir(run_dir: str | os.PathLike[str] | None) -> pathlib.Path | None:
+    """Return `run_dir` as an absolute path, which does not change if a reward function changes the working directory.
+
+    Raises ValueError if it is in an object store, where files cannot be locked, appended to or renamed.
+    """
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(run_dir or ""), re.IGNORECASE):  # `Path` turns "//" into "/"
         address = re.sub(":/+", "://", str(run_dir), count=1)
         raise ValueError(
             f"run_dir = {address!r} is in an object store, which cannot lock, append to or rename files; use a"
             " directory on a disk, NFS or a PersistentVolumeClaim, and copy it to the store after the run"
         )
+    return None if run_dir is None else pathlib.Path(run_dir).expanduser().absolute()
 
 
 @contextlib.contextmanager

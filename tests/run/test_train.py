@@ -129,6 +129,26 @@ def test_run_files_and_run_dir_lock(tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
+def test_run_dir_is_absolute_and_may_be_in_the_home_directory(tmp_path, monkeypatch):
+    """All files are written below the same directory, also if a reward function changes the working directory."""
+    for name in ("home", "here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    def moving(completions):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        return lower_case(completions)
+
+    for run_dir, parent in (("~/run", "home"), ("run", "here")):
+        monkeypatch.chdir(tmp_path / "here")
+        run(moving, run_dir=run_dir, max_steps=1)
+        assert {"metrics.jsonl", "run.json", "checkpoints"} <= {
+            path.name for path in (tmp_path / parent / "run").iterdir()
+        }
+        assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert not (tmp_path / "here" / "~").exists()
+
+
 def test_finished_run_called_again_says_so_and_keeps_its_report(tmp_path, capsys):
     def call(**settings):
         config = GRPOConfig(max_steps=2, max_completion_length=4, **settings)

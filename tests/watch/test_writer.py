@@ -9,7 +9,7 @@ import pytest
 from grpo_jax import SFTConfig, sft, train
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.watch.page import html_report
-from grpo_jax.watch.writer import RunWriter, read_lines, read_settings, reject_object_store
+from grpo_jax.watch.writer import RunWriter, absolute_run_dir, read_lines, read_settings
 
 pytestmark = pytest.mark.quick
 
@@ -97,7 +97,7 @@ def test_object_store_is_rejected_as_run_directory(address, tmp_path, monkeypatc
     """`train` and `sft` reject an object store as run_dir before checking anything else."""
     monkeypatch.chdir(tmp_path)
     for refuse in (
-        lambda: reject_object_store(address),
+        lambda: absolute_run_dir(address),
         lambda: train(None, None, None, GRPOConfig(), run_dir=address),
         lambda: sft(None, None, SFTConfig(), run_dir=address),
     ):
@@ -105,4 +105,4 @@ def test_object_store_is_rejected_as_run_directory(address, tmp_path, monkeypatc
             refuse()
     assert not any(tmp_path.iterdir())
     for fine in (None, "runs/a:b", "/mnt/gs/runs", tmp_path, r"C:\\runs"):
-        reject_object_store(fine)
+        absolute_run_dir(fine)
