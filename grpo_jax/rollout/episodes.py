@@ -296,10 +296,13 @@ class Episodes:
     def reset(self, rows: Sequence[Row]) -> list[Row]:
         """Reset all environments. Returns the rows, with the text from each environment's `reset` added to the prompt.
 
-        Raises ValueError if the environments of one prompt returned different texts.
+        Raises ValueError if the environments of one prompt returned different texts, or if episodes share one.
         """
         group = self._group
         list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._indices))
+        environments = [one.environment for one in self.all if one.environment is not None]
+        if len({id(one) for one in environments}) < len(environments):
+            raise ValueError("environment_factory must return a new object at each call, since episodes are concurrent")
         local = [_extended_prompt(rows[b], self.all[b * group : (b + 1) * group]) for b in self.local_rows]
         prompts = itertools.chain.from_iterable(gather_objects(local))
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]

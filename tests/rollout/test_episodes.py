@@ -383,6 +383,15 @@ def test_reset_text_ends_the_prompt_and_is_the_same_within_a_group():
         episodes.reset([ROW])
 
 
+def test_episodes_that_share_an_environment_are_rejected():
+    shared = Guess()
+    with (
+        Episodes(interaction_of(lambda: shared), [ROW], 2, [0]) as episodes,
+        pytest.raises(ValueError, match="environment_factory must return a new object at each call"),
+    ):
+        episodes.reset([ROW])
+
+
 def test_each_episode_has_its_own_copy_of_the_row():
     class Deck:
         def reset(self, cards, **row):
