@@ -202,6 +202,8 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
                     return  # an empty outcome is a timeout
                 value = promise.result()
             outcome.append((value, None))
+        except asyncio.CancelledError as error:  # not an `Exception`: callers would not handle it
+            outcome.append((None, concurrent.futures.CancelledError(*error.args)))
         except BaseException as error:
             outcome.append((None, error))
 

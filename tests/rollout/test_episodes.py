@@ -1,5 +1,6 @@
 """Episodes: responses of tools and environments between the turns of a completion, including their failures."""
 
+import asyncio
 import itertools
 import json
 
@@ -191,11 +192,12 @@ def test_invalid_responses_and_turn_rewards_are_refused(answer, message):
     assert episode.counts.errors == 1
 
 
+@pytest.mark.parametrize("kind", [LookupError, asyncio.CancelledError])
 @pytest.mark.parametrize("where", ["the call", "reset", "respond", "get_reward"])
-def test_environment_error_ends_the_run_or_its_episode(where):
+def test_environment_error_ends_the_run_or_its_episode(where, kind):
     def at(place, result=None):
         if place == where:
-            raise LookupError("gone")
+            raise kind("gone")
         return result
 
     class Bad:
@@ -210,7 +212,8 @@ def test_environment_error_ends_the_run_or_its_episode(where):
         episode = begun(interaction)
         return episode.answer(np.array([5, 1]), 50), episode.reward(), episode.counts.errors
 
-    with pytest.raises(EnvironmentFailure, match=f"{where} raised LookupError: gone, for row 3 .*on_environment_error"):
+    message = f"{where} raised {kind.__name__}: gone, for row 3 .*on_environment_error"
+    with pytest.raises(EnvironmentFailure, match=message):
         played(raising)
     said, reward, errors = played(ending)
     assert (said is None) == (where != "get_reward"), "an error before the end must end the episode"
