@@ -299,7 +299,11 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     if not adapters and not policy.config:
         raise ValueError("sampler: the policy must have a config.json, which determines the tensor names.")
     whole = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server has a tokenizer
-    write_policy(directory, whole.replace(files={}) if adapters else _with_head(whole))
+    try:
+        write_policy(directory, whole.replace(files={}) if adapters else _with_head(whole))
+    except Exception as error:  # such as a full /dev/shm, which has 64 MB in a Docker container by default
+        problem = f"the weights for the server could not be written to {directory}: {one_line(error)}"
+        raise EngineError(f"{problem}. Free space there, or pass another directory to engines.vllm") from error
     return adapters
 
 

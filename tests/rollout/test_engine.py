@@ -65,6 +65,15 @@ def test_server_samples_from_the_latest_weights(server, tmp_path):
     assert not kept.exists()
 
 
+def test_weights_that_cannot_be_written_name_their_directory(server, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("grpo_jax.rollout.engine.write_policy", full)
+    with pytest.raises(EngineError, match=rf"written to {tmp_path}/.*No space left on device.* another directory"):
+        draws(vllm(server.url, directory=str(tmp_path)))
+
+
 def test_each_adapter_is_loaded_under_a_new_name(server):
     engine, prompts = vllm(server.url), make_prompts([POLICY.tokenizer(text)["input_ids"] for text in ("ab", "c")])
     for step in range(2):
