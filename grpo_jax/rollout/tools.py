@@ -203,7 +203,7 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
                 value = promise.result()
             outcome.append((value, None))
         except asyncio.CancelledError as error:  # not an `Exception`: callers would not handle it
-            outcome.append((None, concurrent.futures.CancelledError(*error.args)))
+            outcome.append((None, concurrent.futures.CancelledError(str(error))))
         except BaseException as error:
             outcome.append((None, error))
 
