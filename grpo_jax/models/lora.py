@@ -177,7 +177,8 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
         matrix = _matrix(leaf, jnp.float32) if quantized else leaf
         if adapted:
             a, b = (factors[(*path[:-1], name)].astype(jnp.float32) for name in ("a", "b"))
-            matrix = (matrix.astype(jnp.float32) + scale * (a @ b)).astype(leaf.dtype)
+            product = jnp.matmul(a, b, precision="highest")
+            matrix = (matrix.astype(jnp.float32) + scale * product).astype(leaf.dtype)
         merged[path] = np.asarray(matrix.astype(leaf.dtype)) if quantized else matrix
     return unflatten_dict(merged)
 

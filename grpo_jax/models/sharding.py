@@ -116,7 +116,10 @@ def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) ->
 def parse_mesh(text: str) -> dict[str, int] | None:
     """Parse mesh sizes from the command line, such as data=2,fsdp=4. Returns None for an empty string."""
     try:
-        return {name: int(size) for name, size in (item.split("=") for item in text.split(",") if item)} or None
+        sizes = [(name, int(size)) for name, size in (item.split("=") for item in text.split(",") if item)]
+        if len(dict(sizes)) < len(sizes):
+            raise ValueError("an axis is given twice")
+        return dict(sizes) or None
     except ValueError as error:
         raise ValueError(f"mesh must be a list of axes and sizes such as data=2,fsdp=4; got {text!r}") from error
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from grpo_jax.config.sft import Config
 from grpo_jax.messages import import_extra
+from grpo_jax.watch.writer import replace_file
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
@@ -104,7 +105,7 @@ def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, ste
             trackers.append(opened.enter_context(tracker))
         opened.pop_all()
     if path is not None and runs:
-        path.write_text(json.dumps(runs), encoding="utf-8")
+        replace_file(path, lambda file: file.write(json.dumps(runs).encode()))
     return trackers
 
 
