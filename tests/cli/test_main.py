@@ -65,17 +65,14 @@ def test_help_fits_a_screen_lists_all_keys_and_is_in_the_docs(command):
         assert all(f"| `{name}` | {about} |" in page for name, about in RUN_KEYS.items())
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["train"], "grpo-jax train: the following arguments are required: RUN.yaml; see grpo-jax train --help\n"),
-        (["train", "a", "--bta", "1"], "grpo-jax train: unrecognized arguments: --bta 1; did you mean --beta?; see"),
-        (["train", "a", "--beta"], "grpo-jax train: argument --beta: expected one argument; see"),
-        (["train", "a", "--xyz"], "grpo-jax train: unrecognized arguments: --xyz; see grpo-jax train --help\n"),
-        (["trian"], "grpo-jax: unknown command trian; did you mean train?; see grpo-jax --help\n"),
-        (["xyz"], "grpo-jax: unknown command xyz; use one of init, train, resume, "),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    (["train"], "grpo-jax train: the following arguments are required: RUN.yaml; see grpo-jax train --help\n"),
+    (["train", "a", "--bta", "1"], "grpo-jax train: unrecognized arguments: --bta 1; did you mean --beta?; see"),
+    (["train", "a", "--beta"], "grpo-jax train: argument --beta: expected one argument; see"),
+    (["train", "a", "--xyz"], "grpo-jax train: unrecognized arguments: --xyz; see grpo-jax train --help\n"),
+    (["trian"], "grpo-jax: unknown command trian; did you mean train?; see grpo-jax --help\n"),
+    (["xyz"], "grpo-jax: unknown command xyz; use one of init, train, resume, "),
+])  # fmt: skip
 def test_wrong_command_line_gives_a_one_line_error(argv, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)

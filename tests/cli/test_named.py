@@ -53,20 +53,17 @@ def test_rewards_and_samplers_receive_their_arguments(folder):
     assert made._server.url == server_of({"vllm": SERVER}, vllm)._server.url == SERVER
 
 
-@pytest.mark.parametrize(
-    ("read", "entry", "message"),
-    [
-        (find, "nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
-        (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
-        (reward_function, "get_soft_overlong_punishment", r"rejected its arguments \(.*missing 2 required"),
-        (reward_function, {"format_reward": "("}, "format_reward rejected its arguments .pattern"),
-        (reward_function, {"a:b": 1, "c:d": 2}, "must name exactly one function"),
-        (reward_function, "os:sep", "must be a function; got str"),
-        (server_of, {"sglang": {}}, "use {vllm: {base_url"),
-        (server_of, {"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url.*127.0.0.1:8000"),
-        (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejected its arguments .*patient"),
-    ],
-)
+@pytest.mark.parametrize(("read", "entry", "message"), [
+    (find, "nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
+    (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
+    (reward_function, "get_soft_overlong_punishment", r"rejected its arguments \(.*missing 2 required"),
+    (reward_function, {"format_reward": "("}, "format_reward rejected its arguments .pattern"),
+    (reward_function, {"a:b": 1, "c:d": 2}, "must name exactly one function"),
+    (reward_function, "os:sep", "must be a function; got str"),
+    (server_of, {"sglang": {}}, "use {vllm: {base_url"),
+    (server_of, {"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url.*127.0.0.1:8000"),
+    (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejected its arguments .*patient"),
+])  # fmt: skip
 def test_invalid_entry_is_rejected(folder, read, entry, message):
     with pytest.raises(ValueError, match=message):
         read(entry, vllm if read is server_of else folder)

@@ -89,20 +89,17 @@ def test_missing_keys_are_reported_and_rewards_may_be_omitted(folder):
     assert (run.rewards, run.teacher) == ([], "model")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"teacher": {"model": "model"}}, "teacher: use {vllm: {base_url"),
-        ({"teacher": {"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}}, "teacher: vllm_scorer rejected its arg.*k"),
-        ({"teacher": 7}, "teacher: use a name on the hub, a directory"),
-        ({"model": 7}, "model = 7: use a name on the hub, a directory, or module:function"),
-        ({"run_dir": "gs://b/runs"}, "run_dir = 'gs://b/runs' is in an object store, which cannot lock"),
-        ({"mesh": "data"}, "mesh must be a list of axes and sizes such as data=2,fsdp=4; got 'data'"),
-        ({"mesh": "data=2,data=3"}, "mesh must be a list of axes and sizes such as data=2,fsdp=4; got 'data=2,data=3'"),
-        ({"rewards": [{"accuracy_reward": "solution"}]}, "solution"),
-        ({"rewards": [{"number_reward": "answer"}]}, r"have no single number in the column 'answer': row 0 has"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"teacher": {"model": "model"}}, "teacher: use {vllm: {base_url"),
+    ({"teacher": {"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}}, "teacher: vllm_scorer rejected its arg.*k"),
+    ({"teacher": 7}, "teacher: use a name on the hub, a directory"),
+    ({"model": 7}, "model = 7: use a name on the hub, a directory, or module:function"),
+    ({"run_dir": "gs://b/runs"}, "run_dir = 'gs://b/runs' is in an object store, which cannot lock"),
+    ({"mesh": "data"}, "mesh must be a list of axes and sizes such as data=2,fsdp=4; got 'data'"),
+    ({"mesh": "data=2,data=3"}, "mesh must be a list of axes and sizes such as data=2,fsdp=4; got 'data=2,data=3'"),
+    ({"rewards": [{"accuracy_reward": "solution"}]}, "solution"),
+    ({"rewards": [{"number_reward": "answer"}]}, r"have no single number in the column 'answer': row 0 has"),
+])  # fmt: skip
 def test_invalid_value_is_rejected_before_the_model_is_loaded(folder, changes, message):
     with pytest.raises(ValueError, match=message):
         read_run(write_run(folder, **changes), load=ALL)

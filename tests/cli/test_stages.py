@@ -68,18 +68,15 @@ def test_sft_alone_needs_no_rewards_and_uses_the_seed_of_the_run(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"stages": ["grpo", "sft"]}, "stages must be .sft, grpo., .sft. or .grpo.; got"),
-        ({"sft": None}, "sft is missing; set it to a mapping with data and SFTConfig fields"),
-        ({"stages": None}, "sft is set, but stages does not include it"),
-        ({"sft": {**SFT, "beta": 0.1}}, "sft.beta: no such field"),
-        ({"sft": {**SFT, "max_length": 1}}, "sft.max_length = 1: must be at least 2"),
-        ({"sft": {"max_steps": 2}}, "sft.data is missing"),
-        ({"sft": {**SFT, "data": "none.jsonl"}}, "none.jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"stages": ["grpo", "sft"]}, "stages must be .sft, grpo., .sft. or .grpo.; got"),
+    ({"sft": None}, "sft is missing; set it to a mapping with data and SFTConfig fields"),
+    ({"stages": None}, "sft is set, but stages does not include it"),
+    ({"sft": {**SFT, "beta": 0.1}}, "sft.beta: no such field"),
+    ({"sft": {**SFT, "max_length": 1}}, "sft.max_length = 1: must be at least 2"),
+    ({"sft": {"max_steps": 2}}, "sft.data is missing"),
+    ({"sft": {**SFT, "data": "none.jsonl"}}, "none.jsonl"),
+])  # fmt: skip
 def test_invalid_stages_are_rejected(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         read_run(write(tmp_path, **changes), load=("model", "data", "rewards"))

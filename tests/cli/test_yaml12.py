@@ -26,19 +26,15 @@ def test_scalars_follow_yaml_1_2(text, value):
     assert type(found) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("beta: 1\nbeta: 2", "is not valid YAML: duplicate key beta"),
-        ("a: &a [x, x]\nb: [*a, *a]", r"is not valid YAML: \*a: aliases are not supported"),  # nested: a billion values
-        ("model: " + "[" * 1500 + "]" * 1500, "is nested too deeply"),
-        ("max_steps: " + "9" * 5000, "is not valid YAML: Exceeds the limit"),
-        ("a: [", "is not valid YAML"),
-        ("- a", r"must be a mapping, such as model: .*; got \['a'\]"),
-        ("", "must be a mapping, .*; got None"),
-    ],
-    ids=["duplicate", "alias", "nested", "digits", "syntax", "list", "empty"],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("beta: 1\nbeta: 2", "is not valid YAML: duplicate key beta"),
+    ("a: &a [x, x]\nb: [*a, *a]", r"is not valid YAML: \*a: aliases are not supported"),  # nested: a billion values
+    ("model: " + "[" * 1500 + "]" * 1500, "is nested too deeply"),
+    ("max_steps: " + "9" * 5000, "is not valid YAML: Exceeds the limit"),
+    ("a: [", "is not valid YAML"),
+    ("- a", r"must be a mapping, such as model: .*; got \['a'\]"),
+    ("", "must be a mapping, .*; got None"),
+], ids=["duplicate", "alias", "nested", "digits", "syntax", "list", "empty"])  # fmt: skip
 def test_errors_name_the_file(text, message, tmp_path):
     path = tmp_path / "my_run.yaml"
     path.write_text(text)

@@ -64,27 +64,23 @@ def test_docs_contain_the_field_table_and_existing_functions():
         assert not set(re.findall(r"`(?:\w+\.)*(\w+)", ours)) - known - {"log_metric", "log_extra", "callbacks"}, ours
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ({"bf16": True, "use_vllm": True, "optim": "adamw_torch"}, {"compute_dtype": "bfloat16"}),
-        ({"activation_checkpointing": True}, {"gradient_checkpointing": True}),
-        ({"save_strategy": "no"}, {"save_steps": None}),
-        ({"eval_strategy": "steps"}, {"eval_steps": 10}),
-        ({"eval_strategy": "steps", "logging_steps": 3}, {"eval_steps": 3, "logging_steps": 3}),
-        ({"eval_strategy": "no", "eval_steps": 3}, {"eval_steps": None}),
-        (
-            {"generation_kwargs": {"stop_strings": ["</a>"], "top_p": 0.9, "do_sample": True, "max_new_tokens": 64}}
-            | {"top_p": 0.5, "top_k": 7},
-            {"stop": ["</a>"], "top_p": 0.9, "top_k": 7, "max_completion_length": 64},
-        ),
-        ({"generation_kwargs": {"stop": ".", "stop_token_ids": [3]}}, {"stop": ".", "stop_token_ids": [3]}),
-        ({VLLM + "clip_max": 2.0}, {"sampler_correction_max": 2.0}),
-        ({VLLM + "correction": False, VLLM + "mode": "token_mask"}, {"sampler_correction": None}),
-        ({VLLM + "clip_min": 0.0}, {"sampler_correction_min": 0.0}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("theirs", "ours"), [
+    ({"bf16": True, "use_vllm": True, "optim": "adamw_torch"}, {"compute_dtype": "bfloat16"}),
+    ({"activation_checkpointing": True}, {"gradient_checkpointing": True}),
+    ({"save_strategy": "no"}, {"save_steps": None}),
+    ({"eval_strategy": "steps"}, {"eval_steps": 10}),
+    ({"eval_strategy": "steps", "logging_steps": 3}, {"eval_steps": 3, "logging_steps": 3}),
+    ({"eval_strategy": "no", "eval_steps": 3}, {"eval_steps": None}),
+    (
+        {"generation_kwargs": {"stop_strings": ["</a>"], "top_p": 0.9, "do_sample": True, "max_new_tokens": 64}}
+        | {"top_p": 0.5, "top_k": 7},
+        {"stop": ["</a>"], "top_p": 0.9, "top_k": 7, "max_completion_length": 64},
+    ),
+    ({"generation_kwargs": {"stop": ".", "stop_token_ids": [3]}}, {"stop": ".", "stop_token_ids": [3]}),
+    ({VLLM + "clip_max": 2.0}, {"sampler_correction_max": 2.0}),
+    ({VLLM + "correction": False, VLLM + "mode": "token_mask"}, {"sampler_correction": None}),
+    ({VLLM + "clip_min": 0.0}, {"sampler_correction_min": 0.0}),
+], ids=str)  # fmt: skip
 def test_fields_are_translated(theirs, ours):
     moved = from_trl(theirs)
     assert (moved.values, moved.missing) == (ours, {})
@@ -103,22 +99,18 @@ def test_metric_for_best_model():
         assert (config.metric_for_best_model, config.greater_is_better) == ("eval/reward", None)
 
 
-@pytest.mark.parametrize(
-    ("values", "advice"),
-    [
-        ({"hub_token": "hf_secret"}, "HF_TOKEN"),
-        ({"optim": "adafactor"}, "'adafactor': pass an optax transformation"),
-        ({"eval_strategy": "epoch"}, "'epoch': only \"steps\" is supported; set eval_steps"),
-        ({"logging_strategy": "no"}, "logging cannot be disabled"),
-        ({"trackio_space_id": "me/space"}, "trackio.init(space_id=...)"),
-        ({"generation_kwargs": {"num_beams": 2}}, "num_beams: set stop (stop_strings"),
-        ({"model_init_kwargs": {"revision": "v2", "attn_implementation": "sdpa"}}, "revision: from_pretrained accepts"),
-        ({"model_init_kwargs": {"dtype": "int8"}}, "'int8': use float32, bfloat16 or auto"),
-        ({"metric_for_best_model": "eval_loss"}, "'eval_loss' is not logged here; use eval_reward or"),
-        ({"vllm_mode": "serve", "use_vllm": True}, "'serve': use \"server\" for a vLLM server"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("values", "advice"), [
+    ({"hub_token": "hf_secret"}, "HF_TOKEN"),
+    ({"optim": "adafactor"}, "'adafactor': pass an optax transformation"),
+    ({"eval_strategy": "epoch"}, "'epoch': only \"steps\" is supported; set eval_steps"),
+    ({"logging_strategy": "no"}, "logging cannot be disabled"),
+    ({"trackio_space_id": "me/space"}, "trackio.init(space_id=...)"),
+    ({"generation_kwargs": {"num_beams": 2}}, "num_beams: set stop (stop_strings"),
+    ({"model_init_kwargs": {"revision": "v2", "attn_implementation": "sdpa"}}, "revision: from_pretrained accepts"),
+    ({"model_init_kwargs": {"dtype": "int8"}}, "'int8': use float32, bfloat16 or auto"),
+    ({"metric_for_best_model": "eval_loss"}, "'eval_loss' is not logged here; use eval_reward or"),
+    ({"vllm_mode": "serve", "use_vllm": True}, "'serve': use \"server\" for a vLLM server"),
+], ids=str)  # fmt: skip
 def test_unsupported_fields_are_reported_with_advice(values, advice):
     moved = from_trl(values)
     (name,) = moved.missing
@@ -127,17 +119,13 @@ def test_unsupported_fields_are_reported_with_advice(values, advice):
     assert f"  {name}: {moved.missing[name]}" in moved.notes()[moved.notes().index("NOT SUPPORTED:") :]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "dtype", "values"),
-    [
-        ({"dtype": "bfloat16", "attn_implementation": "flash_attention_2"}, "bfloat16", {"compute_dtype": "bfloat16"}),
-        ({"torch_dtype": "torch.float16", "device_map": "auto"}, "bfloat16", {}),
-        ({"dtype": "float32", "trust_remote_code": False}, "float32", {}),
-        ({"dtype": "auto", "torch_dtype": None}, "auto", {}),
-        ('{"dtype": "float32"}', "float32", {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kwargs", "dtype", "values"), [
+    ({"dtype": "bfloat16", "attn_implementation": "flash_attention_2"}, "bfloat16", {"compute_dtype": "bfloat16"}),
+    ({"torch_dtype": "torch.float16", "device_map": "auto"}, "bfloat16", {}),
+    ({"dtype": "float32", "trust_remote_code": False}, "float32", {}),
+    ({"dtype": "auto", "torch_dtype": None}, "auto", {}),
+    ('{"dtype": "float32"}', "float32", {}),
+], ids=str)  # fmt: skip
 def test_model_dtype(kwargs, dtype, values):
     moved = from_trl({"model_init_kwargs": kwargs, "bf16": False})
     assert (moved.dtype, moved.values, moved.missing) == (dtype, values, {})

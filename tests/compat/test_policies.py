@@ -25,18 +25,14 @@ def adapted(policy):
     return {"/".join(path[:-1]) for path in flatten_dict(policy.params)}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"use_dora": True, "bias": "all"}, r"unsupported fields: bias = 'all', use_dora = True; remove"),
-        ({"init_lora_weights": False}, "init_lora_weights = False"),
-        ({"peft_type": "ADALORA"}, "peft_config must be a LoraConfig; got SimpleNamespace"),
-        ({"target_modules": ["q_proj", "lm_head"]}, r"list projections \(down_proj, .*; got 'lm_head'"),
-        ({"target_modules": None}, "target_modules must list projections .*; got None"),
-        ({"target_modules": r".*\.q_proj"}, "or be 'all-linear'"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"use_dora": True, "bias": "all"}, r"unsupported fields: bias = 'all', use_dora = True; remove"),
+    ({"init_lora_weights": False}, "init_lora_weights = False"),
+    ({"peft_type": "ADALORA"}, "peft_config must be a LoraConfig; got SimpleNamespace"),
+    ({"target_modules": ["q_proj", "lm_head"]}, r"list projections \(down_proj, .*; got 'lm_head'"),
+    ({"target_modules": None}, "target_modules must list projections .*; got None"),
+    ({"target_modules": r".*\.q_proj"}, "or be 'all-linear'"),
+], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")  # fmt: skip
 def test_unsupported_peft_config_is_rejected(fields, message):
     with pytest.raises(ValueError, match=message):
         with_adapters(tiny_policy(), peft_config(**fields), seed=0)

@@ -198,38 +198,31 @@ def test_callback_object_can_stop_the_run(calls):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"reward_processing_classes": 4}, "does not accept reward_processing_classes; pass a reward func"),
-        ({"use_liger": True}, "does not accept use_liger; docs/coming_from_trl.md lists what is supported"),
-        ({"args": grpo_jax.GRPOConfig()}, "args must be a grpo_jax.compat.GRPOConfig; got a config from grpo_jax.conf"),
-        ({"optimizers": (None, 1)}, "optimizers must not contain a scheduler"),
-        ({"callbacks": [Logged([])]}, "Logged with on_step_end; pass a function .* logging_steps=1, on_step_end"),
-        ({"callbacks": [Saving], "args": GRPOConfig(logging_steps=1)}, "Saving with on_save; pass a function"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"reward_processing_classes": 4}, "does not accept reward_processing_classes; pass a reward func"),
+    ({"use_liger": True}, "does not accept use_liger; docs/coming_from_trl.md lists what is supported"),
+    ({"args": grpo_jax.GRPOConfig()}, "args must be a grpo_jax.compat.GRPOConfig; got a config from grpo_jax.conf"),
+    ({"optimizers": (None, 1)}, "optimizers must not contain a scheduler"),
+    ({"callbacks": [Logged([])]}, "Logged with on_step_end; pass a function .* logging_steps=1, on_step_end"),
+    ({"callbacks": [Saving], "args": GRPOConfig(logging_steps=1)}, "Saving with on_save; pass a function"),
+], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")  # fmt: skip
 def test_unsupported_argument_is_rejected_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         GRPOTrainer(**{"model": tiny_policy(), "reward_funcs": reward, **arguments})
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda t: t.model, "GRPOTrainer has no model; use trainer.policy, with .model and .params"),
-        (lambda t: t.vllm_client_of_mine, "no vllm_client_of_mine; docs/coming_from_trl.md lists what is supported"),
-        (lambda t: t.state.best_metric, "trainer.state has no best_metric, only global_step and log_history"),
-        (lambda t: t.args.learning_rat, "has a field learning_rat; did you mean learning_rate"),
-        (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss would have no effect"),
-        (lambda t: setattr(t, "model", 1), "GRPOTrainer.model would have no effect; use trainer.policy"),
-        (lambda t: t.evaluate(), "eval_dataset is None; pass rows"),
-        (lambda t: t.push_to_hub(), "hub_model_id and output_dir are both None; set one"),
-        (lambda t: t.train(), "train_dataset is None; pass rows"),
-    ],
-)
+@pytest.mark.parametrize(("use", "message"), [
+    (lambda t: t.model, "GRPOTrainer has no model; use trainer.policy, with .model and .params"),
+    (lambda t: t.vllm_client_of_mine, "no vllm_client_of_mine; docs/coming_from_trl.md lists what is supported"),
+    (lambda t: t.state.best_metric, "trainer.state has no best_metric, only global_step and log_history"),
+    (lambda t: t.args.learning_rat, "has a field learning_rat; did you mean learning_rate"),
+    (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss would have no effect"),
+    (lambda t: setattr(t, "model", 1), "GRPOTrainer.model would have no effect; use trainer.policy"),
+    (lambda t: t.evaluate(), "eval_dataset is None; pass rows"),
+    (lambda t: t.push_to_hub(), "hub_model_id and output_dir are both None; set one"),
+    (lambda t: t.train(), "train_dataset is None; pass rows"),
+])  # fmt: skip
 def test_unsupported_attributes_and_missing_arguments_raise(use, message):
     with pytest.raises((AttributeError, ValueError), match=re.escape(message)):
         use(GRPOTrainer(tiny_policy(), reward))

@@ -164,29 +164,26 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"architecture": "qwen35"}, r"architecture 'qwen35' is not supported; .* safetensors .*: llama, qwen2"),
-        ({"llama.expert_count": 8}, r"unknown GGUF keys.*llama\.expert_count = 8"),
-        ({"llama.attention.causal": False}, r"'llama\.attention\.causal' is False"),
-        ({"llama.rope.scaling.type": "su"}, r"'llama\.rope\.scaling\.type' must be none, linear, yarn .*; got 'su'"),
-        ({"llama.rope.dimension_count": 4}, r"'partial_rotary_factor' must be 1\.0 .*; got 0\.5"),
-        ({"llama.context_length": None}, r"'llama\.context_length' is missing"),
-        ({"tensors": {"blk.0.attn_qkv.weight": (8, 8)}}, r"blk\.0\.attn_qkv\.weight is unknown"),
-        ({"tensors": {"blk.0.attn_q.weight": None}}, r"blk\.0\.attn_q\.weight is missing"),
-        ({"tensors": {"blk.0.ffn_up.weight": (40, 32)}}, r"0\.ffn_up\.weight has shape \[40, 32\], not \[48, 32\]"),
-        ({"tensors": {"token_embd.weight": None}}, r"'token_embd\.weight' is missing"),
-        ({"tokenizer.ggml.model": "bert"}, r"stating tokenizer 'bert'\. Supported: .*'gpt2'"),
-        ({**BPE, "tokenizer.ggml.pre": "poro-chat"}, r"tokenizer\.ggml\.pre' must be .*qwen2.*; got 'poro-chat'"),
-        (BPE, r"tokenizer\.ggml\.pre' must be one of .*; got None"),
-        ({**BPE, "tokenizer.ggml.pre": "gpt-2"}, r"model\.gguf': it is truncated or damaged.*PanicException"),
-        ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, but the weights have 1 layers"),
-        ({"split.count": 3}, r"one of 3 parts"),
-        # Wrong types in a header may cause any exception; the file must be named.
-        ({"llama.attention.head_count": "four"}, r"model\.gguf': it is truncated or damaged"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"architecture": "qwen35"}, r"architecture 'qwen35' is not supported; .* safetensors .*: llama, qwen2"),
+    ({"llama.expert_count": 8}, r"unknown GGUF keys.*llama\.expert_count = 8"),
+    ({"llama.attention.causal": False}, r"'llama\.attention\.causal' is False"),
+    ({"llama.rope.scaling.type": "su"}, r"'llama\.rope\.scaling\.type' must be none, linear, yarn .*; got 'su'"),
+    ({"llama.rope.dimension_count": 4}, r"'partial_rotary_factor' must be 1\.0 .*; got 0\.5"),
+    ({"llama.context_length": None}, r"'llama\.context_length' is missing"),
+    ({"tensors": {"blk.0.attn_qkv.weight": (8, 8)}}, r"blk\.0\.attn_qkv\.weight is unknown"),
+    ({"tensors": {"blk.0.attn_q.weight": None}}, r"blk\.0\.attn_q\.weight is missing"),
+    ({"tensors": {"blk.0.ffn_up.weight": (40, 32)}}, r"0\.ffn_up\.weight has shape \[40, 32\], not \[48, 32\]"),
+    ({"tensors": {"token_embd.weight": None}}, r"'token_embd\.weight' is missing"),
+    ({"tokenizer.ggml.model": "bert"}, r"stating tokenizer 'bert'\. Supported: .*'gpt2'"),
+    ({**BPE, "tokenizer.ggml.pre": "poro-chat"}, r"tokenizer\.ggml\.pre' must be .*qwen2.*; got 'poro-chat'"),
+    (BPE, r"tokenizer\.ggml\.pre' must be one of .*; got None"),
+    ({**BPE, "tokenizer.ggml.pre": "gpt-2"}, r"model\.gguf': it is truncated or damaged.*PanicException"),
+    ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, but the weights have 1 layers"),
+    ({"split.count": 3}, r"one of 3 parts"),
+    # Wrong types in a header may cause any exception; the file must be named.
+    ({"llama.attention.head_count": "four"}, r"model\.gguf': it is truncated or damaged"),
+])  # fmt: skip
 def test_unknown_keys_tensors_and_values_are_refused(changes, message, tmp_path):
     """Unknown keys, tensors and values in a GGUF file are refused by name."""
     path = written(tmp_path / "model.gguf", **changes)
@@ -195,16 +192,13 @@ def test_unknown_keys_tensors_and_values_are_refused(changes, message, tmp_path)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("model.gguf", lambda raw: raw[:-1000], r"truncated or damaged; download it again \([\d,]+ bytes; Value"),
-        ("model.gguf", lambda raw: raw[:8] + b"\xff" * 16 + raw[24:], r"truncated or damaged; download it again"),
-        ("model.gguf", lambda _: b"version https://git-lfs.github.com/spec/v1\n", r"a Git LFS pointer.*`git lfs pull`"),
-        ("model.gguf", lambda _: b"PK\x03\x04", r"not a GGUF file: it starts with b'PK"),
-        ("model.gguf.part1of2", lambda raw: raw, r"one part of a GGUF file; .*`cat model\.gguf\.\* > model\.gguf`"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("model.gguf", lambda raw: raw[:-1000], r"truncated or damaged; download it again \([\d,]+ bytes; Value"),
+    ("model.gguf", lambda raw: raw[:8] + b"\xff" * 16 + raw[24:], r"truncated or damaged; download it again"),
+    ("model.gguf", lambda _: b"version https://git-lfs.github.com/spec/v1\n", r"a Git LFS pointer.*`git lfs pull`"),
+    ("model.gguf", lambda _: b"PK\x03\x04", r"not a GGUF file: it starts with b'PK"),
+    ("model.gguf.part1of2", lambda raw: raw, r"one part of a GGUF file; .*`cat model\.gguf\.\* > model\.gguf`"),
+])  # fmt: skip
 def test_message_for_an_invalid_file_names_the_fix(name, change, message, tmp_path):
     path = tmp_path / name
     path.write_bytes(change(written(tmp_path / "whole").read_bytes()))

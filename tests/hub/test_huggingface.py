@@ -189,14 +189,11 @@ def test_params_own_their_memory(checkpoint):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("generation", "config", "eos", "pad"),
-    [
-        ({"eos_token_id": [7, 8], "pad_token_id": 3}, {"eos_token_id": 9, "pad_token_id": 4}, (7, 8), 3),
-        ({}, {"eos_token_id": 9}, (9,), 9),
-        ({"eos_token_id": None, "pad_token_id": -1}, {"eos_token_id": None}, (), 0),
-    ],
-)
+@pytest.mark.parametrize(("generation", "config", "eos", "pad"), [
+    ({"eos_token_id": [7, 8], "pad_token_id": 3}, {"eos_token_id": 9, "pad_token_id": 4}, (7, 8), 3),
+    ({}, {"eos_token_id": 9}, (9,), 9),
+    ({"eos_token_id": None, "pad_token_id": -1}, {"eos_token_id": None}, (), 0),
+])  # fmt: skip
 def test_eos_and_pad_ids_come_from_the_first_config_that_has_them(generation, config, eos, pad):
     policy = Policy(None, None, None, config, generation)
     assert (policy.eos_token_ids, policy.pad_token_id) == (eos, pad)
@@ -240,43 +237,40 @@ def header(change):
 BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda path: (path / "config.json").unlink(), r"does not contain config\.json"),
-        (text("config.json", "{"), r"config\.json is not valid JSON"),
-        (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
-            r"does not contain model\.safetensors\. Convert the .* to safetensors: pytorch_model\.bin"),
-        (cut, r"is truncated: it ends before the end of tensor '"),
-        (text("model.safetensors", "PK and more"), r"is not a safetensors file"),
-        (config(architectures=["MambaForCausalLM"]),
-            r"must contain one of Qwen2ForCausalLM, .*; got \['MambaForCausalLM'\]"),
-        (tensors(lambda found: {k: v for k, v in found.items() if "layers.1.mlp.up" not in k}),
-            r"missing: model\.layers\.1\.mlp\.up_proj\.weight\."),
-        (tensors(lambda found: found | BIAS), r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias\."),
-        (config(intermediate_size=20),
-            r"of the wrong shape: .*mlp\.down_proj\.weight has shape \[16, 24\], not \[16, 20\].* and 1 more"),
-        (tensors(lambda found: {k: v.astype("f8") for k, v in found.items()}),
-            r"must have one of the dtypes F32, F16, BF16; got F64"),
-        (text("tokenizer.json", "{}"), r"tokenizer that transformers cannot load or use"),
-        (text("model.safetensors", "version https://git-lfs.github.com/"), r"safetensors is a Git LFS pointer"),
-        (lambda path: (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors"),
-            r"index model\.safetensors\.index\.json .* is missing: model-00001-of-00002\.safetensors"),
-        (lambda path: (path / "config.json").rename(path / "adapter_config.json"),
-            r"model' contains an adapter, not a model: load its base model.*load_lora\('.*', policy\)"),
-        # Sizes are compared before any array is allocated.
-        (config(num_hidden_layers=10**9), r"config\.json: .*'num_hidden_layers' is 1,000,000,000, .* have 2 layers"),
-        (config(vocab_size=10**12), r"config\.json: config key 'vocab_size' is 1,000,000,.* have 96 elements along"),
-        # The file is named for every exception that its parser raises.
-        (config(rope_parameters=[1]), r"/config\.json: \w+Error: "),
-        (text("config.json", "[]"), r"/config\.json contains \[\], not a JSON object"),
-        (text("generation_config.json", '{"eos_token_id": ["</s>"]}'),
-            r"generation_config\.json: 'eos_token_id' must be a token id"),
-        (header(lambda entry: entry.pop("dtype")), r"model\.safetensors: tensor 'model.*': 'dtype' is missing"),
-        (header(lambda entry: entry.update(shape=[96, "16"])), r"safetensors: tensor '.*': invalid shape \[96, '16'\]"),
-        (header(lambda entry: entry.update(data_offsets=[0, 4])), r"tensor '.*': 4 bytes do not match "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda path: (path / "config.json").unlink(), r"does not contain config\.json"),
+    (text("config.json", "{"), r"config\.json is not valid JSON"),
+    (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+        r"does not contain model\.safetensors\. Convert the .* to safetensors: pytorch_model\.bin"),
+    (cut, r"is truncated: it ends before the end of tensor '"),
+    (text("model.safetensors", "PK and more"), r"is not a safetensors file"),
+    (config(architectures=["MambaForCausalLM"]),
+        r"must contain one of Qwen2ForCausalLM, .*; got \['MambaForCausalLM'\]"),
+    (tensors(lambda found: {k: v for k, v in found.items() if "layers.1.mlp.up" not in k}),
+        r"missing: model\.layers\.1\.mlp\.up_proj\.weight\."),
+    (tensors(lambda found: found | BIAS), r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias\."),
+    (config(intermediate_size=20),
+        r"of the wrong shape: .*mlp\.down_proj\.weight has shape \[16, 24\], not \[16, 20\].* and 1 more"),
+    (tensors(lambda found: {k: v.astype("f8") for k, v in found.items()}),
+        r"must have one of the dtypes F32, F16, BF16; got F64"),
+    (text("tokenizer.json", "{}"), r"tokenizer that transformers cannot load or use"),
+    (text("model.safetensors", "version https://git-lfs.github.com/"), r"safetensors is a Git LFS pointer"),
+    (lambda path: (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors"),
+        r"index model\.safetensors\.index\.json .* is missing: model-00001-of-00002\.safetensors"),
+    (lambda path: (path / "config.json").rename(path / "adapter_config.json"),
+        r"model' contains an adapter, not a model: load its base model.*load_lora\('.*', policy\)"),
+    # Sizes are compared before any array is allocated.
+    (config(num_hidden_layers=10**9), r"config\.json: .*'num_hidden_layers' is 1,000,000,000, .* have 2 layers"),
+    (config(vocab_size=10**12), r"config\.json: config key 'vocab_size' is 1,000,000,.* have 96 elements along"),
+    # The file is named for every exception that its parser raises.
+    (config(rope_parameters=[1]), r"/config\.json: \w+Error: "),
+    (text("config.json", "[]"), r"/config\.json contains \[\], not a JSON object"),
+    (text("generation_config.json", '{"eos_token_id": ["</s>"]}'),
+        r"generation_config\.json: 'eos_token_id' must be a token id"),
+    (header(lambda entry: entry.pop("dtype")), r"model\.safetensors: tensor 'model.*': 'dtype' is missing"),
+    (header(lambda entry: entry.update(shape=[96, "16"])), r"safetensors: tensor '.*': invalid shape \[96, '16'\]"),
+    (header(lambda entry: entry.update(data_offsets=[0, 4])), r"tensor '.*': 4 bytes do not match "),
+])  # fmt: skip
 def test_message_names_the_problem_of_a_directory(spoil, message, checkpoint):
     spoil(checkpoint)
     with pytest.raises((ValueError, FileNotFoundError), match=message):

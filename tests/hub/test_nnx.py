@@ -90,17 +90,14 @@ OTHER = Policy(WithoutBatch(), {})
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: from_nnx(WithDropout()), "module must be a flax.nnx.Module; got WithDropout"),
-        (lambda: train_by(Decoder(nnx.Rngs(0))), "model must have an `apply` method; got Decoder. .*grpo_jax.from_nnx"),
-        (lambda: train_by(WithDropout()), r"apply raised .*\. A model is called as .*without a dropout key"),
-        (lambda: train_by(WithoutBatch()), r"returned .*\(3, 4\).* for tokens of shape \[2, 3\]\. A model is called"),
-        (lambda: add_lora(OTHER, jax.random.key(0)), "created by from_pretrained or .*; its model is a WithoutBatch"),
-        (lambda: save_pretrained("x", OTHER), "written as a checkpoint; its model is a WithoutBatch"),
-    ],
-)
+@pytest.mark.parametrize(("call", "said"), [
+    (lambda: from_nnx(WithDropout()), "module must be a flax.nnx.Module; got WithDropout"),
+    (lambda: train_by(Decoder(nnx.Rngs(0))), "model must have an `apply` method; got Decoder. .*grpo_jax.from_nnx"),
+    (lambda: train_by(WithDropout()), r"apply raised .*\. A model is called as .*without a dropout key"),
+    (lambda: train_by(WithoutBatch()), r"returned .*\(3, 4\).* for tokens of shape \[2, 3\]\. A model is called"),
+    (lambda: add_lora(OTHER, jax.random.key(0)), "created by from_pretrained or .*; its model is a WithoutBatch"),
+    (lambda: save_pretrained("x", OTHER), "written as a checkpoint; its model is a WithoutBatch"),
+])  # fmt: skip
 def test_models_that_cannot_be_called_or_saved_are_refused(call, said):
     with pytest.raises(ValueError, match=said):
         call()

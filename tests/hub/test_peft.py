@@ -110,20 +110,17 @@ def test_invalid_uses_of_adapters_are_refused(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        *(({key: value}, f"config key '{key}' must be .*; got ") for key, value in (("peft_type", "IA3"),
-            ("bias", "all"), ("use_dora", True), ("modules_to_save", ["lm_head"]), ("layer_replication", [[0, 1]]))),
-        *(({"init_lora_weights": name}, f"'init_lora_weights' must .*; '{name.lower()}' changes")
-          for name in ("pissa_niter_4", "OLoRA")),
-        ({"lora_alpha": 0}, "config key 'lora_alpha' is out of range or not a number: 0"),
-        ({"r": None}, "config key 'r' is out of range or not a number: None"),
-        ({"lora_alpha": "6"}, "config key 'lora_alpha' is out .*: '6'"),
-        ({"alpha_pattern": {"o_proj": []}}, r"config key 'o_proj' is out .*: \[\]"),
-        ({"alpha_pattern": {"(": 2}}, "rror: missing \\), unterminated"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    *(({key: value}, f"config key '{key}' must be .*; got ") for key, value in (("peft_type", "IA3"),
+        ("bias", "all"), ("use_dora", True), ("modules_to_save", ["lm_head"]), ("layer_replication", [[0, 1]]))),
+    *(({"init_lora_weights": name}, f"'init_lora_weights' must .*; '{name.lower()}' changes")
+      for name in ("pissa_niter_4", "OLoRA")),
+    ({"lora_alpha": 0}, "config key 'lora_alpha' is out of range or not a number: 0"),
+    ({"r": None}, "config key 'r' is out of range or not a number: None"),
+    ({"lora_alpha": "6"}, "config key 'lora_alpha' is out .*: '6'"),
+    ({"alpha_pattern": {"o_proj": []}}, r"config key 'o_proj' is out .*: \[\]"),
+    ({"alpha_pattern": {"(": 2}}, "rror: missing \\), unterminated"),
+])  # fmt: skip
 def test_unsupported_adapters_are_refused_with_the_file_name(changes, message, tmp_path):
     save_lora(tmp_path / "adapter", lora_policy())
     path = tmp_path / "adapter" / "adapter_config.json"

@@ -150,18 +150,15 @@ def without(part):
     return lambda tensors: {name: x for name, x in tensors.items() if not name.endswith("k_proj.weight" + part)}
 
 
-@pytest.mark.parametrize(
-    ("change", "config", "message"),
-    [
-        (without(".absmax"), {}, r"nf4: 'model.*k_proj\.weight\.absmax' is missing"),
-        (without(".nested_absmax"), {}, r"\.nested_absmax' is missing"),
-        (lambda tensors: {name: x[:4] if name.endswith("k_proj.weight") else x for name, x in tensors.items()}, {},
-            r"k_proj.weight' of shape \[8, 64\] must be .*'uint8'\); got uint8\[4, 1\]"),
-        (without(".quant_state.bitsandbytes__nf4"), {}, r"unexpected: .*k_proj.weight.absmax"),
-        (lambda tensors: tensors, {"bnb_4bit_quant_type": "fp4"}, "'quantization_config' is"),
-        (lambda tensors: tensors, {"load_in_4bit": False, "load_in_8bit": True}, "'quantization_config' is"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "config", "message"), [
+    (without(".absmax"), {}, r"nf4: 'model.*k_proj\.weight\.absmax' is missing"),
+    (without(".nested_absmax"), {}, r"\.nested_absmax' is missing"),
+    (lambda tensors: {name: x[:4] if name.endswith("k_proj.weight") else x for name, x in tensors.items()}, {},
+        r"k_proj.weight' of shape \[8, 64\] must be .*'uint8'\); got uint8\[4, 1\]"),
+    (without(".quant_state.bitsandbytes__nf4"), {}, r"unexpected: .*k_proj.weight.absmax"),
+    (lambda tensors: tensors, {"bnb_4bit_quant_type": "fp4"}, "'quantization_config' is"),
+    (lambda tensors: tensors, {"load_in_4bit": False, "load_in_8bit": True}, "'quantization_config' is"),
+])  # fmt: skip
 def test_other_formats_are_refused_before_weights_are_read(checkpoint, change, config, message, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "_place", lambda *_: pytest.fail("a weight was read"))
     with pytest.raises(ValueError, match=message):

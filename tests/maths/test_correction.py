@@ -22,19 +22,16 @@ def weights(**settings):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("mode", "clip_max", "clip_min", "expected"),
-    [
-        ("token_truncate", 3.0, 0.4, [[2.0, 0.5, 3.0], [0.4, 1.0, 1.0]]),
-        ("token_truncate", None, 0.6, [[2.0, 0.6, 4.0], [0.6, 1.0, 1.0]]),
-        ("token_mask", 3.0, 0.4, [[2.0, 0.5, 0.0], [0.0, 1.0, 1.0]]),
-        ("token_mask", None, None, [[2.0, 0.5, 4.0], [0.25, 1.0, 1.0]]),
-        ("sequence_truncate", 3.0, 0.5, [3.0, 0.5]),
-        ("sequence_mask", 3.0, None, [0.0, 0.25]),
-        ("sequence_mask", None, 0.5, [4.0, 0.0]),
-        ("sequence_mask", None, None, [4.0, 0.25]),
-    ],
-)
+@pytest.mark.parametrize(("mode", "clip_max", "clip_min", "expected"), [
+    ("token_truncate", 3.0, 0.4, [[2.0, 0.5, 3.0], [0.4, 1.0, 1.0]]),
+    ("token_truncate", None, 0.6, [[2.0, 0.6, 4.0], [0.6, 1.0, 1.0]]),
+    ("token_mask", 3.0, 0.4, [[2.0, 0.5, 0.0], [0.0, 1.0, 1.0]]),
+    ("token_mask", None, None, [[2.0, 0.5, 4.0], [0.25, 1.0, 1.0]]),
+    ("sequence_truncate", 3.0, 0.5, [3.0, 0.5]),
+    ("sequence_mask", 3.0, None, [0.0, 0.25]),
+    ("sequence_mask", None, 0.5, [4.0, 0.0]),
+    ("sequence_mask", None, None, [4.0, 0.25]),
+])  # fmt: skip
 def test_weights_by_hand(mode, clip_max, clip_min, expected):
     np.testing.assert_allclose(weights(mode=mode, clip_max=clip_max, clip_min=clip_min), expected, rtol=1e-5)
     bounds = {"mode": mode, "clip_max": clip_max, "clip_min": clip_min}

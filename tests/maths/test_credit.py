@@ -15,15 +15,12 @@ NAN = np.nan
 TURNS = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1], [0, -1, -1, -1]]])
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        # rewards-to-go (1 + 3, 3), (2 + 0, 0), (6): the means are 4 for the first turn and 1.5 for the second
-        ({}, [[0, 0, 0, 1.5], [-2, 0, -1.5, -1.5], [2, 0, 0, 0]]),
-        ({"estimator": "rloo", "scale_rewards": None}, [[0, 0, 0, 3], [-3, 0, -3, -3], [3, 0, 0, 0]]),
-        ({"weights": [2.0]}, [[0, 0, 0, 3], [-4, 0, -3, -3], [4, 0, 0, 0]]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "expected"), [
+    # rewards-to-go (1 + 3, 3), (2 + 0, 0), (6): the means are 4 for the first turn and 1.5 for the second
+    ({}, [[0, 0, 0, 1.5], [-2, 0, -1.5, -1.5], [2, 0, 0, 0]]),
+    ({"estimator": "rloo", "scale_rewards": None}, [[0, 0, 0, 3], [-3, 0, -3, -3], [3, 0, 0, 0]]),
+    ({"weights": [2.0]}, [[0, 0, 0, 3], [-4, 0, -3, -3], [4, 0, 0, 0]]),
+])  # fmt: skip
 def test_by_hand(settings, expected):
     rewards = jnp.array([[[0, 1, 0, 3], [2, 0, 0, 0], [6, 0, 0, 0.0]]])[..., None]
     found = turn_advantages(rewards, TURNS, **{"scale_rewards": "none"} | settings)
@@ -107,17 +104,14 @@ def of_episodes(rewards, turns):
     return jnp.where(turns >= 0, advantages, 0)
 
 
-@pytest.mark.parametrize(
-    ("ends_early", "credit", "factor"),
-    [
-        (False, of_episodes, 1 / 2),
-        (True, of_episodes, 1 / 2),
-        (False, to_go(), 1 / 2),
-        (False, to_go(estimator="rloo"), 1.0),
-        (True, to_go(), None),
-        (True, to_go(estimator="rloo"), None),
-    ],
-)
+@pytest.mark.parametrize(("ends_early", "credit", "factor"), [
+    (False, of_episodes, 1 / 2),
+    (True, of_episodes, 1 / 2),
+    (False, to_go(), 1 / 2),
+    (False, to_go(estimator="rloo"), 1.0),
+    (True, to_go(), None),
+    (True, to_go(estimator="rloo"), None),
+])  # fmt: skip
 def test_expected_gradients_of_turn_advantages(ends_early, credit, factor):
     """The expected gradient is the documented multiple of ∇E[R], or has another direction if completions end early."""
     found, truth, total = expected_gradient(ends_early, credit)

@@ -114,19 +114,16 @@ def test_losses_equal_trl(case):
     assert_golden(f"trl/{case}", value, gradient, 1e-6)  # TRL's epsilon and similar constants are float32
 
 
-@pytest.mark.parametrize(
-    ("case", "settings"),
-    [
-        # verl's dual clip, a cap on the ratio for negative advantages, is our delta.
-        ("vanilla", {"loss_type": "dapo", "epsilon_high": 0.3, "delta": 1.6}),
-        # verl's gradient flows through each token's log-prob, ours through their mean. The sums are equal because all
-        # tokens in a completion have the same weight.
-        ("gspo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-        ("sapo", {"loss_type": "sapo"}),
-        # verl clips the weight to 1 ± ε; the paper, like our implementation, has no lower bound.
-        ("cispo", {"loss_type": "cispo", "epsilon_high": 1.5}),
-    ],
-)
+@pytest.mark.parametrize(("case", "settings"), [
+    # verl's dual clip, a cap on the ratio for negative advantages, is our delta.
+    ("vanilla", {"loss_type": "dapo", "epsilon_high": 0.3, "delta": 1.6}),
+    # verl's gradient flows through each token's log-prob, ours through their mean. The sums are equal because all
+    # tokens in a completion have the same weight.
+    ("gspo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    ("sapo", {"loss_type": "sapo"}),
+    # verl clips the weight to 1 ± ε; the paper, like our implementation, has no lower bound.
+    ("cispo", {"loss_type": "cispo", "epsilon_high": 1.5}),
+])  # fmt: skip
 def test_losses_equal_verl(case, settings):
     value, gradient = loss_and_gradient(**settings)
     assert_golden(f"verl/{case}", value, gradient, 1e-7)  # verl adds 1e-8 to the lengths

@@ -62,16 +62,13 @@ def gathers_kernels(shape, placed, x):
 ONE_EACH = X[:, :1, :1]  # one token per completion, as in a decode
 
 
-@pytest.mark.parametrize(
-    ("axes", "x", "shape", "gathered"),
-    [
-        ({"fsdp": 8}, X, SHAPE, True),
-        ({"fsdp": 8}, X[:3], BIASED, False),
-        ({"data": 4, "tensor": 2}, X, SHAPE, None),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, np.tile(X[:3], (1, 1, 2, 1)), BIASED, True),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, ONE_EACH, BIASED, False),
-    ],
-)
+@pytest.mark.parametrize(("axes", "x", "shape", "gathered"), [
+    ({"fsdp": 8}, X, SHAPE, True),
+    ({"fsdp": 8}, X[:3], BIASED, False),
+    ({"data": 4, "tensor": 2}, X, SHAPE, None),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, np.tile(X[:3], (1, 1, 2, 1)), BIASED, True),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, ONE_EACH, BIASED, False),
+])  # fmt: skip
 def test_experts_on_a_mesh_equal_one_device(axes, x, shape, gathered):
     """Experts on a mesh equal one device. Kernels are gathered if smaller than the rows; otherwise rows are sent."""
     on_mesh = dataclasses.replace(shape, mesh=make_mesh(axes))

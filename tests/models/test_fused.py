@@ -44,14 +44,11 @@ def assert_same(ours, plain, given):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, err_msg=kind), found, expected)
 
 
-@pytest.mark.parametrize(
-    ("window", "soft_cap", "group", "d", "shared", "sinks"),
-    [
-        (None, None, 3, 8, False, True),
-        (5, None, 2, 12, True, True),  # a head size that is not a power of two
-        (None, 2.0, 4, 160, True, False),  # the tile size for wide heads
-    ],
-)
+@pytest.mark.parametrize(("window", "soft_cap", "group", "d", "shared", "sinks"), [
+    (None, None, 3, 8, False, True),
+    (5, None, 2, 12, True, True),  # a head size that is not a power of two
+    (None, 2.0, 4, 160, True, False),  # the tile size for wide heads
+])  # fmt: skip
 def test_completions_side_by_side(window, soft_cap, group, d, shared, sinks):
     b, h, g, t = 2, 2, 3, 20  # 60 tokens with 2 or 3 queries per head: several tiles
     settings = {"scale": d**-0.5, "window": window, "soft_cap": soft_cap}

@@ -41,20 +41,17 @@ MESH = {"fsdp": 2, "tensor": 2}
 LATER = ((slice(None), slice(64, None)), (slice(64, None), slice(None)))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param({"slots": 512, "index": 300, "d": 64}, id="several tiles"),
-        pytest.param({"slots": 50, "index": 49, "p": 37}, id="sizes that no tile divides"),
-        pytest.param({"slots": 64, "index": 70, "start": np.array([20, 60])}, id="a wrapped ring buffer"),
-        pytest.param({"slots": 64, "index": 40, "start": np.array([[0, 3, 40], [7, 39, 38]])}, id="a start for each"),
-        pytest.param({"slots": 64, "index": 40, "window": 9, "soft_cap": 2.0}, id="a window, a soft cap"),
-        pytest.param({"slots": 256, "index": 3, "window": 17, "d": 256, "sinks": True}, id="a window into the prompt"),
-        pytest.param({"slots": 32, "index": np.array([4, 31]), "sinks": True}, id="an index per prompt, sinks"),
-        pytest.param({"slots": 256, "index": 63, "d": 64, "own": LATER}, id="unwritten slots"),
-        pytest.param({"slots": 64, "axes": MESH}, id="a mesh", marks=pytest.mark.skipif(ONE, reason="one device")),
-    ],
-)
+@pytest.mark.parametrize("given", [
+    pytest.param({"slots": 512, "index": 300, "d": 64}, id="several tiles"),
+    pytest.param({"slots": 50, "index": 49, "p": 37}, id="sizes that no tile divides"),
+    pytest.param({"slots": 64, "index": 70, "start": np.array([20, 60])}, id="a wrapped ring buffer"),
+    pytest.param({"slots": 64, "index": 40, "start": np.array([[0, 3, 40], [7, 39, 38]])}, id="a start for each"),
+    pytest.param({"slots": 64, "index": 40, "window": 9, "soft_cap": 2.0}, id="a window, a soft cap"),
+    pytest.param({"slots": 256, "index": 3, "window": 17, "d": 256, "sinks": True}, id="a window into the prompt"),
+    pytest.param({"slots": 32, "index": np.array([4, 31]), "sinks": True}, id="an index per prompt, sinks"),
+    pytest.param({"slots": 256, "index": 63, "d": 64, "own": LATER}, id="unwritten slots"),
+    pytest.param({"slots": 64, "axes": MESH}, id="a mesh", marks=pytest.mark.skipif(ONE, reason="one device")),
+])  # fmt: skip
 def test_step_kernel_equals_materialized_scores(given):
     ours, plain = of_both(**given)
     np.testing.assert_allclose(ours, plain, atol=2e-6)

@@ -116,18 +116,15 @@ def test_each_device_packs_its_own_prompts(longest):
         assert there.sum() == sequence.lengths.sum()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "size", "count"),
-    [
-        ([[3] * 8] * 8, 256, 1),  # groups of 24 tokens: one half block each
-        ([[3] * 8] * 7 + [[3] * 7 + [64]], 256, 2),  # the group of 85 tokens needs three half blocks
-        ([[8] * 8] * 8, 512, 1),  # whole blocks: 512 tokens in one sequence or in two
-        ([[9] * 8] * 8, 256, 3),  # groups of 72 tokens: three half blocks (768 in all) or two whole (1,024)
-        ([[8] * 7 + [9]] * 7 + [[0] * 8], 256, 3),  # 14 whole blocks take 1,024 tokens, 21 half blocks 768
-        ([[64] * 8] * 8, 512, 8),
-        ([[0] * 8] * 8, 512, 1),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "size", "count"), [
+    ([[3] * 8] * 8, 256, 1),  # groups of 24 tokens: one half block each
+    ([[3] * 8] * 7 + [[3] * 7 + [64]], 256, 2),  # the group of 85 tokens needs three half blocks
+    ([[8] * 8] * 8, 512, 1),  # whole blocks: 512 tokens in one sequence or in two
+    ([[9] * 8] * 8, 256, 3),  # groups of 72 tokens: three half blocks (768 in all) or two whole (1,024)
+    ([[8] * 7 + [9]] * 7 + [[0] * 8], 256, 3),  # 14 whole blocks take 1,024 tokens, 21 half blocks 768
+    ([[64] * 8] * 8, 512, 8),
+    ([[0] * 8] * 8, 512, 1),
+])  # fmt: skip
 def test_shape_with_the_fewest_tokens_is_chosen(lengths, size, count):
     lengths = np.array(lengths)
     mask = np.arange(64) < lengths[..., None]

@@ -29,16 +29,13 @@ def value_and_gradients(implementation, x, w, sizes, upstream):
     return value, *gradients
 
 
-@pytest.mark.parametrize(
-    ("sizes", "inner", "outer"),
-    [
-        pytest.param([5, 0, 17, 40], 16, 32, id="an expert without rows, tiles of several groups"),
-        pytest.param([0, 0, 64, 0], 48, 16, id="all rows for one expert, a side that is not a power of two"),
-        pytest.param([1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0], 32, 48, id="fewer rows than experts"),
-        pytest.param([200, 56], 96, 160, id="groups of several tiles, sides of several tiles"),
-        pytest.param([3], 16, 16, id="one expert"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "inner", "outer"), [
+    pytest.param([5, 0, 17, 40], 16, 32, id="an expert without rows, tiles of several groups"),
+    pytest.param([0, 0, 64, 0], 48, 16, id="all rows for one expert, a side that is not a power of two"),
+    pytest.param([1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0], 32, 48, id="fewer rows than experts"),
+    pytest.param([200, 56], 96, 160, id="groups of several tiles, sides of several tiles"),
+    pytest.param([3], 16, 16, id="one expert"),
+])  # fmt: skip
 def test_kernels_equal_the_ragged_products_of_jax(sizes, inner, outer):
     n, e = sum(sizes), len(sizes)
     x, w, upstream = arrays((n, inner), (e, inner, outer), (n, outer))

@@ -25,15 +25,12 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(splash_attention_kernel, "SplashAttentionKernel", on_cpu)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "window", "soft_cap", "group", "axes"),
-    [
-        ("float32", None, None, 3, None),
-        pytest.param("float32", 30, 2.0, 1, None, marks=pytest.mark.quick),
-        ("float32", 170, None, 2, {"data": 2, "tensor": 2}),
-        ("bfloat16", None, None, 2, None),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "window", "soft_cap", "group", "axes"), [
+    ("float32", None, None, 3, None),
+    pytest.param("float32", 30, 2.0, 1, None, marks=pytest.mark.quick),
+    ("float32", 170, None, 2, {"data": 2, "tensor": 2}),
+    ("bfloat16", None, None, 2, None),
+])  # fmt: skip
 def test_random_packed_sequences(dtype, window, soft_cap, group, axes):
     """Several prompts, empty completions and padding, in one sequence or in one per device of a mesh."""
     settings = {"scale": 0.3, "window": window, "soft_cap": soft_cap}

@@ -229,14 +229,11 @@ def test_restart_between_requests_is_detected(server, version):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("fault", "how", "message"),
-    [
-        ("alien", {}, "a token id outside the vocabulary of size|ended a completion"),
-        (400, {}, "returned status 400: .*told to answer 400"),
-        ("early", {"stop": ["never"], "eos_token_ids": ()}, "1 of 8 tokens with finish_reason 'stop'.*no stop string"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "how", "message"), [
+    ("alien", {}, "a token id outside the vocabulary of size|ended a completion"),
+    (400, {}, "returned status 400: .*told to answer 400"),
+    ("early", {"stop": ["never"], "eos_token_ids": ()}, "1 of 8 tokens with finish_reason 'stop'.*no stop string"),
+])  # fmt: skip
 def test_unusable_responses_end_the_run(server, fault, how, message):
     server.fault = nth("/v1/completions", fault, *range(3, 8))
     with pytest.raises((EngineError, ValueError), match=message):

@@ -41,37 +41,29 @@ def of(status, body, head=""):
 CHUNKED = "Transfer-Encoding: chunked"
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind", "message"),
-    [
-        (of(200, b" " * 3 * SHORT, "Connection: close"), EngineError, f"more than {SHORT} bytes"),
-        (of(200, b" " * 3 * SHORT), EngineError, f"more than {SHORT} bytes"),
-        (of(200, b"", "Content-Length: 99999999999999"), ConnectionLost, "IncompleteRead"),
-        (of(200, b"ffffffffffffff\r\n", CHUNKED), ConnectionLost, "IncompleteRead"),
-        (of(200, b"-5\r\n", CHUNKED), ConnectionLost, "ValueError"),
-        (of(200, b'{"a":' + b"[" * 100_000), EngineError, "returned invalid JSON"),
-        (of(200, b'{"a": ' + b"7" * 5_000 + b"}"), EngineError, "returned invalid JSON"),
-        (of(400, b"[" * 100_000), Refused, "returned status 400"),
-    ],
-    ids=["endless", "long", "length", "chunk", "negative chunk", "deep", "digits", "deep refusal"],
-)
+@pytest.mark.parametrize(("answer", "kind", "message"), [
+    (of(200, b" " * 3 * SHORT, "Connection: close"), EngineError, f"more than {SHORT} bytes"),
+    (of(200, b" " * 3 * SHORT), EngineError, f"more than {SHORT} bytes"),
+    (of(200, b"", "Content-Length: 99999999999999"), ConnectionLost, "IncompleteRead"),
+    (of(200, b"ffffffffffffff\r\n", CHUNKED), ConnectionLost, "IncompleteRead"),
+    (of(200, b"-5\r\n", CHUNKED), ConnectionLost, "ValueError"),
+    (of(200, b'{"a":' + b"[" * 100_000), EngineError, "returned invalid JSON"),
+    (of(200, b'{"a": ' + b"7" * 5_000 + b"}"), EngineError, "returned invalid JSON"),
+    (of(400, b"[" * 100_000), Refused, "returned status 400"),
+], ids=["endless", "long", "length", "chunk", "negative chunk", "deep", "digits", "deep refusal"])  # fmt: skip
 def test_unreadable_response_error_contains_the_url(answer, kind, message):
     with serving(lambda _: [answer]) as url, pytest.raises(kind, match=message) as caught:
         Client(url).request("/v1/models")
     assert f"{url}/v1/models" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("begin", "piece"),
-    [
-        (of(200, b"", "Content-Length: 9999"), b" "),
-        (of(200, b"", "Connection: close"), b" "),
-        (of(200, b"", CHUNKED), b"1\r\n \r\n"),
-        (b"HTTP/1.1 200", b"x"),
-        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    ],
-    ids=["body", "endless", "chunks", "status", "100 Continue"],
-)
+@pytest.mark.parametrize(("begin", "piece"), [
+    (of(200, b"", "Content-Length: 9999"), b" "),
+    (of(200, b"", "Connection: close"), b" "),
+    (of(200, b"", CHUNKED), b"1\r\n \r\n"),
+    (b"HTTP/1.1 200", b"x"),
+    (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+], ids=["body", "endless", "chunks", "status", "100 Continue"])  # fmt: skip
 def test_timeout_covers_the_whole_response(begin, piece):
     """A response that is incomplete at the timeout is abandoned, even if bytes keep arriving."""
 

@@ -71,20 +71,15 @@ def test_log_probs_equal_the_teachers(server):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("config", "given", "message"),
-    [
-        ({"temperature": 0.7}, {}, r"temperature must be 1\.0 with a server as teacher; got 0\.7"),
-        ({}, {"top_k": 5}, r"distillation_topk must equal the scorer's top_k, 5; got None"),
-        (
-            {"distillation_mode": "topk_logits", "distillation_topk": 21},
-            {"top_k": 21},
-            "max allowed: 20.*Start it with --max-logprobs 21, or reduce distillation_topk",
-        ),
-        ({}, {"model": "other"}, "must be a model that .* serves .*base.*; got 'other'"),
-        ({}, {"tokenizer": "other"}, r"both must have get_vocab\(\)"),
-    ],
-)
+@pytest.mark.parametrize(("config", "given", "message"), [
+    ({"temperature": 0.7}, {}, r"temperature must be 1\.0 with a server as teacher; got 0\.7"),
+    ({}, {"top_k": 5}, r"distillation_topk must equal the scorer's top_k, 5; got None"),
+    ({"distillation_mode": "topk_logits", "distillation_topk": 21},
+        {"top_k": 21},
+        "max allowed: 20.*Start it with --max-logprobs 21, or reduce distillation_topk"),
+    ({}, {"model": "other"}, "must be a model that .* serves .*base.*; got 'other'"),
+    ({}, {"tokenizer": "other"}, r"both must have get_vocab\(\)"),
+])  # fmt: skip
 def test_unsuitable_settings_are_refused_before_sampling(server, config, given, message):
     with pytest.raises((EngineError, ValueError), match=message):
         train(POLICY, ROWS, [], dataclasses.replace(CONFIG, **config), teacher=vllm_scorer(server.url, **given))

@@ -170,16 +170,13 @@ def test_respond_may_return_a_turn_reward(last, end):
     assert cut.reward() == [1.0, last or 0.0]
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (b"bytes", "Odd: respond must return a string, or None at the end; got b'bytes'.*, for row 3"),
-        ((3, 1.0), "respond must return a string, or None at the end; got 3 .int."),
-        (("a", 1.0, 2), r"respond must return a string, or None at the end; got \('a', 1.0, 2\) \(tuple\)"),
-        (("go", None), "respond must return a finite reward; got None, for row 3"),
-        (("go", float("nan")), "respond must return a finite reward; got nan"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "message"), [
+    (b"bytes", "Odd: respond must return a string, or None at the end; got b'bytes'.*, for row 3"),
+    ((3, 1.0), "respond must return a string, or None at the end; got 3 .int."),
+    (("a", 1.0, 2), r"respond must return a string, or None at the end; got \('a', 1.0, 2\) \(tuple\)"),
+    (("go", None), "respond must return a finite reward; got None, for row 3"),
+    (("go", float("nan")), "respond must return a finite reward; got nan"),
+])  # fmt: skip
 def test_invalid_responses_and_turn_rewards_are_refused(answer, message):
     class Odd(Guess):
         def respond(self, text):
@@ -445,27 +442,20 @@ class Untold(Sums):
         return n
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"factory": {"a": 3}}, r"environment_factory\['a'\] must be a class .*; got 3"),
-        ({"factory": object}, "object must have respond.text. or another public method"),
-        ({"factory": Wants}, r"Wants.reset must accept the dataset.s columns.*\(target\).*level"),
-        ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*called without arguments"),
-        ({"factory": Sums}, "the dataset's prompts are strings. Convert the prompts"),
-        ({"factory": Untold, "rows": (CHAT,)}, "Untold.sub"),
-        ({"factory": Guess, "rows": ({**ROW, "environments": 1},)}, "column 'environments', which the trainer passes"),
-        ({"factory": {"a": Guess}}, "the dataset must have a column 'environment'"),
-        (
-            {"factory": {"a": Guess}, "rows": ({**ROW, "environment": "b"},)},
-            "must contain keys of environment_factory .'a'.; got 'b'",
-        ),
-        (
-            {"factory": Sums, "rows": (CHAT,), "tokenizer": tokenizer_of(PLAIN)},
-            "must write tool calls in a supported format|with tool support",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"factory": {"a": 3}}, r"environment_factory\['a'\] must be a class .*; got 3"),
+    ({"factory": object}, "object must have respond.text. or another public method"),
+    ({"factory": Wants}, r"Wants.reset must accept the dataset.s columns.*\(target\).*level"),
+    ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*called without arguments"),
+    ({"factory": Sums}, "the dataset's prompts are strings. Convert the prompts"),
+    ({"factory": Untold, "rows": (CHAT,)}, "Untold.sub"),
+    ({"factory": Guess, "rows": ({**ROW, "environments": 1},)}, "column 'environments', which the trainer passes"),
+    ({"factory": {"a": Guess}}, "the dataset must have a column 'environment'"),
+    ({"factory": {"a": Guess}, "rows": ({**ROW, "environment": "b"},)},
+        "must contain keys of environment_factory .'a'.; got 'b'"),
+    ({"factory": Sums, "rows": (CHAT,), "tokenizer": tokenizer_of(PLAIN)},
+        "must write tool calls in a supported format|with tool support"),
+])  # fmt: skip
 def test_invalid_environments_are_refused_at_once(given, message):
     with pytest.raises(ValueError, match=message):
         interaction_of(**given)

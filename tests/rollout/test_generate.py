@@ -79,14 +79,10 @@ def test_log_probs_equal_those_of_scoring_the_same_tokens(settings):
         assert np.abs(plain - completions.log_probs).max() > 0.05
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"qkv_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
-        {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True,)},
-    ],
-    ids=["adapters, biases and a head", "experts"],
-)
+@pytest.mark.parametrize("settings", [
+    {"qkv_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True,)},
+], ids=["adapters, biases and a head", "experts"])  # fmt: skip
 def test_kernels_by_columns_are_used_and_decode_the_same(settings, monkeypatch):
     model, params = tiny_model(layers=1, **settings)
     if "num_experts" not in settings:
@@ -156,16 +152,13 @@ def test_greedy_rows_agree_and_follow_the_argmax():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_generations": 0}, "num_generations must be an integer ≥ 1; got 0"),
-        ({"max_completion_length": 0}, "max_completion_length must be an integer ≥ 1; got 0"),
-        ({"batch_size": 7}, "batch_size must be at least 8, one group of completions; got 7"),
-        ({"temperature": -1}, "temperature must be a finite number"),
-        ({"prompts": Prompts(jnp.zeros((3, 2)), jnp.ones(2))}, r"prompts must have tokens \[B, P\] and lengths \[B\]"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"num_generations": 0}, "num_generations must be an integer ≥ 1; got 0"),
+    ({"max_completion_length": 0}, "max_completion_length must be an integer ≥ 1; got 0"),
+    ({"batch_size": 7}, "batch_size must be at least 8, one group of completions; got 7"),
+    ({"temperature": -1}, "temperature must be a finite number"),
+    ({"prompts": Prompts(jnp.zeros((3, 2)), jnp.ones(2))}, r"prompts must have tokens \[B, P\] and lengths \[B\]"),
+])  # fmt: skip
 def test_bad_arguments_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         sample(**change)

@@ -149,22 +149,17 @@ def test_public_methods_of_an_environment_are_tools():
 TOOL = read_tools([multiply])["multiply"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "bound"),
-    [
-        ({"a": "3", "b": "1.5", "how": 2}, {"a": 3, "b": 1.5, "how": "2"}),
-        (
-            {"a": 2.5, "b": [1]},
-            "multiply: argument 'a' must be an integer; got 2.5; argument 'b' must be a number; got [1]",
-        ),
-        ('{"a": 3, "b": 1.5}', {"a": 3, "b": 1.5}),
-        (None, "multiply: missing argument 'a'"),
-        ({"A": 1}, "multiply: unknown arguments 'A' (available: a, b, how); missing argument 'a'"),
-        ("[1]", "multiply: the arguments must be a JSON object; got [1]"),
-        ("a=1", "multiply: the arguments could not be parsed: it is not valid JSON (Expecting value at character 0)"),
-        ("[" * 100_000, "multiply: the arguments could not be parsed: it is nested deeper than 100 levels"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "bound"), [
+    ({"a": "3", "b": "1.5", "how": 2}, {"a": 3, "b": 1.5, "how": "2"}),
+    ({"a": 2.5, "b": [1]},
+        "multiply: argument 'a' must be an integer; got 2.5; argument 'b' must be a number; got [1]"),
+    ('{"a": 3, "b": 1.5}', {"a": 3, "b": 1.5}),
+    (None, "multiply: missing argument 'a'"),
+    ({"A": 1}, "multiply: unknown arguments 'A' (available: a, b, how); missing argument 'a'"),
+    ("[1]", "multiply: the arguments must be a JSON object; got [1]"),
+    ("a=1", "multiply: the arguments could not be parsed: it is not valid JSON (Expecting value at character 0)"),
+    ("[" * 100_000, "multiply: the arguments could not be parsed: it is nested deeper than 100 levels"),
+])  # fmt: skip
 def test_arguments_are_bound_or_an_error_text_is_returned(arguments, bound):
     assert bind_arguments(TOOL, arguments) == bound
 
@@ -175,23 +170,20 @@ PARAMETERS = {"type": "object", "properties": {name: {"type": kind} for name, ki
 OF_TYPES = Tool("of_types", print, {"type": "function", "function": {"name": "of_types", "parameters": PARAMETERS}})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [
-        ("count", "3", 3),
-        ("count", "3.0", 3),
-        ("count", "three", "must be an integer; got 'three'"),
-        ("count", True, "must be an integer; got True"),
-        ("rate", "NaN", "must be a number; got 'NaN'"),
-        ("really", "True", True),
-        ("really", 1, "must be true or false; got 1"),
-        ("word", 3, "3"),
-        ("word", {"a": 1}, "must be a string; got {'a': 1}"),
-        ("pairs", "[1, 2]", [1, 2]),
-        ("either", "3", "3"),
-        ("count", None, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "wanted"), [
+    ("count", "3", 3),
+    ("count", "3.0", 3),
+    ("count", "three", "must be an integer; got 'three'"),
+    ("count", True, "must be an integer; got True"),
+    ("rate", "NaN", "must be a number; got 'NaN'"),
+    ("really", "True", True),
+    ("really", 1, "must be true or false; got 1"),
+    ("word", 3, "3"),
+    ("word", {"a": 1}, "must be a string; got {'a': 1}"),
+    ("pairs", "[1, 2]", [1, 2]),
+    ("either", "3", "3"),
+    ("count", None, None),
+])  # fmt: skip
 def test_values_are_converted_to_the_schema_types(name, value, wanted):
     bound = bind_arguments(OF_TYPES, {name: value})
     if isinstance(bound, str):
@@ -212,23 +204,20 @@ for _ in range(100_000):
     DEEP = [DEEP]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("as it is\n", "as it is\n"),
-        (b"caf\xc3\xa9 \xff", "café \ufffd"),
-        (None, ""),
-        (True, "true"),
-        ({"ä": [1, None, 2.5]}, '{"ä": [1, null, 2.5]}'),
-        ((1, Decimal("2.5")), '[1, "2.5"]'),
-        (np.float32(1.5), "1.5"),
-        ({(1, 2): 3}, "{(1, 2): 3}"),
-        ("half \ud83d a pair", "half ? a pair"),
-        (Hostile(), "[Hostile could not be converted to text: SystemExit]"),
-        ("x" * 20_001, "x" * 20_000 + "\n[1 more characters were omitted]"),
-        (DEEP, "[list could not be converted to text: RecursionError]"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    ("as it is\n", "as it is\n"),
+    (b"caf\xc3\xa9 \xff", "café \ufffd"),
+    (None, ""),
+    (True, "true"),
+    ({"ä": [1, None, 2.5]}, '{"ä": [1, null, 2.5]}'),
+    ((1, Decimal("2.5")), '[1, "2.5"]'),
+    (np.float32(1.5), "1.5"),
+    ({(1, 2): 3}, "{(1, 2): 3}"),
+    ("half \ud83d a pair", "half ? a pair"),
+    (Hostile(), "[Hostile could not be converted to text: SystemExit]"),
+    ("x" * 20_001, "x" * 20_000 + "\n[1 more characters were omitted]"),
+    (DEEP, "[list could not be converted to text: RecursionError]"),
+])  # fmt: skip
 def test_any_tool_result_becomes_text(value, text):
     assert as_text(value) == text
 

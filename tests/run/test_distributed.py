@@ -28,14 +28,11 @@ def start(line):
     distributed.start(parser.parse_args(line.split()))
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("", []),
-        ("--distributed auto", [(None, None, None)]),
-        ("--coordinator host0:8476 --num-processes 4 --process-id 3", [("host0:8476", 4, 3)]),
-    ],
-)
+@pytest.mark.parametrize(("line", "expected"), [
+    ("", []),
+    ("--distributed auto", [(None, None, None)]),
+    ("--coordinator host0:8476 --num-processes 4 --process-id 3", [("host0:8476", 4, 3)]),
+])  # fmt: skip
 def test_flags_are_passed_to_jax_and_nothing_starts_without_them(line, expected, initialized):
     start(line)
     assert [args for args, _ in initialized] == expected
@@ -45,21 +42,14 @@ def test_flags_are_passed_to_jax_and_nothing_starts_without_them(line, expected,
 ALL = "set all of coordinator, num_processes and process_id, or none of them"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--num-processes 2", f"coordinator and process_id are missing; {ALL}"),
-        (
-            "--coordinator host0 --num-processes 2 --process-id 0",
-            "coordinator must be host:port, such as host0:8476; got 'host0'",
-        ),
-        (
-            "--coordinator host0:1 --num-processes 2 --process-id 2",
-            "process_id must be from 0 to 1 with 2 processes; got 2",
-        ),
-        ("--distributed auto --process-id 2", "--distributed auto cannot be combined with --coordinator"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("--num-processes 2", f"coordinator and process_id are missing; {ALL}"),
+    ("--coordinator host0 --num-processes 2 --process-id 0",
+        "coordinator must be host:port, such as host0:8476; got 'host0'"),
+    ("--coordinator host0:1 --num-processes 2 --process-id 2",
+        "process_id must be from 0 to 1 with 2 processes; got 2"),
+    ("--distributed auto --process-id 2", "--distributed auto cannot be combined with --coordinator"),
+])  # fmt: skip
 def test_invalid_flags_are_rejected(line, message, initialized):
     with pytest.raises(SystemExit, match=message):
         start(line)

@@ -46,15 +46,12 @@ def test_turns_end_after_a_stop_string_or_are_cut_short_and_counted():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"stop": ["a", "<eos>"]}, r"stop must not contain special tokens; got '<eos>'.*stop_token_ids=\[1\]"),
-        ({"stop_token_ids": [3, 258]}, "stop_token_ids must be less than the model's vocabulary size, 258; got 258"),
-        ({"sampler": lambda params: None}, "sampler must take stop and max_turn_length, which"),
-        ({"sampler": lambda params, stop: None}, "sampler must take max_turn_length, which"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"stop": ["a", "<eos>"]}, r"stop must not contain special tokens; got '<eos>'.*stop_token_ids=\[1\]"),
+    ({"stop_token_ids": [3, 258]}, "stop_token_ids must be less than the model's vocabulary size, 258; got 258"),
+    ({"sampler": lambda params: None}, "sampler must take stop and max_turn_length, which"),
+    ({"sampler": lambda params, stop: None}, "sampler must take max_turn_length, which"),
+])  # fmt: skip
 def test_invalid_stop_settings_are_rejected_before_sampling(change, message):
     sampler = change.pop("sampler", None)
     with pytest.raises(ValueError, match=message):

@@ -166,18 +166,12 @@ def test_teacher_with_a_short_context_is_rejected():
         train(policy, ROWS, [], CONFIG, teacher=teacher)
 
 
-@pytest.mark.parametrize(
-    ("scores", "complaint"),
-    [
-        (lambda shape: np.zeros(shape).transpose(1, 2, 0), r"log_probs of shape \(1, 4, 4\); got \(4, 4, 1\)"),
-        (lambda shape: np.full(shape, 0.5), "that are finite and ≤ 0"),
-        (
-            lambda shape: TeacherLogProbs(np.zeros(shape), np.zeros((*shape, 2)), np.zeros((*shape, 2))),
-            "top_ids as integers ≥ 0; got",
-        ),
-    ],
-    ids=["transposed", "positive", "ids"],
-)
+@pytest.mark.parametrize(("scores", "complaint"), [
+    (lambda shape: np.zeros(shape).transpose(1, 2, 0), r"log_probs of shape \(1, 4, 4\); got \(4, 4, 1\)"),
+    (lambda shape: np.full(shape, 0.5), "that are finite and ≤ 0"),
+    (lambda shape: TeacherLogProbs(np.zeros(shape), np.zeros((*shape, 2)), np.zeros((*shape, 2))),
+        "top_ids as integers ≥ 0; got"),
+], ids=["transposed", "positive", "ids"])  # fmt: skip
 def test_scorer_result_is_checked(scores, complaint):
     class Wrong:
         def score(self, prompts, completions):

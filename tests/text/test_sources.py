@@ -148,18 +148,14 @@ def test_file_that_is_not_utf8_is_named_with_its_line(folder, name):
             load_rows(name, **SHAPE)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("rows.csv", "prompt,answer\na,1\nb, or c,2\n", r"line 3 .* CSV \(3 fields, but the header has 2\)"),
-        ("rows.csv", 'prompt,answer\n"a,1\nb,2\n', r"line 3 .* CSV \(unexpected end of data\)"),
-        ("rows.csv", "prompt,x,x\na,1,2\n", r"line 1 .* CSV \(duplicate column names in prompt, x, x\)"),
-        ("rows.jsonl", '{"prompt": ' + "[" * 10**5, r"line 1 .* JSON \(.*recursion"),
-        ("rows.jsonl", '{"prompt": ' + "1" * 5000, r"line 1 .* JSON \(Exceeds the limit"),
-        ("rows.jsonl", "{", r"line 1 .* JSON \(.* at column 2\); write one object per line"),
-    ],
-    ids=["fields", "quote", "duplicate", "nested", "digits", "syntax"],
-)
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("rows.csv", "prompt,answer\na,1\nb, or c,2\n", r"line 3 .* CSV \(3 fields, but the header has 2\)"),
+    ("rows.csv", 'prompt,answer\n"a,1\nb,2\n', r"line 3 .* CSV \(unexpected end of data\)"),
+    ("rows.csv", "prompt,x,x\na,1,2\n", r"line 1 .* CSV \(duplicate column names in prompt, x, x\)"),
+    ("rows.jsonl", '{"prompt": ' + "[" * 10**5, r"line 1 .* JSON \(.*recursion"),
+    ("rows.jsonl", '{"prompt": ' + "1" * 5000, r"line 1 .* JSON \(Exceeds the limit"),
+    ("rows.jsonl", "{", r"line 1 .* JSON \(.* at column 2\); write one object per line"),
+], ids=["fields", "quote", "duplicate", "nested", "digits", "syntax"])  # fmt: skip
 def test_invalid_file_is_named_with_its_line(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=rf"dataset: {message}".replace(" .* ", f" of '.*{name}' is not valid ", 1)):

@@ -57,22 +57,17 @@ UPDATER = choose_updater(Bigram(), CONFIG, micro_shape=(B, G), optimizer=optax.s
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("changes", "of_params", "words"),
-    [
-        ({"advantages": ((1, 0), NAN)}, {}, "the advantage is nan at prompt 1, completion 0 of the batch"),
-        (
-            {"sampling_log_probs": ((0, 1, 2), NAN), "ref_log_probs": ((0, 0, 0), NAN)},
-            {"bias": NAN},
-            "the sampler's log-prob is nan at prompt 0, completion 1, token 2 of the batch",
-        ),
-        ({"ref_log_probs": ((1, 0, 1), INF)}, {}, "the reference's log-prob is inf at prompt 1, completion 0, token 1"),
-        ({}, {"bias": NAN}, "the policy's log-prob is nan at prompt 0, completion 0, token 0 of the batch"),
-        ({"ref_log_probs": ((1, 0, 2), 1e30)}, {}, f"the metric kl_in_loss is inf, {FINE}"),
-        ({"advantages": ((slice(None), 1), -3e38)}, {}, f"the metric policy_loss is inf, {FINE}"),
-        ({}, {"root": 0.0}, f"the metric grad_norm is nan, {FINE}"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "of_params", "words"), [
+    ({"advantages": ((1, 0), NAN)}, {}, "the advantage is nan at prompt 1, completion 0 of the batch"),
+    ({"sampling_log_probs": ((0, 1, 2), NAN), "ref_log_probs": ((0, 0, 0), NAN)},
+        {"bias": NAN},
+        "the sampler's log-prob is nan at prompt 0, completion 1, token 2 of the batch"),
+    ({"ref_log_probs": ((1, 0, 1), INF)}, {}, "the reference's log-prob is inf at prompt 1, completion 0, token 1"),
+    ({}, {"bias": NAN}, "the policy's log-prob is nan at prompt 0, completion 0, token 0 of the batch"),
+    ({"ref_log_probs": ((1, 0, 2), 1e30)}, {}, f"the metric kl_in_loss is inf, {FINE}"),
+    ({"advantages": ((slice(None), 1), -3e38)}, {}, f"the metric policy_loss is inf, {FINE}"),
+    ({}, {"root": 0.0}, f"the metric grad_norm is nan, {FINE}"),
+])  # fmt: skip
 def test_first_non_finite_value_is_named(changes, of_params, words):
     given = batch(**changes)
     after, metrics = UPDATER.update(state_of(**of_params), given)

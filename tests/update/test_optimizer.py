@@ -16,16 +16,13 @@ from grpo_jax.update.state import create_state, finish_update
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"lr_scheduler_type": "constant"}, [2, 2, 2, 2, 2, 2]),
-        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}, [0, 1, 2, 2, 2, 2]),
-        ({"lr_scheduler_type": "linear"}, [2, 1.5, 1, 0.5, 0, 0]),
-        ({"lr_scheduler_type": "linear", "warmup_steps": 0.5}, [0, 1, 2, 1, 0, 0]),
-        ({"lr_scheduler_type": "cosine"}, [2, 1 + np.cos(np.pi / 4), 1, 1 + np.cos(3 * np.pi / 4), 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"lr_scheduler_type": "constant"}, [2, 2, 2, 2, 2, 2]),
+    ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}, [0, 1, 2, 2, 2, 2]),
+    ({"lr_scheduler_type": "linear"}, [2, 1.5, 1, 0.5, 0, 0]),
+    ({"lr_scheduler_type": "linear", "warmup_steps": 0.5}, [0, 1, 2, 1, 0, 0]),
+    ({"lr_scheduler_type": "cosine"}, [2, 1 + np.cos(np.pi / 4), 1, 1 + np.cos(3 * np.pi / 4), 0, 0]),
+])  # fmt: skip
 def test_schedules(settings, expected):
     schedule = make_schedule(GRPOConfig(learning_rate=2.0, **settings), total_steps=4)
     np.testing.assert_allclose([schedule(step) for step in range(6)], expected, atol=1e-6)

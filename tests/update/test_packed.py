@@ -73,17 +73,13 @@ def assert_same_step(plain, packed_step, padding=None):
     chex.assert_trees_all_close(plain[1], packed_step[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss_type": "dapo", "sampler_correction": "sequence_mask"},
-        {"loss_type": "grpo", "entropy_coef": 0.1},
-        {"loss_type": "bnpo", "top_entropy_quantile": 0.5, "importance_sampling_level": "sequence"},
-        {"loss_type": "sapo", "importance_sampling_level": "trajectory", "kl_placement": "reward", "top_k": 5},
-        {"loss_type": "vespo", "use_adaptive_entropy": True, "entropy_target": 5.0, "top_p": 0.9},
-    ],
-    ids=lambda settings: settings["loss_type"],
-)
+@pytest.mark.parametrize("settings", [
+    {"loss_type": "dapo", "sampler_correction": "sequence_mask"},
+    {"loss_type": "grpo", "entropy_coef": 0.1},
+    {"loss_type": "bnpo", "top_entropy_quantile": 0.5, "importance_sampling_level": "sequence"},
+    {"loss_type": "sapo", "importance_sampling_level": "trajectory", "kl_placement": "reward", "top_k": 5},
+    {"loss_type": "vespo", "use_adaptive_entropy": True, "entropy_target": 5.0, "top_p": 0.9},
+], ids=lambda settings: settings["loss_type"])  # fmt: skip
 def test_packed_update_equals_train_step(monkeypatch, settings):
     """The packed update equals the padded one for every kind of objective."""
     monkeypatch.setattr(packed, "count_streams", lambda *_: 1 + ("top_p" in settings))
@@ -103,16 +99,12 @@ BIASES = {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich", "tie_word_em
 RECURRENT = {"delta": DELTA, "conv": ConvShape(16, bias=True), "attention_gate": True, "rms_norm_eps": 1e-2}
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"windows": (5, None), "attention_sinks": True, "attention_soft_cap": 5.0, "logit_soft_cap": 4.0},
-        {"rotary_layers": (True, False), "remat": True, **BIASES},
-        {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)},
-        {"mixers": ("delta", "conv", "attention"), "layers": 3, **RECURRENT},
-    ],
-    ids=lambda shape: next(iter(shape)),
-)
+@pytest.mark.parametrize("shape", [
+    {"windows": (5, None), "attention_sinks": True, "attention_soft_cap": 5.0, "logit_soft_cap": 4.0},
+    {"rotary_layers": (True, False), "remat": True, **BIASES},
+    {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)},
+    {"mixers": ("delta", "conv", "attention"), "layers": 3, **RECURRENT},
+], ids=lambda shape: next(iter(shape)))  # fmt: skip
 def test_every_kind_of_layer_is_packed(shape):
     """The packed update equals the padded one for every kind of layer."""
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)

@@ -173,15 +173,12 @@ MORE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "
 """Settings that two of the losses require."""
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "settings"),
-    [
-        *((name, {}) for name in LOSS_TYPES),
-        ("grpo", {"importance_sampling_level": "sequence"}),
-        ("grpo", {"importance_sampling_level": "trajectory", "delta": 1.5}),
-        ("dapo", {"off_policy_mask_threshold": 0.5}),
-    ],
-)
+@pytest.mark.parametrize(("loss_type", "settings"), [
+    *((name, {}) for name in LOSS_TYPES),
+    ("grpo", {"importance_sampling_level": "sequence"}),
+    ("grpo", {"importance_sampling_level": "trajectory", "delta": 1.5}),
+    ("dapo", {"off_policy_mask_threshold": 0.5}),
+])  # fmt: skip
 def test_losses_proportional_to_advantages_have_no_gradient_at_zero(loss_type, settings):
     """If `vanishes_without_advantage` is true, the loss has no gradient at zero advantages, even off-policy."""
     config = GRPOConfig(loss_type=loss_type, num_iterations=2, **MORE.get(loss_type, {}), **settings)

@@ -70,14 +70,10 @@ def test_params_change_by_the_gradient_of_grpo_loss(loss_type, corrects):
     assert float(metrics["sampler_gap"]) == pytest.approx(float(gap), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss_type": "dapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5},
-        {"loss_type": "bnpo", "importance_sampling_level": "sequence"},
-    ],
-    ids=lambda settings: settings["loss_type"],
-)
+@pytest.mark.parametrize("settings", [
+    {"loss_type": "dapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+    {"loss_type": "bnpo", "importance_sampling_level": "sequence"},
+], ids=lambda settings: settings["loss_type"])  # fmt: skip
 def test_update_does_not_depend_on_micro_batches(settings):
     b, c = batch(), config(**settings)
     (whole, metrics), (state, others) = (step(b, c, micro_shape=micro_shape) for micro_shape in ((4, 4), (2, 1)))

@@ -82,34 +82,28 @@ def test_healthy_run_gets_no_hints(run):
     assert reported(lines + lines[-5:] * 4) == []  # nor if metrics stay at their final values
 
 
-@pytest.mark.parametrize(
-    ("lines", "config"),
-    [
-        (series("kl", [0.01 * i for i in range(KL_WINDOW - 1)]), CONFIG),
-        (series("kl", [0.1 + 0.05 * (i % 20) for i in range(200)]), CONFIG),
-        (series("kl", [0.01 * i for i in range(200)]), GRPOConfig(beta=0.1, sync_ref_model=True)),
-        (series("completions/clipped_ratio", [0.98] * 50), CONFIG),
-        (series("entropy", [0.3] * 20 + [0.02] * 50), CONFIG),
-        (series("sampler_gap", [2.0] * 50), GRPOConfig(num_iterations=2)),
-        (engine_lines(gap=0.4, weight=0.9), CONFIG),
-        (played(tools__failures=13.0), CONFIG),
-        (played(tools__calls=0.0, tools__failures=0.0), CONFIG),
-        (series("frac_reward_zero_std", [None, math.nan] * 30), CONFIG),
-    ],
-)
+@pytest.mark.parametrize(("lines", "config"), [
+    (series("kl", [0.01 * i for i in range(KL_WINDOW - 1)]), CONFIG),
+    (series("kl", [0.1 + 0.05 * (i % 20) for i in range(200)]), CONFIG),
+    (series("kl", [0.01 * i for i in range(200)]), GRPOConfig(beta=0.1, sync_ref_model=True)),
+    (series("completions/clipped_ratio", [0.98] * 50), CONFIG),
+    (series("entropy", [0.3] * 20 + [0.02] * 50), CONFIG),
+    (series("sampler_gap", [2.0] * 50), GRPOConfig(num_iterations=2)),
+    (engine_lines(gap=0.4, weight=0.9), CONFIG),
+    (played(tools__failures=13.0), CONFIG),
+    (played(tools__calls=0.0, tools__failures=0.0), CONFIG),
+    (series("frac_reward_zero_std", [None, math.nan] * 30), CONFIG),
+])  # fmt: skip
 def test_borderline_metrics_get_no_hints(lines, config):
     assert reported(lines, config) == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "platform", "precision", "limit"),
-    [
-        ("float32", "cpu", None, SAMPLER_GAP_FLOAT32),
-        ("float32", "gpu", "highest", SAMPLER_GAP_FLOAT32),
-        ("float32", "tpu", "high", SAMPLER_GAP),
-        ("bfloat16", "cpu", "highest", SAMPLER_GAP),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "platform", "precision", "limit"), [
+    ("float32", "cpu", None, SAMPLER_GAP_FLOAT32),
+    ("float32", "gpu", "highest", SAMPLER_GAP_FLOAT32),
+    ("float32", "tpu", "high", SAMPLER_GAP),
+    ("bfloat16", "cpu", "highest", SAMPLER_GAP),
+])  # fmt: skip
 def test_gap_limit_follows_the_matmul_precision(monkeypatch, dtype, platform, precision, limit):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with jax.default_matmul_precision(precision):

@@ -87,18 +87,15 @@ NO_KL = {"step": 1, "kl": 0.0, "kl_initial": None, "clip_fraction_low": 0.0, "cl
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("lines", "panels"),
-    [
-        (REWARDS, {"Reward": ["accuracy"]}),  # with a single function, the weighted sum is redundant
-        ([{**line, "reward": 2 * line["reward"]} for line in REWARDS], {"Reward": ["weighted sum", "accuracy"]}),
-        ([NO_KL], {}),  # no reference and no second update per batch
-        ([NO_KL | {"clip_fraction_high": 0.01}], {"Clip fraction": ["above the range"]}),
-        ([{"step": 1, "loss": 2.0, "eval/loss": 2.5}], {"Loss": ["training", "held out"]}),  # in SFT only
-        ([{"step": 1, "loss": 0.0, "reward": 1.0}], {"Reward": ["weighted sum"]}),
-        ([{"step": 3, "entropy": 0.5, "unknown": 1.0, "sums/long": 0.5}], {"Entropy": ["policy"]}),
-    ],
-)
+@pytest.mark.parametrize(("lines", "panels"), [
+    (REWARDS, {"Reward": ["accuracy"]}),  # with a single function, the weighted sum is redundant
+    ([{**line, "reward": 2 * line["reward"]} for line in REWARDS], {"Reward": ["weighted sum", "accuracy"]}),
+    ([NO_KL], {}),  # no reference and no second update per batch
+    ([NO_KL | {"clip_fraction_high": 0.01}], {"Clip fraction": ["above the range"]}),
+    ([{"step": 1, "loss": 2.0, "eval/loss": 2.5}], {"Loss": ["training", "held out"]}),  # in SFT only
+    ([{"step": 1, "loss": 0.0, "reward": 1.0}], {"Reward": ["weighted sum"]}),
+    ([{"step": 3, "entropy": 0.5, "unknown": 1.0, "sums/long": 0.5}], {"Entropy": ["policy"]}),
+])  # fmt: skip
 def test_which_panels_are_shown(lines, panels):
     assert labels(lines) == panels
 
