@@ -26,10 +26,7 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 GPT_OSS = {**MODEL, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-def config_of(**settings):
-    return GRPOConfig(**{"compute_dtype": "float32", "max_completion_length": 8} | settings)
+config_of = lambda **settings: GRPOConfig(**{"compute_dtype": "float32", "max_completion_length": 8} | settings)
 
 
 def abstract_run(config, loading=None, *, model=MODEL, memory=None):

@@ -21,19 +21,13 @@ def traces_of(models, params, tokens):
 
 
 @pytest.mark.quick
-def test_equal_models_are_compiled_once_and_different_models_separately():
-    model, params = tiny_model()
-    same = type(model)(model.config)
-    other, _ = tiny_model(dtype="bfloat16")
-    tokens = jnp.ones((1, 3), jnp.int32)
-    assert traces_of([model, same, model], params, tokens)[1] == 1
-    assert traces_of([model, other], params, tokens)[1] == 2
-
-
-def test_base_params_of_an_adapter_are_an_argument_not_a_constant():
+def test_models_are_compared_by_their_config_and_their_base_params_are_traced():
+    """Equal models are compiled once, different ones separately, and an adapter's base params are not constants."""
     model, base = tiny_model()
+    other, tokens = tiny_model(dtype="bfloat16")[0], jnp.ones((1, 3), jnp.int32)
+    assert traces_of([model, type(model)(model.config), model], base, tokens)[1] == 1
+    assert traces_of([model, other], base, tokens)[1] == 2
     adapters = init_adapters(jax.random.key(0), base, rank=2)
-    tokens = jnp.ones((1, 3), jnp.int32)
     doubled = jax.tree.map(lambda x: 2 * x, base)
     (one, other), traces = traces_of([LoraModel(base, model), LoraModel(doubled, model)], adapters, tokens)
     assert traces == 1

@@ -21,6 +21,11 @@ PAD = "<pad>"
 scored = jax.jit(completion_log_probs, static_argnames=("model", "temperature", "top_k", "top_p", "min_p"))
 
 
+def lengths(completions):
+    """Reward the number of characters."""
+    return [float(len(text)) for text in completions]
+
+
 @functools.cache
 def tiny_tokenizer():
     """Return a byte-level tokenizer without merges, which AutoTokenizer can reload with a qwen3 config."""

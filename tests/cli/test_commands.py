@@ -34,15 +34,13 @@ from grpo_jax.watch.display import escape_controls
 from grpo_jax.watch.writer import RunWriter
 
 ALL = ("model", "data", "rewards")
+same = lambda left, right: jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), left, right))
+adapted = lambda folder, **how: add_lora(from_pretrained(folder / "model", **how), jax.random.key(0), rank=2, alpha=4.0)
 
 
 def metrics_of(run_dir):
     lines = list(lines_of((run_dir / "metrics.jsonl").read_text().splitlines()))
     return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
-
-
-def same(left, right):
-    return jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), left, right))
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +60,6 @@ def trained(folder):
 def params(folder, trained):
     """The params in that run's last checkpoint."""
     return load_params(trained, adapted(folder).params)[1]
-
-
-def adapted(folder, **how):
-    return add_lora(from_pretrained(folder / "model", **how), jax.random.key(0), rank=2, alpha=4.0)
 
 
 def test_training_equals_the_api(folder, trained, monkeypatch):

@@ -13,10 +13,7 @@ pytestmark = pytest.mark.quick
 TEXTS = ["1_000", "no", "off", "2026-01-01", "1:30"]
 SCALARS = {"1e-6": 1e-6, "-2.5E+3": -2500.0, ".5": 0.5, "7": 7, "010": 10, "08": 8, "true": True, "False": False}
 SCALARS |= {"null": None, "None": None, "~": None, "'1e-6'": "1e-6", "[1, 0.2]": [1, 0.2], "{fsdp: 8}": {"fsdp": 8}}
-
-
-def parsed(text):
-    return yaml.load(text, _Loader)
+parsed = lambda text: yaml.load(text, _Loader)
 
 
 @pytest.mark.parametrize(("text", "value"), [*SCALARS.items(), *((text, text) for text in TEXTS)])

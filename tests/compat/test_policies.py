@@ -15,14 +15,11 @@ from grpo_jax.compat.policies import load_policy, with_adapters, with_tokenizer,
 from grpo_jax.hub.policy import files_of
 
 pytestmark = pytest.mark.quick
+adapted = lambda policy: {"/".join(path[:-1]) for path in flatten_dict(policy.params)}
 
 
 def peft_config(**fields):
     return types.SimpleNamespace(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **fields})
-
-
-def adapted(policy):
-    return {"/".join(path[:-1]) for path in flatten_dict(policy.params)}
 
 
 @pytest.mark.parametrize(("fields", "message"), [

@@ -25,10 +25,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\]\(([^)\s]+\.\w+)\)")
 named = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-
-
-def code_cells(path):
-    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+code_cells = lambda path: [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
 def pictures(cell):

@@ -25,10 +25,7 @@ from grpo_jax.hub.gguf import file_tensor, find_gguf, read_gguf  # noqa: E402
 from grpo_jax.hub.gguf_header import ARCHITECTURES  # noqa: E402
 
 KINDS = gguf.GGMLQuantizationType
-
-
-def params_of(policy):
-    return {"/".join(path): np.asarray(leaf) for path, leaf in flatten_dict(policy.params).items()}
+params_of = lambda policy: {"/".join(path): np.asarray(leaf) for path, leaf in flatten_dict(policy.params).items()}
 
 
 @pytest.mark.quick

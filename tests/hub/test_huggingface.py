@@ -27,6 +27,10 @@ QWEN3 = {
     "tie_word_embeddings": True, "eos_token_id": 2, "pad_token_id": 0, "a_key_of_another_program": [1, 2],
 }  # fmt: skip
 TEXT = "sort 3 1 2 <answer> 1 2 3 </answer>"
+equal = lambda a, b: jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b))
+text = lambda name, content: lambda directory: (directory / name).write_text(content)
+tensors = lambda change: lambda directory: rewrite(directory, change)
+config = lambda **changes: lambda directory: rewrite(directory, **changes)
 
 
 def byte_level_tokenizer():
@@ -44,10 +48,6 @@ def policy():
 def checkpoint(tmp_path):
     """Return a directory with weights and no tokenizer."""
     return write_checkpoint(tmp_path / "model", QWEN3)
-
-
-def equal(a, b):
-    return jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b))
 
 
 def stored(directory):
@@ -202,21 +202,9 @@ def test_eos_and_pad_ids_come_from_the_first_config_that_has_them(generation, co
 # Invalid input: each message says what was found and how to fix it.
 
 
-def text(name, content):
-    return lambda directory: (directory / name).write_text(content)
-
-
 def cut(directory):
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-
-
-def tensors(change):
-    return lambda directory: rewrite(directory, change)
-
-
-def config(**changes):
-    return lambda directory: rewrite(directory, **changes)
 
 
 def header(change):

@@ -70,6 +70,7 @@ TOWER = {
     "vision_tower.codes": np.arange(5, dtype = np.uint8), "vision_tower.position_ids": np.arange(4) [None],
     "multi_modal_projector.scale": np.full(3, 1.5).astype(jnp.float8_e4m3fn),
 }  # fmt: skip
+bytes_of = lambda directory: {name: tensor.mapped().tobytes() for name, tensor in stored_tensors(directory).items()}
 
 
 def raw_of(name, **fields):
@@ -91,10 +92,6 @@ def write(directory, name, *, layout=1, stacked=False, tower=TOWER, **fields):
     (directory / "config.json").write_text(json.dumps(raw))
     (directory / "preprocessor_config.json").write_text('{"size":  3}')
     return directory
-
-
-def bytes_of(directory):
-    return {name: tensor.mapped().tobytes() for name, tensor in stored_tensors(directory).items()}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_tokenizer
+from tiny import lengths, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, SFTConfig, add_lora, evaluate, from_nnx, save_pretrained, sft, train
 from grpo_jax.policy import Policy
@@ -37,10 +37,6 @@ class Decoder(nnx.Module):
         return self.embed.attend(self.drop(jnp.tanh(x)))
 
 
-def ends(completions):
-    return [float(len(text)) for text in completions]
-
-
 def test_nnx_module_can_be_trained_and_its_run_resumed(tmp_path):
     """A flax.nnx module can be trained with GRPO and SFT, resumed and evaluated; the policy's logits are the module's
     logits without dropout."""
@@ -53,14 +49,14 @@ def test_nnx_module_can_be_trained_and_its_run_resumed(tmp_path):
     settings = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4, "save_steps": 1}
     settings |= {"lr_scheduler_type": "constant", "learning_rate": 1e-2}
     for steps in (1, 2):
-        state = train(policy, ROWS, ends, GRPOConfig(max_steps=steps, **settings), run_dir=tmp_path)
+        state = train(policy, ROWS, lengths, GRPOConfig(max_steps=steps, **settings), run_dir=tmp_path)
     assert int(state.step) == 2
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), state.params, policy.params)
     assert moved["layers"]["10"]["mix"]["kernel"] > 0
     assert "seen" not in moved["layers"]["10"], "batch statistics are not trained"
     nnx.update(module, policy.model.state(state.params))
     np.testing.assert_array_equal(module.embed.embedding[...], state.params["embed"]["embedding"])
-    metrics, completions = evaluate(policy, ROWS, ends, params=state.params, max_completion_length=4)
+    metrics, completions = evaluate(policy, ROWS, lengths, params=state.params, max_completion_length=4)
     assert metrics["reward"] == np.mean([len(row["completion"]) for row in completions])
     taught = sft(policy, [{"text": "abc"}], SFTConfig(max_steps=20, learning_rate=3e-2, per_device_train_batch_size=1))
     loss = [
@@ -105,4 +101,4 @@ def test_models_that_cannot_be_called_or_saved_are_refused(call, said):
 
 def train_by(model):
     policy = Policy(model, jnp.zeros((300, 4)), tiny_tokenizer())
-    return train(policy, ROWS, ends, GRPOConfig(num_generations=2, max_steps=1))
+    return train(policy, ROWS, lengths, GRPOConfig(num_generations=2, max_steps=1))

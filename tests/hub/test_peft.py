@@ -19,6 +19,8 @@ from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
 from grpo_jax.models.lora import TARGETS
 
+lora_policy = lambda kind="plain", **options: trained(base_policy(kind), std=0.2, rank=3, **options)
+
 
 @functools.cache
 def base_policy(kind="plain", **changes):
@@ -26,10 +28,6 @@ def base_policy(kind="plain", **changes):
     raw = {**SHAPE, "architectures": [architecture], "model_type": FAMILIES[architecture].model_type}
     with tempfile.TemporaryDirectory() as parent:
         return from_pretrained(write_checkpoint(Path(parent, "model"), {**raw, **OWN.get(kind, {}), **changes}))
-
-
-def lora_policy(kind="plain", **options):
-    return trained(base_policy(kind), std=0.2, rank=3, **options)
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))

@@ -42,18 +42,13 @@ GOLDEN = json.loads((Path(__file__).parent / "golden" / "nf4.json").read_text())
 
 
 TOKENS = np.arange(24).reshape(4, 6) * 3
-
-
-def array(entry):
-    return np.frombuffer(base64.b64decode(entry["data"]), entry["dtype"]).reshape(entry["shape"])
+array = lambda entry: np.frombuffer(base64.b64decode(entry["data"]), entry["dtype"]).reshape(entry["shape"])
+in_memory = lambda x: computed(Path(), x.shape, lambda first, count: x[first : first + count], x.dtype)
+kernel = lambda policy, *path: functools.reduce(operator.getitem, path, policy.params["layers_0"])["kernel"]
 
 
 def dequantized(name):
     return np.frombuffer(base64.b64decode(GOLDEN[name]["float32"]), np.float32).reshape(GOLDEN[name]["shape"])
-
-
-def in_memory(x):
-    return computed(Path(), x.shape, lambda first, count: x[first : first + count], x.dtype)
 
 
 def quantized(x, method):
@@ -75,10 +70,6 @@ def with_nf4(checkpoint, change=lambda tensors: tensors, **config):
         for part, entry in GOLDEN[name]["parts"].items()
     }
     return rewrite(checkpoint, lambda tensors: change(tensors | golden), quantization_config=BITSANDBYTES | config)
-
-
-def kernel(policy, *path):
-    return functools.reduce(operator.getitem, path, policy.params["layers_0"])["kernel"]
 
 
 @pytest.mark.quick

@@ -14,6 +14,7 @@ from grpo_jax.maths.surrogates import SAMPLER_WEIGHT_MODES, sampler_weights
 # Ratios π_old / π_sampler for two completions of up to three tokens.
 RATIOS = np.array([[2.0, 0.5, 4.0], [0.25, 1.0, np.nan]])
 MASK = np.array([[1, 1, 1], [1, 1, 0]])
+numpy_logs = lambda params, rows: np.where(rows[1], token_logs(params, lambda x: np.log(softmax(x)), rows[0]), 0)
 
 
 def weights(**settings):
@@ -101,10 +102,6 @@ ONE = PAIRS[::3], np.array([[True, False]] * 3), REWARD[:3]
 def token_logs(params, log_softmax, tokens, stack=np.stack):
     l = log_softmax(params)
     return stack([l[0][tokens[:, 0]], l[1 + tokens[:, 0], tokens[:, 1]]], axis=1)
-
-
-def numpy_logs(params, rows):
-    return np.where(rows[1], token_logs(params, lambda x: np.log(softmax(x)), rows[0]), 0)
 
 
 def objective(params, rows=TWO):

@@ -13,6 +13,7 @@ from grpo_jax.maths.credit import turn_advantages
 
 NAN = np.nan
 TURNS = jnp.array([[[0, 0, -1, 1], [0, -1, 1, 1], [0, -1, -1, -1]]])
+to_go = lambda **settings: lambda rewards, turns: turn_advantages(rewards, turns, scale_rewards="none", **settings)
 
 
 @pytest.mark.parametrize(("settings", "expected"), [
@@ -93,10 +94,6 @@ def expected_gradient(ends_early, credit):
     found = jnp.einsum("n,ngt,ngtp->p", chance, advantages, scores[groups]) / G
     truth = jnp.einsum("n,n,np->p", jnp.exp(l), earned.sum(1), scores.sum(1))
     return found, truth, chance.sum()
-
-
-def to_go(**settings):
-    return lambda rewards, turns: turn_advantages(rewards, turns, scale_rewards="none", **settings)
 
 
 def of_episodes(rewards, turns):

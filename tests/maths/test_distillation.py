@@ -25,10 +25,7 @@ OLD = np.array([0.1, -0.2, 0.4, -0.5, 0.6])
 softmax = lambda x: np.exp(x) / np.exp(x).sum()
 P, P_OLD, Q = softmax(THETA), softmax(OLD), softmax(np.array([-0.4, 0.3, 0.9, 0.0, 0.2]))
 M = 0.7 * P + 0.3 * Q
-
-
-def kl(p, q):
-    return np.sum(p * np.log(p / q))
+kl = lambda p, q: np.sum(p * np.log(p / q))
 
 
 def pulled(weights):

@@ -78,41 +78,21 @@ TOP, SUM = {"entropies": L, "top_entropy_quantile": 0.5}, {"multi_objective_aggr
 BOTH = (compute_advantages, zero_signal_groups)
 
 
-def loss(l=L, old=None, ref=None, A=L[:, 0], mask=MASK, **settings):
-    return grpo_loss(l, old, ref, A, mask, **settings)
+def given(function, **usual):
+    """Return the function with default arguments."""
+    return lambda **changes: function(**usual | changes)
 
 
-def estimated(estimator, scale_rewards="none", **settings):
-    return compute_advantages(L, estimator=estimator, scale_rewards=scale_rewards, **settings)
-
-
-def credited(rewards=TURNS[..., None], **settings):
-    return turn_advantages(rewards.astype(float), TURNS, **settings)
-
-
-def kl(l=L, ref=L, estimator="k3"):
-    return kl_divergence(l, ref, estimator=estimator)
-
-
-def mixed(ref=W, params=W, alpha=0.5):
-    return mixup(ref, params, alpha)
-
-
-def synced(params=W, every=2, alpha=0.5):
-    return sync_reference(W, params, 1, every=every, alpha=alpha)
-
-
-def weighed(old=L, sampling=L, mask=MASK, **settings):
-    return sampler_weights(old, sampling, mask, **settings)
-
-
-def drawn(key=KEY, logits=L, **settings):
-    return sample_tokens(key, logits, **settings)
-
-
-def far(teacher=L, **settings):
-    return divergence(L, teacher, **settings)
-
+NO_REFERENCE = {"old_log_probs": None, "ref_log_probs": None}
+loss = given(grpo_loss, log_probs=L, advantages=L[:, 0], mask=MASK, **NO_REFERENCE)
+estimated = given(compute_advantages, rewards=L, scale_rewards="none")
+credited = given(turn_advantages, token_rewards=zeros((1, 3, 4, 1)), turns=TURNS)
+kl = given(kl_divergence, log_probs=L, ref_log_probs=L)
+mixed = given(mixup, ref_params=W, params=W, alpha=0.5)
+synced = given(sync_reference, ref_params=W, params=W, step=1, every=2, alpha=0.5)
+weighed = given(sampler_weights, old_log_probs=L, sampling_log_probs=L, mask=MASK)
+drawn = given(sample_tokens, key=KEY, logits=L)
+far = given(divergence, log_probs=L, teacher_log_probs=L)
 
 SCALES = ({"scale_rewards": "group"}, {"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"})
 SHAPES = r"Leaf \['w'\]: ref_params has shape \(2,\), params \(1,\)"
@@ -122,13 +102,17 @@ REFUSED = [
     (loss, {"beta": 0.1}, "beta=0.1 needs ref_log_probs"),
     (loss, {"entropy_coef": 0.1}, "entropy_coef and top_entropy_quantile need entropies"),
     (loss, {"top_entropy_quantile": 0.5}, "entropy_coef and top_entropy_quantile need entropies"),
-    (loss, {"l": IDS}, "log_probs has dtype int32"),
-    (loss, {"l": zeros(())}, r"log_probs has shape \(\)"),
+    (loss, {"log_probs": IDS}, "log_probs has dtype int32"),
+    (loss, {"log_probs": zeros(())}, r"log_probs has shape \(\)"),
     (loss, {"mask": zeros(2)}, r"mask has shape \(2,\); expected \(2, 3\)"),
-    (loss, {"old": zeros(3)}, r"old_log_probs has shape \(3,\); expected \(2, 3\)"),
-    (loss, {"ref": zeros((2, 1))}, r"ref_log_probs has shape \(2, 1\); expected \(2, 3\)"),
-    (loss, {"A": zeros(3)}, r"advantages has shape \(3,\); expected \(2,\) \(per row\) or \(2, 3\) \(per token\)"),
-    (loss, {"A": zeros(2, int)}, "advantages has dtype int32"),
+    (loss, {"old_log_probs": zeros(3)}, r"old_log_probs has shape \(3,\); expected \(2, 3\)"),
+    (loss, {"ref_log_probs": zeros((2, 1))}, r"ref_log_probs has shape \(2, 1\); expected \(2, 3\)"),
+    (
+        loss,
+        {"advantages": zeros(3)},
+        r"advantages has shape \(3,\); expected \(2,\) \(per row\) or \(2, 3\) \(per token\)",
+    ),
+    (loss, {"advantages": zeros(2, int)}, "advantages has dtype int32"),
     (loss, {"entropies": zeros(2)}, r"entropies has shape \(2,\)"),
     (loss, {"importance_weights": zeros((2, 2))}, r"importance_weights has shape \(2, 2\)"),
     (loss, {"sampling_log_probs": zeros(2), "off_policy_mask_threshold": 0.1}, r"sampling_log_probs has shape \(2,\)"),
@@ -149,21 +133,25 @@ REFUSED = [
     (estimated, {"estimator": "opo"}, r'estimator="opo" needs completion lengths of shape \(2, 3\)'),
     (estimated, {"estimator": "opo", "lengths": zeros(3)}, r'estimator="opo" needs .* of shape \(2, 3\)'),
     (credited, {"estimator": "opo"}, 'estimator="opo" does not support turns'),
-    (credited, {"rewards": TURNS}, r"token_rewards must be \[B, G, T, K\] .*; got \(1, 3, 4\) and \(1, 3, 4\)"),
+    (
+        credited,
+        {"token_rewards": zeros((1, 3, 4))},
+        r"token_rewards must be \[B, G, T, K\] .*; got \(1, 3, 4\) and \(1, 3, 4\)",
+    ),
     (kl, {"estimator": "mean"}, r"estimator='mean' is not supported; use one of 'k1', 'k2', 'k3'\.$"),
-    (kl, {"ref": L[None]}, r"log_probs has shape \(2, 3\) and ref_log_probs \(1, 2, 3\)"),
-    (kl, {"l": IDS}, "log_probs has dtype int32"),
-    (kl, {"ref": IDS}, "ref_log_probs has dtype int32"),
+    (kl, {"ref_log_probs": L[None]}, r"log_probs has shape \(2, 3\) and ref_log_probs \(1, 2, 3\)"),
+    (kl, {"log_probs": IDS}, "log_probs has dtype int32"),
+    (kl, {"ref_log_probs": IDS}, "ref_log_probs has dtype int32"),
     *[(mixed, {"alpha": alpha}, rf"alpha must be in \[0, 1\]; got {alpha}") for alpha in (-0.1, 1.1, 2)],
-    (mixed, {"ref": W | {"b": L}, "params": W | {"c": L}}, r"missing from one of them: \['b'\], \['c'\]"),
+    (mixed, {"ref_params": W | {"b": L}, "params": W | {"c": L}}, r"missing from one of them: \['b'\], \['c'\]"),
     (mixed, {"params": ONE}, SHAPES),
     (mixed, {"params": INTEGERS}, r"Leaf \['w'\] of params has dtype int32"),
-    (mixed, {"ref": INTEGERS}, r"Leaf \['w'\] of ref_params has dtype int32"),
+    (mixed, {"ref_params": INTEGERS}, r"Leaf \['w'\] of ref_params has dtype int32"),
     *[(synced, {"every": every}, f"every must be at least 1; got {every}") for every in (0, -1)],
     (synced, {"params": ONE}, SHAPES),
-    (weighed, {"sampling": zeros((2, 2))}, r"sampling_log_probs has shape \(2, 2\); expected \(2, 3\)"),
+    (weighed, {"sampling_log_probs": zeros((2, 2))}, r"sampling_log_probs has shape \(2, 2\); expected \(2, 3\)"),
     (weighed, {"mask": MASK[0]}, r"mask has shape \(3,\)"),
-    (weighed, {"old": IDS}, "old_log_probs has dtype int32"),
+    (weighed, {"old_log_probs": IDS}, "old_log_probs has dtype int32"),
     (weighed, {"mode": "tokenmask"}, "mode='tokenmask' is not supported.*'token_mask'"),
     (drawn, {"temperature": -1.0}, r"temperature must be a finite number ≥ 0 .*; got -1.0"),
     (drawn, {"top_k": -2}, "top_k must be an integer ≥ 0 .*; got -2"),
@@ -172,13 +160,9 @@ REFUSED = [
     (drawn, {"logits": zeros(())}, r"logits must be \[\.\.\., V\]"),
     (drawn, {"key": jax.random.split(KEY, 3)}, r"key must be a single key or have shape \(2,\); got shape \(3,\)"),
     (far, {"kind": "kl"}, "kind"),
-    (far, {"teacher": zeros((2, 4))}, "teacher_log_probs has shape"),
+    (far, {"teacher_log_probs": zeros((2, 4))}, "teacher_log_probs has shape"),
     (distillation_loss_terms, {"per_token": L, "mask": MASK[0]}, "mask has shape"),
-    (
-        likelihood_loss,
-        {"log_probs": L, "mask": MASK, "loss_type": "mle"},
-        "'mle' is not supported; use one of 'nll', 'dft'",
-    ),
+    (given(likelihood_loss, log_probs=L, mask=MASK), {"loss_type": "mle"}, "'mle' is not supported; use one of 'nll'"),
 ]
 
 

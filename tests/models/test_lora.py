@@ -36,6 +36,7 @@ OWN = {
 }
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 7))
+logits = lambda policy, rngs=None: apply(as_argument(policy.model), policy.params, rngs)
 
 
 @functools.cache
@@ -54,10 +55,6 @@ def lora_policy(kind="plain", **options):
 @jax.jit
 def apply(model, params, rngs):
     return model.apply({"params": params}, TOKENS, rngs=rngs)
-
-
-def logits(policy, rngs=None):
-    return apply(as_argument(policy.model), policy.params, rngs)
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))

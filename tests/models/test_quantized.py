@@ -9,6 +9,8 @@ import pytest
 
 from grpo_jax.models.layers import NF4, Quantized, matmul_quantized
 
+temporaries = lambda function, *given: jax.jit(function).lower(*given).compile().memory_analysis().temp_size_in_bytes
+
 
 def held(kind, fan_in=128, fan_out=96):
     """Return a quantized matrix with random codes, in one of the supported formats."""
@@ -66,10 +68,6 @@ def test_product_and_gradients_equal_those_of_the_dequantized_matrix(dtype, wide
     (values, grad), (expected, reference) = derivatives(ours), derivatives(theirs)
     close(values, expected)
     close(grad, reference, atol=1e-4 if dtype == "float32" else 0.1)
-
-
-def temporaries(function, *given):
-    return jax.jit(function).lower(*given).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_programs_dequantize_few_matrices_at_a_time():

@@ -15,10 +15,7 @@ from grpo_jax.models import sharding
 from grpo_jax.models.sharding import gather_objects, lower_call, parameter_sharding
 
 pytestmark = pytest.mark.quick
-
-
-def mesh_of(**axes):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+mesh_of = lambda **axes: jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def test_axes_of_parameters_are_sharded_as_specified():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.models import block, transformer
-from grpo_jax.models.config import TransformerConfig
+from grpo_jax.models.config import ConvShape, DeltaShape, TransformerConfig
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.rope import Rope, check_rope_length, rope_frequencies
 from grpo_jax.models.transformer import Transformer
@@ -61,10 +61,21 @@ SHARED = dataclasses.replace(
     expert_layers=(False, True, False),
     parallel_experts=True,
 )
-CONFIGS = {"rich": RICH, "sparse": SPARSE, "shared": SHARED}
+# One recurrent layer of each kind. Gates multiply rounding errors, so the residual scale is small.
+RECURRENT = dataclasses.replace(
+    PLAIN,
+    num_layers=3,
+    mixers=("delta", "attention", "conv"),
+    delta=DeltaShape(2, 4, key_dim=6, value_dim=5, kernel=4),
+    conv=ConvShape(32, kernel=4, bias=True),
+    attention_gate=True,
+    residual_scale=0.5,
+    rms_norm_eps=1e-2,
+)
+CONFIGS = {"rich": RICH, "sparse": SPARSE, "shared": SHARED, "recurrent": RECURRENT}
 
 B, G, P, T = 2, 3, 6, 5
-LENGTHS = np.array([6, 4])
+LENGTHS = np.array([6, 2])  # the second is shorter than a convolution's window
 
 
 of_each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

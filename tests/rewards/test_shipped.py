@@ -19,14 +19,12 @@ from grpo_jax.rewards.shipped import (
 from grpo_jax.rollout.tools import call_within
 
 pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.* were not scored")]
+messages = lambda texts: [[{"role": "assistant", "content": text}] for text in texts]
+divide = lambda completion, row: 6 / row["by"]
 
 
 def length(completions):
     return [len(text) for text in completions]
-
-
-def messages(texts):
-    return [[{"role": "assistant", "content": text}] for text in texts]
 
 
 def score(fn, completions, *, on_error="raise", **columns):
@@ -57,10 +55,6 @@ def test_from_row_receives_each_completion_and_its_row():
         rows = [{"prompt": "p0", "answer": "1", "level": 7}, {"prompt": "p1", "answer": "4", "level": 8}]
         assert seen == [("1", rows[0]), ("2", rows[1])]
     assert reward_names(reward) == ["reward"]
-
-
-def divide(completion, row):
-    return 6 / row["by"]
 
 
 def test_row_error_keeps_the_other_scores():

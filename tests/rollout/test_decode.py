@@ -10,7 +10,7 @@ import pytest
 from tiny import random_params, tiny_model
 
 from grpo_jax import Prompts
-from grpo_jax.maths.sampling import draw_tokens, vocabulary_blocks
+from grpo_jax.maths.sampling import draw_tokens
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.sharding import lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer
@@ -51,15 +51,6 @@ def test_devices_exchange_neither_logits_nor_predicates(axes, tied):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("vocab", [24, 258, 4096, 1187 * 128])
-def test_blocks_cover_the_vocabulary(vocab):
-    blocks, width = vocabulary_blocks(vocab)
-    assert blocks * width >= vocab > (blocks - 1) * width
-    if vocab % 64 == 0:
-        assert blocks * width == vocab
-        assert blocks % 8 == 0
-
-
 @pytest.mark.parametrize(("vocab", "axis"), [(258, -1), (4096, 0)])
 def test_block_found_by_sum_equals_block_found_by_index(vocab, axis):
     rng = np.random.default_rng(0)

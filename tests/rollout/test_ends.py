@@ -13,10 +13,7 @@ from grpo_jax.text.templates import ChatTemplate
 pytestmark = pytest.mark.quick
 
 TEXTS = ["Once upon a time.", "a café was there", "  a  ", "€ and 日本, ç", "\x00\n\t"]
-
-
-def ids_of(tokenizer, text):
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+ids_of = lambda tokenizer, text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "ends of words"])

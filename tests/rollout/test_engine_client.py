@@ -14,6 +14,7 @@ from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, Engine
 from grpo_jax.rollout.engine_server import VLLM
 
 pytestmark = pytest.mark.quick
+log_probs = lambda *values: choices(logprobs={"token_logprobs": list(values)})
 
 
 @contextlib.contextmanager
@@ -144,10 +145,6 @@ def scored(answer):
 
 def found(answer):
     return VLLM(Answering(answer)).look_up(8)
-
-
-def log_probs(*values):
-    return choices(logprobs={"token_logprobs": list(values)})
 
 
 BAD = [

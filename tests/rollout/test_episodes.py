@@ -29,6 +29,7 @@ pytestmark = pytest.mark.quick
 
 ROW = {"prompt": "find it: ", "target": 7}
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}], "target": 7}
+ids = lambda tokenizer, text: np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
 class Guess:
@@ -88,10 +89,6 @@ def shown_with(interaction, rows):
     """Render the prompts of rows, with their tools, as text."""
     data = encode_prompts(rows, interaction.tokenizer, tools=[interaction.schemas(row) for row in rows])
     return [interaction.tokenizer.decode(x) for x in data.token_ids]
-
-
-def ids(tokenizer, text):
-    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
 def begun(interaction, row=ROW):

@@ -3,7 +3,6 @@
 All errors are found and reported together before anything is compiled or sampled.
 """
 
-import copy
 import json
 
 import pytest
@@ -56,13 +55,6 @@ def other_vocabulary():
     return policy.replace(model=type(policy.model)(shape))
 
 
-def no_eos():
-    policy = tiny_policy()
-    tokenizer = tiny_tokenizer().__class__(tokenizer_object=tiny_tokenizer().backend_tokenizer, pad_token="<pad>")
-    config = {name: value for name, value in policy.config.items() if name != "eos_token_id"}
-    return policy.replace(tokenizer=tokenizer, config=config, generation_config={})
-
-
 WANTED = "must be a list of dicts, a datasets.Dataset, an iterator of dicts, a file (.jsonl, .json, .csv, .parquet)"
 TEXT = 'use a string, or a list of messages [{"role": "user", "content": ...}]'
 GIVEN = "(columns: answer; also available: prompts, completions, completion_ids, trainer_state, log_metric, log_extra)"
@@ -113,8 +105,6 @@ BAD = [
         "reward_weights = (0.0,): all weights are 0; use at least one nonzero weight"),
     (dict(policy="Qwen/Qwen3-0.6B"), "policy must be a Policy; got str. Load one with from_pretrained."),
     (dict(policy=lambda: tiny_policy().replace(tokenizer=None)), "policy has no tokenizer: its checkpoint has no"),
-    (dict(policy=no_eos),
-        "policy has no EOS token, so completions would never end. Set eos_token_id in generation_"),
     (dict(policy=other_vocabulary), "but the model's vocabulary size is 40. Use the tokenizer from"),
     (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict. GRPOConfig.from_dict converts a dict."),
     (dict(max_completion_length=400),
@@ -191,16 +181,6 @@ def test_all_errors_are_reported_together():
         "max_completion_length = 400",
     ]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
-
-
-def test_tokenizer_eos_missing_from_the_policy_warns():
-    tokenizer = copy.deepcopy(tiny_tokenizer())
-    tokenizer.eos_token = "!"
-    policy = tiny_policy().replace(tokenizer=tokenizer)
-    both = rf"EOS token '!' \({tokenizer.eos_token_id}\) is not in .*'eos_token_id': \[{tokenizer.eos_token_id}, 1\]"
-    with pytest.warns(UserWarning, match=both):
-        prepared(policy=policy)
-    prepared(policy=policy.replace(generation_config={"eos_token_id": [tokenizer.eos_token_id, 1]}))
 
 
 def test_exception_raised_by_the_dataset_propagates():

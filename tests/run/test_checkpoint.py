@@ -21,6 +21,7 @@ from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.watch.monitor import Progress
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+names_in = lambda run_dir: sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 def state_at(step):
@@ -89,10 +90,6 @@ def write(run_dir, *steps, about=None, metrics=None, evaluated=None, **settings)
             checkpoints.save(state_at(step), progress, None)
         checkpoints.wait()
         return checkpoints.best(progress)
-
-
-def names_in(run_dir):
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 BEST = {"metric_for_best_model": "reward", "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}

@@ -22,10 +22,7 @@ from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import create_state
 
 CONFIG = GRPOConfig(**SMALL | {"max_steps": 2}, learning_rate=1e-2, gradient_checkpointing=False, shuffle_dataset=False)
-
-
-def learn(**keywords):
-    return train(POLICY, ROWS, length, CONFIG, **keywords).params
+learn = lambda **keywords: train(POLICY, ROWS, length, CONFIG, **keywords).params
 
 
 def test_custom_functions_with_builtin_formulas_give_the_same_params():

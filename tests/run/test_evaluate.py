@@ -47,8 +47,6 @@ def test_evaluation_reward_equals_training_reward():
     (trained,) = [line["reward"] for line in lines if "reward" in line]
     found = [(line["eval/same/reward"], line["eval/part/reward"]) for line in lines if "eval/same/reward" in line]
     assert found == [pytest.approx((trained, 2.0))] * 2
-    with pytest.raises(ValueError, match="must have one weight for each of early, reward; got 1 weights"):
-        evaluate(tiny_policy(), ROWS, [early, reward], reward_weights=[1.0], **settings)
 
 
 def test_evaluation_and_training_share_no_random_key(monkeypatch):
@@ -88,33 +86,36 @@ def test_evaluation_on_a_mesh_equals_one_device(monkeypatch):
     assert sizes == [8, 8]
 
 
-@pytest.mark.quick
-def test_dropped_rows_are_reported():
-    drop = {"max_prompt_length": 2, "on_long_prompt": "drop", "max_completion_length": 4, "reward_weights": [1, 2]}
-    with pytest.warns(UserWarning, match="dropped 1 rows whose prompts"), pytest.raises(ValueError, match="weight"):
-        evaluate(tiny_policy(), ROWS, length, **drop)
-
-
-@pytest.mark.quick
-def test_missing_reward_column_is_reported_before_sampling():
-    with pytest.raises(ValueError, match="'truth', which is not a column"):
-        evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0])
-    with pytest.raises(ValueError, match=r"'answer', which is not a column of dataset\['b'\]"):
-        evaluate(tiny_policy(), {"a": ROWS, "b": [{"prompt": "ab"}]}, lambda completions, answer: 1 / 0)
-    with pytest.raises(ValueError, match="5 of 5 rows of the dataset have no single number in the column 'answer'"):
-        evaluate(tiny_policy(), ROWS, number_reward())
-
-
 def test_batches_have_few_shapes(monkeypatch):
-    """Prompts are padded to a multiple, and five of them are split into batches of 3 and 2, not 4 and 1."""
+    """Prompts are padded to a multiple, and five of them are split into batches of 3 and 2, not 4 and 1. Dropped rows
+    are reported.
+    """
     shapes = []
     monkeypatch.setattr(collect_module, "generate", lambda *args, **_: shapes.append(args[2].tokens.shape) or 1 / 0)
     for multiple in (32, 5):
         with pytest.raises(ZeroDivisionError):
             evaluate(tiny_policy(), ROWS, length, batch_size=4, max_completion_length=2, pad_to_multiple_of=multiple)
-    assert shapes == [(3, 32), (3, 5)]
-    with pytest.raises(ValueError, match="pad_to_multiple_of = 0"):
-        evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0)
+    short = {"max_prompt_length": 2, "on_long_prompt": "drop"}
+    with pytest.warns(UserWarning, match="dropped 1 rows whose prompts"), pytest.raises(ZeroDivisionError):
+        evaluate(tiny_policy(), ROWS, length, batch_size=4, max_completion_length=2, **short)
+    assert shapes == [(3, 32), (3, 5), (4, 32)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0]), "'truth', which is not a column"),
+    (lambda: evaluate(tiny_policy(), {"a": ROWS, "b": [{"prompt": "ab"}]}, lambda completions, answer: 1 / 0),
+        r"'answer', which is not a column of dataset\['b'\]"),
+    (lambda: evaluate(tiny_policy(), ROWS, number_reward()), "5 of 5 rows of the dataset have no single number in the"),
+    (lambda: evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0), "pad_to_multiple_of = 0"),
+    (lambda: evaluate(tiny_policy(), ROWS, length, reward_weights=[1, 2], max_completion_length=4),
+        "must have one weight for each of length; got 2 weights"),
+    (lambda: pass_at_k([1, 0], 1), r"correct must be a nonempty array .*; got shape \(2,\)"),
+    (lambda: pass_at_k([[1, 0]], 3), "k must be between 1 and n = 2, .*; got 3"),
+])  # fmt: skip
+def test_invalid_arguments_are_rejected_before_sampling(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.quick
@@ -127,10 +128,3 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion(k):
     assert pass_at_k(right, k) == pytest.approx(np.mean([pass_at_k([row], k) for row in right]))
     assert pass_at_k(right.astype(bool), 1) == pytest.approx(0.5)
     assert pass_at_k(np.arange(2000)[None] < 1, 500) == pytest.approx(0.25), "exact for many samples too"
-
-
-def test_invalid_pass_at_k_arguments_are_rejected():
-    with pytest.raises(ValueError, match=r"correct must be a nonempty array .*; got shape \(2,\)"):
-        pass_at_k([1, 0], 1)
-    with pytest.raises(ValueError, match=r"k must be between 1 and n = 2, .*; got 3"):
-        pass_at_k([[1, 0]], 3)

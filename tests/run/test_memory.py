@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tiny import tiny_policy
+from tiny import lengths, tiny_policy
 
 from grpo_jax import GRPOConfig
 from grpo_jax.models.sharding import lower_call
@@ -17,10 +17,6 @@ from grpo_jax.run.run import new_state
 from grpo_jax.update.programs import update_calls
 
 ROWS = [{"prompt": text} for text in ("ab", "c", "defgh", "gh ijk lmn")]
-
-
-def lengths(completions):
-    return [float(len(text)) for text in completions]
 
 
 def run_of(memory=None, platform="gpu", **settings):
@@ -48,7 +44,9 @@ def recomputes(run):
 
 
 def test_activations_are_kept_if_they_fit():
-    """Activations are kept if the compiled update fits in the accelerator's memory, and always on CPUs."""
+    """Activations are kept if the compiled update fits in the accelerator's memory, and always on CPUs. If the memory
+    is unknown, they are recomputed.
+    """
     run = run_of(gradient_checkpointing=False)
     compiled = compiled_peak_bytes(run)
     state = new_state(run)
@@ -59,14 +57,10 @@ def test_activations_are_kept_if_they_fit():
     kept, recomputed = run_of(memory=compiled / COMPILED + 1), run_of(memory=compiled / COMPILED - 1)
     assert (recomputes(kept), recomputes(recomputed)) == (False, True)
     assert products(kept) < products(recomputed)
+    assert recomputes(run_of())
     assert not recomputes(run_of(memory=1, platform="cpu"))
     assert not recomputes(run_of(memory=1, gradient_checkpointing=False))
     assert recomputes(run_of(memory=1e15, gradient_checkpointing=True))
-
-
-@pytest.mark.quick
-def test_activations_are_recomputed_if_memory_is_unknown():
-    assert recomputes(run_of())
 
 
 @pytest.mark.quick

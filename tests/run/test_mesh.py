@@ -11,7 +11,8 @@ import pytest
 from test_train import lower_case
 from tiny import tiny_model, tiny_policy
 
-from grpo_jax import Batch, GRPOConfig, Prompts, generate, init_policy, make_prompts, train
+from grpo_jax import Batch, GRPOConfig, Prompts, generate, make_prompts, train
+from grpo_jax.models.config import DeltaShape
 from grpo_jax.models.sharding import make_mesh, place, shard_count
 from grpo_jax.types import as_argument
 from grpo_jax.update import packed
@@ -38,15 +39,14 @@ def run(policy, mesh, run_dir=None, **settings):
     return state, lines
 
 
-def assert_same_run(one, other, grad_norm=0.0):
+def assert_same_run(one, other):
     state, lines = one
     others, other_lines = other
     for line, like in zip(lines, other_lines, strict=True):
         assert line["num_tokens"] == like["num_tokens"]
         assert line.get("reward") == like.get("reward"), "the completions differ"
         for name in {"loss", "kl", "grad_norm", "entropy"} & line.keys():
-            rel = grad_norm if name == "grad_norm" else 0.0
-            assert line[name] == pytest.approx(like[name], abs=1e-6, rel=rel), name
+            assert line[name] == pytest.approx(like[name], abs=1e-6), name
     chex.assert_trees_all_close(state.params, jax.tree.map(np.asarray, others.params), atol=1e-6)
 
 
@@ -66,22 +66,6 @@ def test_run_resumed_on_other_devices_equals_a_one_device_run(tmp_path):
     expected = run(tiny_policy(), None, max_steps=len(MESHES))
     assert_same_run(expected, (state, lines))
     chex.assert_trees_all_close(state.opt_state, jax.tree.map(np.asarray, expected[0].opt_state), atol=1e-6)
-
-
-def test_recurrent_layers_on_a_mesh():
-    """Gated delta nets have the same rollout and packed update on a mesh as on one device."""
-    tiny, mesh = tiny_policy(), {"fsdp": 2, "tensor": 2}
-    # The norm after the recurrence amplifies tiny values and their rounding errors; a larger epsilon limits this.
-    config = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention"], "rms_norm_eps": 1e-2}
-    config |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
-    config |= {"linear_value_head_dim": 8}
-    policy = init_policy(tiny.config | config, jax.random.key(0), tokenizer=tiny.tokenizer)
-    # Adam divides by the gradient's magnitude: without this epsilon, a rounding error could become a full step.
-    settings = {"max_completion_length": 8, "adam_epsilon": 1e-2, "beta": 0.0}
-    on_mesh = run(policy, mesh, **settings)
-    assert_same_run(run(policy, None, **settings), on_mesh, grad_norm=1e-5)
-    kernel = on_mesh[0].params["layers_0"]["linear_attn"]["out_proj"]["kernel"]  # state channels are not sharded
-    assert kernel.addressable_shards[0].data.shape == (kernel.shape[0], 16 // mesh["fsdp"])
 
 
 @pytest.mark.quick
@@ -110,11 +94,16 @@ def test_invalid_meshes_and_batches_are_rejected(monkeypatch):
         make_mesh({"data": 2})
 
 
-def test_packed_update_on_a_mesh_equals_one_device(monkeypatch):
+DELTA = {"layers": 2, "mixers": ("delta", "attention"), "delta": DeltaShape(2, 4, key_dim=6, value_dim=5)}
+
+
+# The norm after a recurrent memory amplifies the rounding of tiny values; a large eps reduces this.
+@pytest.mark.parametrize("shape", [{"layers": 1}, DELTA | {"rms_norm_eps": 1e-2}], ids=["attention", "recurrent"])
+def test_packed_update_on_a_mesh_equals_one_device(shape, monkeypatch):
     """A packed update on a mesh equals one on one device; zero-advantage groups come last on each device."""
     monkeypatch.setattr(packed, "CPU_TOKENS", 64)
     b, g, t = 16, 4, 32
-    model, params = tiny_model(layers=1)
+    model, params = tiny_model(**shape)
     config, optimizer, results = GRPOConfig(max_completion_length=t, max_grad_norm=0), optax.sgd(1.0), []
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 9, (b, g)), t)
     has = jnp.isin(jnp.arange(b), jnp.array([1, 2, 6, 11]))[:, None]

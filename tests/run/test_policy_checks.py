@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 import sys
 import warnings
 
@@ -11,7 +12,7 @@ from tiny import EOS, tiny_policy, tiny_tokenizer
 from grpo_jax import GRPOConfig, SFTConfig, evaluate
 from grpo_jax.cli import chat
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.policy_checks import warn_of_tokens
+from grpo_jax.run.policy_checks import check_policy, warn_of_tokens
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.sft import prepare_sft
 from grpo_jax.text.examples import encode_examples
@@ -20,6 +21,7 @@ from grpo_jax.text.prompts import encode_prompts
 pytestmark = pytest.mark.quick
 
 OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+talk = lambda text="hi": [{"role": "user", "content": text}]
 
 
 def tokenizer_with(template=None, bos=None, eos=False):
@@ -34,10 +36,6 @@ def tokenizer_with(template=None, bos=None, eos=False):
     single = " ".join([*([bos] if bos else []), "$A", *([EOS] if eos else [])])
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=added)
     return tokenizer
-
-
-def talk(text="hi"):
-    return [{"role": "user", "content": text}]
 
 
 def warned(rows, tokenizer, *, eos=(), **how):
@@ -157,8 +155,11 @@ def test_every_entry_point_checks_the_policy_and_its_tokens(used, monkeypatch):
         used(policy, "a" * 300)
     bare = tokenizer_with()
     bare.eos_token = None
-    with pytest.raises(ValueError, match="policy has no EOS token, so completions would never end"):
-        used(policy.replace(tokenizer=bare, config={**policy.config, "eos_token_id": None}, generation_config={}), "a")
+    endless = policy.replace(tokenizer=bare, config={**policy.config, "eos_token_id": None}, generation_config={})
+    with pytest.raises(ValueError, match=r"policy has no EOS .* never end. Set eos_token_id in .*or set stop\."):
+        used(endless, "a")
+    for ends in (TurnEnds(stop=("a",)), TurnEnds(stop_token_ids=(3,))):
+        check_policy(endless, ends)
 
     def stop(*_, **__):
         raise KeyboardInterrupt
@@ -170,5 +171,6 @@ def test_every_entry_point_checks_the_policy_and_its_tokens(used, monkeypatch):
         warnings.simplefilter("always")
         used(strange, "!a")
     text = " ".join(str(one.message) for one in caught)
-    assert "EOS token '<eos>' (1) is not in policy.eos_token_ids = [7]" in text
+    both = r"EOS token '<eos>' \(1\) is not in policy.eos_token_ids = \[7\].*'eos_token_id': \[1, 7\]"
+    assert re.search(both, text)
     assert "start with two BOS tokens" in text

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from test_stop_run import run as play
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
@@ -111,16 +110,6 @@ def test_run_killed_while_saving_resumes_bitwise(whole, tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 16, "rew')  # a line cut short by the kill
     assert_same_run(run(tmp_path), whole[0], tmp_path, whole[1])
-
-
-def test_multi_turn_run_with_prefetched_rollout_resumes_bitwise(tmp_path):
-    """A multi-turn run with a prefetched rollout resumes from its checkpoint to a bitwise equal state."""
-    settings = {"rollout_ahead": True, "max_steps": 3, "save_steps": 1}
-    expected, _ = play(run_dir=tmp_path / "whole", **settings)
-    with pytest.raises(Cut):
-        play(run_dir=tmp_path / "cut", callbacks=[cut_at(2)], **settings)
-    state, _ = play(run_dir=tmp_path / "cut", **settings)
-    assert_same_run(expected, state, tmp_path / "whole", tmp_path / "cut")
 
 
 def test_run_ended_by_a_reward_error_is_saved_at_its_last_step(whole, tmp_path, capfd):

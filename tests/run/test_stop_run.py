@@ -5,8 +5,6 @@ from test_turns_run import ROWS, Game
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
-from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.policy_checks import check_policy
 
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1], "pad_token_id": 0})
 # Each letter is one of 258 tokens, so most turns end at a stop string, few at an EOS, and some at neither.
@@ -30,15 +28,16 @@ class Says(Game):
         return response and f"a{response}"
 
 
-def run(run_dir=None, callbacks=(), **settings):
+def run(**settings):
     lines, config = [], GRPOConfig(**SMALL | settings)
-    how = {"environment_factory": Says, "callbacks": [lambda step, metrics: lines.append(metrics), *callbacks]}
-    return train(POLICY, ROWS, [], config, run_dir=run_dir, **how), lines
+    how = {"environment_factory": Says, "callbacks": [lambda step, metrics: lines.append(metrics)]}
+    train(POLICY, ROWS, [], config, **how)
+    return lines
 
 
 def test_turns_end_after_a_stop_string_or_are_cut_short_and_counted():
     HEARD.clear()
-    _, lines = run()
+    lines = run()
     assert all(line["sampler_gap"] <= 2e-5 and line["turns/cut_short"] > 0 for line in lines)
     by_text = [text for text in HEARD if text.endswith(tuple(STOP))]
     assert len(by_text) > 20
@@ -56,15 +55,3 @@ def test_invalid_stop_settings_are_rejected_before_sampling(change, message):
     sampler = change.pop("sampler", None)
     with pytest.raises(ValueError, match=message):
         train(POLICY, ROWS, lambda completions: [0.0], GRPOConfig(**SMALL | change), sampler=sampler)
-
-
-@pytest.mark.quick
-def test_policy_without_eos_needs_stop_strings_or_ids():
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=POLICY.tokenizer.backend_tokenizer)
-    policy = POLICY.replace(generation_config={"eos_token_id": None}, config={}, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match=r"policy has no EOS token.*or set stop\."):
-        check_policy(policy)
-    for ends in (TurnEnds(stop=("a",)), TurnEnds(stop_token_ids=(3,))):
-        check_policy(policy, ends)

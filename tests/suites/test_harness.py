@@ -22,14 +22,8 @@ from grpo_jax.text.completions import CachedTokenizer
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 SECONDS = 120.0
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")  # raised by tenacity
-
-
-def message(*calls, text=""):
-    return assistant_message(Parsed(text, tuple(ToolCall(*call) for call in calls)))
-
-
-def within(function, *args, **keywords):
-    return call_within(SECONDS, functools.partial(function, *args, **keywords))
+message = lambda *calls, text="": assistant_message(Parsed(text, tuple(ToolCall(*call) for call in calls)))
+within = lambda function, *args, **keywords: call_within(SECONDS, functools.partial(function, *args, **keywords))
 
 
 def ids(tokenizer, *calls, text=""):

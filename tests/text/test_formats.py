@@ -17,10 +17,9 @@ NASTY = [
     "", " ", "a", "två", "日本語 🎲", 'quote " and \\ and \n and \t', "{", "}", '{"name": "x", "arguments": {}}', "12",
     "\n\n", "</tool_call>", "<tool_call>", "<think>", "</think>", "<function=f>", "</parameter>", "null", "True",
 ]  # fmt: skip
-
-
-def string(rng):
-    return "".join(rng.choice(NASTY) for _ in range(rng.randrange(4)))
+string = lambda rng: "".join(rng.choice(NASTY) for _ in range(rng.randrange(4)))
+message_of = lambda *calls, content="": assistant_message(Parsed(content, tuple(calls)))
+hermes = lambda name="f", arguments="{}": f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 def value(rng, depth=0):
@@ -41,10 +40,6 @@ def turn_of(tokenizer, message, **kwargs):
     whole = tokenizer.apply_chat_template([*user, message], tokenize=False, **kwargs)
     assert whole.startswith(opening)
     return whole[len(opening) :]
-
-
-def message_of(*calls, content=""):
-    return assistant_message(Parsed(content, tuple(calls)))
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "harmony"])
@@ -81,10 +76,6 @@ def test_tagged_values_are_parsed_with_the_schema():
         assert text.startswith("\n</think>")  # the generation prompt has opened the thought
         parsed = FORMATS["qwen_xml"].parse(text, schemas=SCHEMAS, thinking=True)
         assert (parsed.calls, parsed.problems) == (tuple(calls), ())
-
-
-def hermes(name="f", arguments="{}"):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 F = (ToolCall("f", {}),)

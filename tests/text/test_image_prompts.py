@@ -24,10 +24,7 @@ from grpo_jax.text.prompts import encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 
 PART = {"type": "image"}
-
-
-def text(text):
-    return {"type": "text", "text": text}
+text = lambda text: {"type": "text", "text": text}
 
 
 def user(*parts):
@@ -120,29 +117,6 @@ def test_ids_and_pixels_equal_those_of_transformers(family, load, monkeypatch):
             assert [len(x["pixels"]) * processor.tower_config.num_features for x in inputs] == counts
             pixels = np.reshape(np.asarray(wanted["pixel_values"]), (-1, 3, *ours.shape[1:3]))
             np.testing.assert_array_equal(np.moveaxis(ours, -1, 1), pixels)
-
-
-def test_positions_equal_those_of_transformers_up_to_a_shift(load):
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    directory, policy, processor = load("qwen2_5_vl")
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory)
-    images = [noise(40, 61), noise(15, 60), noise(70, 14)]
-    rows = [
-        {"prompt": user(text("a"), PART, text("bc"), PART), "images": images[:2]},
-        {"prompt": "<|image_pad|>", "images": images[2:]},
-        {"prompt": "only text", "images": None},
-    ]
-    for row in rows:
-        sizes = [image.size[::-1] for image in row["images"] or ()]
-        (ids,) = encode_prompts([row], policy.tokenizer, processor=processor).token_ids
-        grid = [[1, 2 * rows, 2 * columns] for rows, columns in (processor.grid(*size) for size in sizes)]
-        tokens = torch.tensor([ids])
-        kinds = (tokens == processor.image_token_id).int()
-        theirs, deltas = model.model.get_rope_index(tokens, kinds, image_grid_thw=torch.tensor(grid) if grid else None)
-        # transformers continues at `length + delta`, which becomes `length`.
-        np.testing.assert_array_equal(processor.positions(ids, sizes), theirs[:, 0].numpy() - int(deltas))
 
 
 @pytest.mark.quick

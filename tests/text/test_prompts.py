@@ -19,6 +19,8 @@ TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant:{% endif %}{% if shout is defined %}!{{ shout }}{% endif %}"
 )
+user = lambda text: {"role": "user", "content": text}
+assistant = lambda text: {"role": "assistant", "content": text}
 
 
 def make_tokenizer(*, bos=False, chat_template=TEMPLATE):
@@ -33,14 +35,6 @@ def make_tokenizer(*, bos=False, chat_template=TEMPLATE):
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     wrapped.chat_template = chat_template
     return wrapped
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
 
 
 def test_make_prompts_pads_on_the_right():

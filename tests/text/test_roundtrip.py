@@ -18,6 +18,7 @@ from grpo_jax.text.templates import ChatTemplate
 pytestmark = pytest.mark.quick
 
 CHAT = {"prompt": [{"role": "user", "content": "What is 1 + 2?"}]}
+schemas = lambda *tools: [tool.schema for tool in read_tools(tools).values()]
 
 
 def everything(text: str, n: int, x: float, sure: bool, many: list[int], more: dict, kind: Literal["p", "q"]) -> str:
@@ -38,10 +39,6 @@ def everything(text: str, n: int, x: float, sure: bool, many: list[int], more: d
 def nothing() -> str:
     """Take nothing."""
     return ""
-
-
-def schemas(*tools):
-    return [tool.schema for tool in read_tools(tools).values()]
 
 
 # Functionary's format for Llama 3.1, whose template uses <|python_tag|> only for code.

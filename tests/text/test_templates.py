@@ -14,17 +14,11 @@ pytestmark = pytest.mark.quick
 
 
 TOOLS = [tool.schema for tool in read_tools([add]).values()]
-
-
-def user(text):
-    return {"role": "user", "content": text}
+user = lambda text: {"role": "user", "content": text}
+encode = lambda tokenizer, text: tokenizer(text=text, add_special_tokens=False)["input_ids"]
 
 
 USER = user("What is 1 + 2?")
-
-
-def encode(tokenizer, text):
-    return tokenizer(text=text, add_special_tokens=False)["input_ids"]
 
 
 def render(tokenizer, messages, opened=True, **kwargs):

@@ -23,10 +23,7 @@ D, F, L, H, KV, WIDTH, V = 256, 512, 2, 4, 2, 64, 1024
 MODEL = Transformer(TransformerConfig(V, D, F, num_layers=L, num_heads=H, num_kv_heads=KV, head_dim=WIDTH))
 P = 64
 PROGRAMS = {name: getattr(packed, name) for name in ("score_part", "add_gradients", "apply_update")}
-
-
-def config_of(beta, t):
-    return GRPOConfig(beta=beta, max_completion_length=t)
+config_of = lambda beta, t: GRPOConfig(beta=beta, max_completion_length=t)
 
 
 def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, tokens=512, model=MODEL, optimizer=None, beta=0.1):

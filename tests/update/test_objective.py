@@ -15,15 +15,13 @@ from grpo_jax.update.objective import count_totals, has_entropy_bonus, loss_of, 
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater, apply_gradients
 
+state_of = lambda **settings: create_state({"w": jnp.ones(2)}, OPTIMIZER, jax.random.key(0), **settings)
+
 
 def case(**changes):
     """Return a batch, and log-probs and entropies [B, G, T]."""
     l, h = np.random.default_rng(0).normal(-2, 0.3, (2, 4, G, T)).astype(np.float32)
     return batch(prompts=None, **changes), jnp.asarray(l), jnp.asarray(-h)
-
-
-def state_of(**settings):
-    return create_state({"w": jnp.ones(2)}, OPTIMIZER, jax.random.key(0), **settings)
 
 
 def test_load_balancing_loss_is_weighted_by_tokens():

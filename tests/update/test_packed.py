@@ -26,6 +26,7 @@ G, T = 4, 12
 JITTED = jax.jit(train_step, static_argnames=("optimizer", "config", "on_policy", "micro_shape"))
 DELTA = DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, kernel=3)
 OPTIMIZER = optax.sgd(1.0)  # params change by exactly minus the gradient
+both = lambda *given, **how: [step(*given, **how, packs=packs) for packs in (False, True)]
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +60,6 @@ def step(model, params, b, config, *, packs, on_policy=False):
     else:
         state, metrics = JITTED(state, b, model=as_argument(model), config=config, on_policy=on_policy, **how)
     return state.params, dict(metrics)
-
-
-def both(*given, **how):
-    return [step(*given, **how, packs=packs) for packs in (False, True)]
 
 
 def assert_same_step(plain, packed_step, padding=None):

@@ -16,10 +16,7 @@ pytestmark = pytest.mark.quick
 PARAMS = {"a": {"w": jnp.arange(6.0).reshape(2, 3)}, "b": jnp.ones(4, jnp.bfloat16)}
 OPTIMIZER = optax.adam(0.1)
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
-
-
-def state_of(**keep):
-    return create_state(PARAMS, OPTIMIZER, jax.random.key(0), **keep)
+state_of = lambda **keep: create_state(PARAMS, OPTIMIZER, jax.random.key(0), **keep)
 
 
 def pointers(tree):

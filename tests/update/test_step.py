@@ -21,14 +21,12 @@ from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater
 
+config = lambda **changes: GRPOConfig(**{"beta": 0.1, "max_completion_length": T, "max_grad_norm": 0, **changes})
+
 
 @functools.cache
 def model_and_params():
     return tiny_model(layers=1)
-
-
-def config(**changes):
-    return GRPOConfig(**{"beta": 0.1, "max_completion_length": T, "max_grad_norm": 0, **changes})
 
 
 def step(batch, config, micro_shape=None, on_policy=False, **keep):

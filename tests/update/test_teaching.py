@@ -36,6 +36,8 @@ FORMULAS = {
         + 0.7 * jnp.sum(p * jnp.log(p / (0.7 * p + 0.3 * q)), -1)
     ),
 }
+reduced = lambda far: 0.7 * jnp.sum(jnp.where(BASE.mask, far, 0)) / BASE.mask.sum()
+drawn = lambda p: jnp.log(jnp.take_along_axis(p, BASE.tokens[..., None], -1)[..., 0])
 
 
 def batch(**told):
@@ -57,10 +59,6 @@ def by_whole_logits(model, params):
     starts = jnp.array([len(prompt) - 1 for prompt in prompts])
     own = jax.vmap(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, T))(logits, starts)
     return jax.nn.softmax(own).reshape(B, G, T, V)
-
-
-def reduced(far):
-    return 0.7 * jnp.sum(jnp.where(BASE.mask, far, 0)) / BASE.mask.sum()
 
 
 @functools.cache
@@ -102,10 +100,6 @@ def test_update_follows_the_gradient_of_the_full_divergence(layout, kind):
     np.testing.assert_allclose(sums.sums["distillation_loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(sums.sums["loss"], loss, rtol=1e-5)
     chex.assert_trees_all_close(grads, gradient, atol=1e-5)
-
-
-def drawn(p):
-    return jnp.log(jnp.take_along_axis(p, BASE.tokens[..., None], -1)[..., 0])
 
 
 RNG = np.random.default_rng(7)

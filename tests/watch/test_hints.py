@@ -16,16 +16,13 @@ pytestmark = pytest.mark.quick
 CONFIG = GRPOConfig(beta=0.1)
 # Logs of two real runs, `experiments.sort_digits` and `experiments.countdown`, with ten optimizer steps per line.
 HEALTHY = [json.loads(line) for line in Path(__file__).with_name("healthy_runs.jsonl").read_text().splitlines()]
+series = lambda name, values, **others: [{"num_tokens": i, name: value, **others} for i, value in enumerate(values)]
 
 
 def reported(lines, config=CONFIG):
     """Return (line index, message) for every hint reported for `lines`."""
     hints = Hints(config)
     return [(i, message) for i, line in enumerate(lines) for message in hints(line)]
-
-
-def series(name, values, **others):
-    return [{"num_tokens": i, name: value, **others} for i, value in enumerate(values)]
 
 
 def played(**changed):

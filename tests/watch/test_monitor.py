@@ -24,10 +24,7 @@ pytestmark = pytest.mark.quick
 
 STATE = create_state({"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0))
 CONFIG = GRPOConfig(beta=0.1)
-
-
-def lines(run_dir, name="metrics.jsonl"):
-    return list(read_lines(run_dir / name))
+lines = lambda run_dir, name="metrics.jsonl": list(read_lines(run_dir / name))
 
 
 def test_trackers_in_report_to_are_opened_fed_and_closed_by_the_logging_process(tmp_path, monkeypatch):

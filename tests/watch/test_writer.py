@@ -12,10 +12,7 @@ from grpo_jax.watch.page import html_report
 from grpo_jax.watch.writer import RunWriter, absolute_run_dir, read_lines, read_settings
 
 pytestmark = pytest.mark.quick
-
-
-def lines_of(writer, name="metrics.jsonl"):
-    return list(read_lines(writer.path(name)))
+lines_of = lambda writer, name="metrics.jsonl": list(read_lines(writer.path(name)))
 
 
 def test_lines_are_strict_json_for_any_text_array_and_object(tmp_path):
