@@ -16,15 +16,9 @@ from grpo_jax.run.images import MAX_INPUT_VALUES
 from grpo_jax.run.memory import compiled_peak_bytes
 
 MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
 GPT_OSS = {**MODEL, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 config_of = lambda **settings: GRPOConfig(**{"compute_dtype": "float32", "max_completion_length": 8} | settings)
 

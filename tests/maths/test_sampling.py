@@ -12,14 +12,10 @@ from grpo_jax.maths import sampling
 from grpo_jax.maths.sampling import Sampling, draw_tokens, process_logits, sample_tokens
 
 SETTINGS = {
-    "plain": {},
-    "temperature": {"temperature": 0.6},
-    "hot": {"temperature": 1.7},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.8},
-    "min_p": {"min_p": 0.1},
+    "plain": {}, "temperature": {"temperature": 0.6}, "hot": {"temperature": 1.7}, "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
     "all": {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
-}
+}  # fmt: skip
 
 
 def reference_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=None):

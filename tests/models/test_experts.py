@@ -14,13 +14,9 @@ from grpo_jax.models.experts import MixtureOfExperts
 from grpo_jax.models.sharding import make_mesh, place
 
 SHAPE = TransformerConfig(
-    *(32, 16, 32, 1, 2, 1, 8),
-    num_experts=8,
-    num_experts_per_token=2,
-    expert_size=16,
-    expert_layers=(True,),
+    *(32, 16, 32, 1, 2, 1, 8), num_experts=8, num_experts_per_token=2, expert_size=16, expert_layers=(True,),
     initializer_range=0.3,
-)
+)  # fmt: skip
 BIASED = dataclasses.replace(SHAPE, expert_bias=True, expert_swiglu=(1.7, 1.5))
 X = np.random.default_rng(0).standard_normal((8, 2, 5, 16), np.float32)
 

@@ -19,21 +19,10 @@ from grpo_jax.types import Prompts
 PLAIN = TransformerConfig(*(40, 32, 48, 2, 4, 2, 8), qk_norm="head", initializer_range=0.3)
 # All switches that affect attention, in one model.
 RICH = dataclasses.replace(
-    PLAIN,
-    windows=(3, None),
-    local_rope=Rope(theta=100.0, fraction=0.5, pairs=True),
-    rotary_layers=(True, False),
-    rope=Rope(growth=(0.4, 2)),
-    norms="sandwich",
-    norm_offset=1.0,
-    qkv_bias=True,
-    attention_soft_cap=5.0,
-    attention_sinks=True,
-    logit_soft_cap=4.0,
-    embedding_scale=3.0,
-    residual_scale=0.8,
-    logit_scale=2.0,
-)
+    PLAIN, windows=(3, None), local_rope=Rope(theta=100.0, fraction=0.5, pairs=True), rotary_layers=(True, False),
+    rope=Rope(growth=(0.4, 2)), norms="sandwich", norm_offset=1.0, qkv_bias=True, attention_soft_cap=5.0,
+    attention_sinks=True, logit_soft_cap=4.0, embedding_scale=3.0, residual_scale=0.8, logit_scale=2.0,
+)  # fmt: skip
 SPARSE = dataclasses.replace(
     PLAIN, num_experts=4, num_experts_per_token=2, expert_size=16, expert_layers=(True, False), norms="post"
 )
@@ -63,15 +52,10 @@ SHARED = dataclasses.replace(
 )
 # One recurrent layer of each kind. Gates multiply rounding errors, so the residual scale is small.
 RECURRENT = dataclasses.replace(
-    PLAIN,
-    num_layers=3,
-    mixers=("delta", "attention", "conv"),
-    delta=DeltaShape(2, 4, key_dim=6, value_dim=5, kernel=4),
-    conv=ConvShape(32, kernel=4, bias=True),
-    attention_gate=True,
-    residual_scale=0.5,
-    rms_norm_eps=1e-2,
-)
+    PLAIN, num_layers=3, mixers=("delta", "attention", "conv"),
+    delta=DeltaShape(2, 4, key_dim=6, value_dim=5, kernel=4), conv=ConvShape(32, kernel=4, bias=True),
+    attention_gate=True, residual_scale=0.5, rms_norm_eps=1e-2,
+)  # fmt: skip
 CONFIGS = {"rich": RICH, "sparse": SPARSE, "shared": SHARED, "recurrent": RECURRENT}
 
 B, G, P, T = 2, 3, 6, 5

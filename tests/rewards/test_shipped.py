@@ -30,14 +30,9 @@ def length(completions):
 def score(fn, completions, *, on_error="raise", **columns):
     """Compute scores [N] with compute_rewards."""
     rewards = compute_rewards(
-        fn,
-        prompts=[f"p{index}" for index in range(len(completions))],
-        completions=completions,
-        completion_ids=[[1]] * len(completions),
-        num_generations=1,
-        columns=columns,
-        on_error=on_error,
-    )
+        fn, prompts=[f"p{index}" for index in range(len(completions))], completions=completions,
+        completion_ids=[[1]] * len(completions), num_generations=1, columns=columns, on_error=on_error,
+    )  # fmt: skip
     return rewards.values.ravel().tolist()
 
 

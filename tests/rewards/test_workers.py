@@ -26,15 +26,11 @@ COMPLETIONS = ["a", "bb", "ccc", "dddd"]
 
 def score(fn, *, completions=COMPLETIONS, on_error="raise", trainer_state=None, **columns):
     rewards = compute_rewards(
-        fn,
-        prompts=[f"p{index // 2}" for index in range(len(completions))],
-        completions=completions,
-        completion_ids=[[1]] * len(completions),
-        num_generations=2,
-        columns={name: [value] * len(completions) for name, value in columns.items()},
-        on_error=on_error,
+        fn, prompts=[f"p{index // 2}" for index in range(len(completions))], completions=completions,
+        completion_ids=[[1]] * len(completions), num_generations=2,
+        columns={name: [value] * len(completions) for name, value in columns.items()}, on_error=on_error,
         trainer_state=trainer_state,
-    )
+    )  # fmt: skip
     return rewards.values.ravel(), rewards.stats
 
 
@@ -56,17 +52,12 @@ def wait_for(condition, seconds=10.0):
 
 LATE = r"took longer than its timeout of 1 s and was killed"
 OF_ALL = {
-    "raise": "raised KeyError: 'gold'",
-    "hang in C": LATE,
-    "hang deaf": LATE,
-    "slow async": LATE,
+    "raise": "raised KeyError: 'gold'", "hang in C": LATE, "hang deaf": LATE, "slow async": LATE,
     "huge text": "must return a list with a float or None .* got 'xxxxxxxxxx",
-    "message without end": "raised ValueError: yyyyyyyyyy",
-    "memory": r"ran out of memory \(memory_mb=400\)",
-    "exit": r"ended its worker process \(exit code 3\)",
-    "kill": r"ended its worker process \(signal 9\)",
+    "message without end": "raised ValueError: yyyyyyyyyy", "memory": r"ran out of memory \(memory_mb=400\)",
+    "exit": r"ended its worker process \(exit code 3\)", "kill": r"ended its worker process \(signal 9\)",
     "crash": r"ended its worker process \(signal 11\)",
-}
+}  # fmt: skip
 OF_ONE = {"nan": r"returned nan; use None for 'not scored' for prompt 0 of the batch, completion 0"}
 
 

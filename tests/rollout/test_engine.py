@@ -35,13 +35,8 @@ def run(engine, **settings):
 def draws(engine, policy=POLICY, params=None, prompts=("ab", "c"), key=0, **settings):
     encoded = make_prompts([policy.tokenizer(text)["input_ids"] for text in prompts], on_host=True)
     every = {
-        "num_generations": G,
-        "max_completion_length": T,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": None,
-    }
+        "num_generations": G, "max_completion_length": T, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None,
+    }  # fmt: skip
     every |= {"eos_token_ids": policy.eos_token_ids, "pad_token_id": 0, "interrupt": lambda: None}
     every |= {"prompt_indices": np.arange(len(prompts))} | settings
     return engine(policy, policy.params if params is None else params, encoded, jax.random.key(key), **every)

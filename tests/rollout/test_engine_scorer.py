@@ -16,15 +16,9 @@ POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 
 TEACHER = POLICY.replace(params=jax.tree.map(lambda x: 1.5 * x, POLICY.params))
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
 CONFIG = GRPOConfig(
-    num_generations=4,
-    per_device_train_batch_size=8,
-    max_completion_length=8,
-    gradient_checkpointing=False,
-    max_steps=2,
-    logging_steps=1,
-    distillation_coef=1.0,
-    distillation_mode="sampled_token",
-)
+    num_generations=4, per_device_train_batch_size=8, max_completion_length=8, gradient_checkpointing=False,
+    max_steps=2, logging_steps=1, distillation_coef=1.0, distillation_mode="sampled_token",
+)  # fmt: skip
 
 
 @pytest.fixture

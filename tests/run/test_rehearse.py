@@ -62,12 +62,9 @@ def test_dry_run_reports_problems(monkeypatch):
     monkeypatch.setattr(packed, "add_gradients", watched)
     monkeypatch.setattr(module, "_programs", lambda run, state: {})
     config = GRPOConfig(
-        **SMALL | {"max_completion_length": 1, "per_device_train_batch_size": 24},
-        max_steps=50,
-        on_reward_error="none",
-        max_prompt_length=2,
-        on_long_prompt="drop",
-    )
+        **SMALL | {"max_completion_length": 1, "per_device_train_batch_size": 24}, max_steps=50,
+        on_reward_error="none", max_prompt_length=2, on_long_prompt="drop",
+    )  # fmt: skip
 
     def same(completions):
         return [0.5] * len(completions)

@@ -22,13 +22,9 @@ def compute(suite, completions):
     """Compute the rewards for one completion per row."""
     columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
     return compute_rewards(
-        suite.reward_fns,
-        prompts=[row["prompt"] for row in suite.rows],
-        completions=completions,
-        completion_ids=[[1]] * len(completions),
-        num_generations=1,
-        columns=columns,
-    )
+        suite.reward_fns, prompts=[row["prompt"] for row in suite.rows], completions=completions,
+        completion_ids=[[1]] * len(completions), num_generations=1, columns=columns,
+    )  # fmt: skip
 
 
 def scored(suite, completions) -> list[float | None]:

@@ -17,14 +17,10 @@ TEMPLATE = "{% for m in messages %}<{{ 'bot' if m.role == 'assistant' else 'user
 
 def fast(tokenizer, **how):
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
         additional_special_tokens=["<user>", "<bot>"],
-        chat_template=TEMPLATE + "{% if add_generation_prompt %}<bot>{% endif %}",
-        **how,
-    )
+        chat_template=TEMPLATE + "{% if add_generation_prompt %}<bot>{% endif %}", **how,
+    )  # fmt: skip
 
 
 def words(*extra, space="▁"):
@@ -69,14 +65,10 @@ def word_ends():
 
 
 FAMILIES = {
-    "sentencepiece": sentencepiece,
-    "metaspace always": lambda: metaspace("always"),
-    "metaspace first": lambda: metaspace("first"),
-    "metaspace never": lambda: metaspace("never"),
-    "bytes": byte_level,
-    "bytes with a space in front": lambda: byte_level(add_prefix_space=True),
-    "ends of words": word_ends,
-}
+    "sentencepiece": sentencepiece, "metaspace always": lambda: metaspace("always"),
+    "metaspace first": lambda: metaspace("first"), "metaspace never": lambda: metaspace("never"), "bytes": byte_level,
+    "bytes with a space in front": lambda: byte_level(add_prefix_space=True), "ends of words": word_ends,
+}  # fmt: skip
 
 
 def completed(tokenizer, prompt, prompt_ids, ids):

@@ -44,12 +44,9 @@ def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, tokens=512, model=MODE
     state = create_state(random_params(model), optimizer, jax.random.key(0), keep_reference=beta > 0)
     shape = (b, g, t)
     batch = Batch(
-        prompts=Prompts(jnp.ones((b, P), jnp.int32), jnp.full(b, P)),
-        tokens=jnp.ones(shape, jnp.int32),
-        mask=jnp.ones(shape, bool),
-        advantages=jnp.ones(shape[:2]),
-        sampling_log_probs=-jnp.ones(shape),
-    )
+        prompts=Prompts(jnp.ones((b, P), jnp.int32), jnp.full(b, P)), tokens=jnp.ones(shape, jnp.int32),
+        mask=jnp.ones(shape, bool), advantages=jnp.ones(shape[:2]), sampling_log_probs=-jnp.ones(shape),
+    )  # fmt: skip
     updater = choose_updater(model, config_of(beta, t), micro_shape=(16 // g, g), optimizer=optimizer)
     if beta:
         ref = updater.log_probs(state.ref_params, batch.prompts, batch.tokens, batch.mask)

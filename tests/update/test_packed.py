@@ -41,13 +41,10 @@ def batch(seed=0, **changes) -> Batch:
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     given = {
-        "prompts": make_prompts(LISTS),
-        "tokens": rng.integers(0, 24, (4, G, T)).astype(np.int32),
-        "mask": np.arange(T) < rng.integers(0, T + 1, (4, G, 1)),
-        "advantages": normal(4, G),
-        "sampling_log_probs": -3 + 0.3 * normal(4, G, T),
-        "ref_log_probs": -3 + 0.3 * normal(4, G, T),
-    }
+        "prompts": make_prompts(LISTS), "tokens": rng.integers(0, 24, (4, G, T)).astype(np.int32),
+        "mask": np.arange(T) < rng.integers(0, T + 1, (4, G, 1)), "advantages": normal(4, G),
+        "sampling_log_probs": -3 + 0.3 * normal(4, G, T), "ref_log_probs": -3 + 0.3 * normal(4, G, T),
+    }  # fmt: skip
     return jax.tree.map(jnp.asarray, Batch(**{**given, **changes}))
 
 

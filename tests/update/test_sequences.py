@@ -149,13 +149,9 @@ def test_every_prompt_is_in_one_part_and_prompts_with_a_gradient_come_first(seed
 
 
 OTHER_TERMS = {
-    "none": {},
-    "beta": {"beta": 0.1},
-    "bonus": {"entropy_coef": 0.1},
-    "adaptive bonus": {"use_adaptive_entropy": True},
-    "experts": {"router_aux_loss_coef": 0.1},
-    "surrogate": {},
-}
+    "none": {}, "beta": {"beta": 0.1}, "bonus": {"entropy_coef": 0.1},
+    "adaptive bonus": {"use_adaptive_entropy": True}, "experts": {"router_aux_loss_coef": 0.1}, "surrogate": {},
+}  # fmt: skip
 
 
 @pytest.mark.quick

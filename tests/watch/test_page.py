@@ -43,13 +43,10 @@ def embedded(run_dir):
 
 def completion(i, **more):
     return {
-        "prompt": f"prompt {i // 2}",
-        "completion": f"completion {i}",
-        "rewards": {"right": float(i % 2), "short": None if i == 3 else i / 8},
-        "advantage": i % 2 - 0.5,
-        "ended": i != 5,
-        **more,
-    }
+        "prompt": f"prompt {i // 2}", "completion": f"completion {i}",
+        "rewards": {"right": float(i % 2), "short": None if i == 3 else i / 8}, "advantage": i % 2 - 0.5,
+        "ended": i != 5, **more,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
