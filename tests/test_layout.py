@@ -183,11 +183,11 @@ def test_type_checkers_and_programs_see_the_same_names():
 
 
 @pytest.mark.parametrize("code", [
-    "import grpo_jax; assert inspect.isfunction(grpo_jax.plan) and inspect.isfunction(grpo_jax.planning.programs)",
-    "from grpo_jax.planning import programs; from grpo_jax import plan; assert inspect.isfunction(plan)",
+    "import grpo_jax; assert inspect.isfunction(grpo_jax.plan) and inspect.isfunction(grpo_jax.planning.programs)\n"
+    "assert grpo_jax.rewards.number_reward and 'train' in dir(grpo_jax)\n"
+    "assert not hasattr(grpo_jax, 'nonsense') and not hasattr(grpo_jax, '__wrapped__')",
+    "from grpo_jax.planning import programs; from grpo_jax import plan; assert inspect.isfunction(plan)\n"
     "from grpo_jax import *; assert train and plan and GRPOConfig",
-    "import grpo_jax; assert grpo_jax.rewards.number_reward; assert 'train' in dir(grpo_jax)",
-    "import grpo_jax; assert not hasattr(grpo_jax, 'nonsense') and not hasattr(grpo_jax, '__wrapped__')",
 ])  # fmt: skip
 def test_names_are_imported_on_first_use(code):
     subprocess.run([sys.executable, "-c", f"import inspect\n{code}"], check=True)

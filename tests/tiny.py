@@ -26,6 +26,12 @@ def lengths(completions):
     return [float(len(text)) for text in completions]
 
 
+def logged(run, *given, callbacks=(), **how):
+    """Return the result of `train` or `sft`, and the lines of metrics that it logged."""
+    lines = []
+    return run(*given, callbacks=[lambda step, line: lines.append(line), *callbacks], **how), lines
+
+
 @functools.cache
 def tiny_tokenizer():
     """Return a byte-level tokenizer without merges, which AutoTokenizer can reload with a qwen3 config."""

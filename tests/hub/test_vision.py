@@ -95,9 +95,7 @@ def test_windows_of_an_image_are_padded():
 
 @pytest.mark.quick
 def test_errors_name_the_key_or_the_tensor(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^Qwen3ForCausalLM does not support images .* Gemma3ForConditionalGeneration, Idef"
-    ):
+    with pytest.raises(ValueError, match=r"^Qwen3ForCausalLM does not support images .* Gemma3ForCond"):
         image_token_id({"architectures": ["Qwen3ForCausalLM"], "image_token_id": 3})
     for family, changes, message in BAD_VALUES:
         raw = {**vision_config(family), **changes}

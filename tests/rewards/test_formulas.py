@@ -66,8 +66,7 @@ def test_scores_equal_math_verify():
 def test_unreadable_ground_truths_are_refused_before_a_run():
     judge = formula_reward(timeout=None)
     with pytest.raises(
-        ValueError,
-        match=r"1 of 2 rows of data have no formula that math-verify can parse in the column 'answer': row 1 has ''",
+        ValueError, match=r"1 of 2 rows of data have no formula .* in the column 'answer': row 1 has ''"
     ):
         check_rows([judge], [{"answer": "18"}, {"answer": ""}], argument="data")
     with pytest.raises(PartialRewards, match="completion 0 cannot parse '' with math-verify") as caught:

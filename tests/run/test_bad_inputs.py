@@ -3,8 +3,6 @@
 All errors are found and reported together before anything is compiled or sampled.
 """
 
-import json
-
 import pytest
 from tiny import tiny_policy, tiny_tokenizer
 
@@ -122,15 +120,6 @@ BAD = [
     (dict(dataset=[{"prompt": "ab" * 150}]), "the prompts leave no room for completions"),
 ]  # fmt: skip
 
-FILES = [
-    ("", "dataset is empty; pass at least one row with a 'prompt'"),
-    ('{"prompt": "a"}\n\n{"prompt": "b"\n',
-        "line 3 of '{}' is not valid JSON (Expecting ',' delimiter at column 15); write"),
-    (json.dumps(ROWS), "'{}' is a JSON list; write one object per line, or pass the result of json.load"),
-    ('"a"\n', "line 1 of '{}' must be a JSON object; got 'a'"),
-    (b"PAR1\xff\xfe", "line 1 of '{}' is not UTF-8 (byte 4 is 0xff); convert the file"),
-]  # fmt: skip
-
 
 def refusal(**given):
     given = {name: value() if name == "policy" and callable(value) else value for name, value in given.items()}
@@ -147,19 +136,6 @@ def test_invalid_input_is_rejected_with_the_fix(given, words, monkeypatch):
     assert words in text
     assert len(text.split("\n")) == 1 or text.split("\n")[0].endswith("has 1 error:"), "a single error takes one line"
     assert len(text) < 500, "the message is too long"
-
-
-@pytest.mark.parametrize(("content", "words"), FILES, ids=[words[:50] for _, words in FILES])
-def test_invalid_file_is_rejected_with_the_line_number(content, words, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert words.replace("{}", str(path)) in refusal(dataset=path)
-
-
-def test_file_with_bom_and_crlf_is_read(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS))
-    assert prepared(dataset=path).data.rows == ROWS
 
 
 def test_all_errors_are_reported_together():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_vision import images
+from tiny import logged
 from tiny_vision import write_vision_model
 
 from grpo_jax import GRPOConfig, SFTConfig, evaluate, from_pretrained, save_pretrained, sft, train
@@ -64,13 +65,9 @@ def policies(tmp_path_factory):
 
 def run(policy, run_dir=None, callbacks=(), **settings):
     """Train on `dataset`, by default `rows()`. Returns the final state and the logged metrics."""
-    lines, more = [], {name: settings.pop(name) for name in ("environment_factory",) if name in settings}
-    dataset = settings.pop("dataset", None) or rows()
-    callbacks = [lambda step, line: lines.append(line), *callbacks]
-    state = train(
-        policy, dataset, image_reward, GRPOConfig(**SETTINGS | settings), run_dir=run_dir, callbacks=callbacks, **more
-    )
-    return state, lines
+    more = {name: settings.pop(name) for name in ("environment_factory",) if name in settings}
+    given = (policy, settings.pop("dataset", None) or rows(), image_reward, GRPOConfig(**SETTINGS | settings))
+    return logged(train, *given, run_dir=run_dir, callbacks=callbacks, **more)
 
 
 TURNS = {"environment_factory": ThreeTurns, "max_turn_length": 3, "max_completion_length": 120}
@@ -175,9 +172,9 @@ def test_a_trained_tower_is_exported_and_a_frozen_one_unchanged(policies, tmp_pa
     examples = [{**row, "completion": [{"role": "assistant", "content": "b"}]} for row in rows()]
     policy = policies("idefics3")
     for freeze in (True, False):
-        lines, config = [], SFTConfig(max_steps=6, learning_rate=3e-3, logging_steps=1, freeze_vision=freeze)
-        state = sft(policy, examples, config, callbacks=[lambda step, line: lines.append(line.get("loss"))])
-        assert lines[-1] < lines[0]
+        config = SFTConfig(max_steps=6, learning_rate=3e-3, logging_steps=1, freeze_vision=freeze)
+        state, lines = logged(sft, policy, examples, config)
+        assert lines[-1]["loss"] < lines[0]["loss"]
         trained = policy.replace(params=state.params)
         save_pretrained(tmp_path / "model", trained)
         again = from_pretrained(tmp_path / "model")
@@ -196,8 +193,7 @@ def test_sft_with_and_without_images_and_with_different_lengths(policies):
     examples = [{**row, "completion": [{"role": "assistant", "content": "b"}]} for row in rows()]
     plain = [{"prompt": "a" * 20, "completion": "b" * 300}, {"prompt": "c" * 400, "completion": "d"}]
     for dataset, held_out in ((examples, plain[:1]), (plain, examples)):
-        lines, config = [], SFTConfig(**settings)
-        sft(policy, dataset, config, eval_dataset=held_out, callbacks=[lambda step, line: lines.append(line)])
+        _, lines = logged(sft, policy, dataset, SFTConfig(**settings), eval_dataset=held_out)
         assert all(np.isfinite(line.get("loss", 0)) for line in lines)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from test_train import lower_case
-from tiny import tiny_model, tiny_policy
+from tiny import logged, tiny_model, tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, Prompts, generate, make_prompts, train
 from grpo_jax.models.config import DeltaShape
@@ -34,9 +34,7 @@ def run(policy, mesh, run_dir=None, **settings):
     """Train on eight prompts × 4 completions per iteration; return the final state and the logged lines."""
     per_device = 32 // int(np.prod([size for axis, size in (mesh or {}).items() if axis != "tensor"] or [1]))
     config = GRPOConfig(**SMALL | {"per_device_train_batch_size": per_device, "mesh": mesh} | settings)
-    lines = []
-    state = train(policy, ROWS, lower_case, config, run_dir=run_dir, callbacks=[lambda step, line: lines.append(line)])
-    return state, lines
+    return logged(train, policy, ROWS, lower_case, config, run_dir=run_dir)
 
 
 def assert_same_run(one, other):

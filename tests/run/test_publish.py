@@ -83,9 +83,7 @@ def test_failed_push_warns_during_the_run_and_raises_at_its_end(tmp_path, monkey
         hub.broken = True
         with pytest.warns(RuntimeWarning, match="the policy at step 1 could not be pushed to 'me/sums'"):
             publisher.saved(1, params, last=3)
-        with pytest.raises(
-            OSError, match=r"could not be pushed to 'me/sums' .*It is saved in .*hub\. Call train again"
-        ):
+        with pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*It is saved in .*hub\. Call train"):
             publisher.end(moved(params))
         hub.broken = False
         for steps in (1, 2):  # the upload is repeated, and the run is resumed with more steps
@@ -212,8 +210,6 @@ def test_invalid_manual_push_is_rejected_before_sending(run_dir, monkeypatch):
         with pytest.raises(ValueError, match="policy has a custom model, which cannot be written as a checkpoint"):
             push_to_hub(policy.replace(model=object()), "me/sums")
         monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-        with pytest.raises(
-            PermissionError, match="logged in to the Hugging Face Hub; run `hf auth login` or set HF_TOKEN"
-        ):
+        with pytest.raises(PermissionError, match="logged in to the Hugging Face Hub; run `hf auth login` or set"):
             push_to_hub(policy, "me/sums", run_dir=run_dir)
         assert hub.requests == []

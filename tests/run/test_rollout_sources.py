@@ -11,6 +11,7 @@ import pytest
 from stand_in import StandIn
 from test_sampler import POLICY, SMALL, G, T, canned, rewards
 from test_turns_run import ROWS, Game
+from tiny import logged
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.engines import EngineError, vllm
@@ -26,11 +27,9 @@ def server():
 
 
 def run(sampler, policy=POLICY, run_dir=None, callbacks=(), environment_factory=None, **settings):
-    lines, config = [], GRPOConfig(**SMALL | {"rollout_ahead": True, "max_steps": 4} | settings)
-    keep = lambda step, metrics: lines.append(metrics)
-    how = {"run_dir": run_dir, "callbacks": [keep, *callbacks], "environment_factory": environment_factory}
-    state = train(policy, ROWS, rewards if environment_factory is None else [], config, sampler=sampler, **how)
-    return state, lines
+    config = GRPOConfig(**SMALL | {"rollout_ahead": True, "max_steps": 4} | settings)
+    how = {"run_dir": run_dir, "callbacks": callbacks, "environment_factory": environment_factory, "sampler": sampler}
+    return logged(train, policy, ROWS, rewards if environment_factory is None else [], config, **how)
 
 
 def waited_for(engine):

@@ -9,7 +9,7 @@ import pytest
 from collecting import collected
 from test_collect import POLICY, ROWS
 from test_teacher import Pairs
-from tiny import scored, tiny_policy
+from tiny import logged, scored, tiny_policy
 
 from grpo_jax import Completions, GRPOConfig, evaluate, generate, make_prompts, train
 from grpo_jax.maths.surrogates import sampler_weights
@@ -33,9 +33,8 @@ def rewards(completion_ids):
 
 def run(sampler=None, optimizer=None, **settings):
     """Train; return the final state and the logged metrics."""
-    lines, config = [], GRPOConfig(**SMALL | settings)
-    how = {"callbacks": [lambda step, metrics: lines.append(metrics)], "sampler": sampler, "optimizer": optimizer}
-    return train(POLICY, ROWS, rewards, config, **how), lines
+    config = GRPOConfig(**SMALL | settings)
+    return logged(train, POLICY, ROWS, rewards, config, sampler=sampler, optimizer=optimizer)
 
 
 def test_sampler_receives_the_arguments_in_its_signature():

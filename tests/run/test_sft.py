@@ -14,10 +14,9 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
-from test_teacher import Pairs
-from tiny import tiny_policy, tiny_tokenizer
+from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, Policy, SFTConfig, save_pretrained, sft, train
+from grpo_jax import GRPOConfig, SFTConfig, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.run.run import new_state
@@ -160,20 +159,6 @@ def test_installed_trl_matches_the_stored_results(tmp_path):
             np.testing.assert_allclose(our_grads[name], grads[name], rtol=1e-3, atol=1e-5, err_msg=f"{case}/{name}")
 
 
-def test_sft_step_equals_grpo_step_with_advantage_one():
-    """A step of SFT equals a GRPO step with advantage 1, ratio 1 and beta 0 on the same batch, under plain SGD."""
-    policy, optimizer = tiny_policy(), optax.sgd(0.1)
-    config = settings(per_device_train_batch_size=6, max_steps=1, max_grad_norm=0)
-    state = sft(policy, ROWS, config, optimizer=optimizer)
-    run = prepare_sft(policy, ROWS, config)
-    batch = next_examples(run, 0)[0]
-    grpo = GRPOConfig(max_completion_length=batch.tokens.shape[-1], loss_type="bnpo")
-    updater = Updater(run.updater.model, grpo, (6, 1), optimizer=optimizer)
-    other, metrics = updater.update(new_state(prepare_sft(policy, ROWS, config, optimizer=optimizer)), batch)
-    np.testing.assert_allclose(metrics["policy_loss"], -1, rtol=1e-6)
-    chex.assert_trees_all_close(state.params, other.params, rtol=1e-5, atol=1e-7)
-
-
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     """Train for 30 steps; return the run directory, the config and the final state."""
@@ -227,14 +212,6 @@ def test_examples_with_a_shared_prefix_are_spread_evenly():
     batch, *_ = next_examples(prepare_sft(tiny_policy(), rows, config), 0)
     assert batch.prompts.tokens.shape == (2, 5), "each device has the shared prefix"
     assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "each device has as many completion tokens, with EOS"
-
-
-def test_custom_model_with_only_apply_learns():
-    policy, losses = Policy(Pairs(), {"logits": jnp.zeros((258, 258))}, tiny_tokenizer()), []
-    config = settings(max_steps=10, learning_rate=0.5, packing=True)
-    sft(policy, ROWS, config, callbacks=[lambda step, m: losses.append(m["loss"])])
-    np.testing.assert_allclose(losses[0], np.log(258), rtol=1e-5)
-    assert losses[-1] < 2
 
 
 BAD = [

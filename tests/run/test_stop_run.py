@@ -2,7 +2,7 @@
 
 import pytest
 from test_turns_run import ROWS, Game
-from tiny import tiny_policy
+from tiny import logged, tiny_policy
 
 from grpo_jax import GRPOConfig, train
 
@@ -29,10 +29,7 @@ class Says(Game):
 
 
 def run(**settings):
-    lines, config = [], GRPOConfig(**SMALL | settings)
-    how = {"environment_factory": Says, "callbacks": [lambda step, metrics: lines.append(metrics)]}
-    train(POLICY, ROWS, [], config, **how)
-    return lines
+    return logged(train, POLICY, ROWS, [], GRPOConfig(**SMALL | settings), environment_factory=Says)[1]
 
 
 def test_turns_end_after_a_stop_string_or_are_cut_short_and_counted():

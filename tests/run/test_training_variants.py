@@ -10,7 +10,7 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, add_lora, merge_lora, train
 
 
-def learn(policy, rows=ROWS, steps=30, **settings):
+def learn(policy, rows=ROWS, *, steps, **settings):
     rewards = []
     settings = {"per_device_train_batch_size": 24, "learning_rate": 3e-2, "max_steps": steps} | settings
     config = GRPOConfig(**SMALL | settings)
@@ -18,13 +18,13 @@ def learn(policy, rows=ROWS, steps=30, **settings):
     return state, rewards
 
 
-def test_adapters_learn_and_the_base_is_unchanged():
+def test_adapters_are_trained_and_the_base_is_unchanged():
     policy = add_lora(tiny_policy(), jax.random.key(0), rank=4, dropout=0.1)
     before = jax.tree.map(np.array, policy.model.base)
-    # At twice this learning rate, with one JAX version, an ulp of difference in the weights moves a logit by 3e-4.
-    settings = {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 10, "learning_rate": 0.01, "steps": 70}
-    state, rewards = learn(policy, **settings)
-    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+    settings = {"beta": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 2, "learning_rate": 0.01, "steps": 4}
+    state, _ = learn(policy, **settings)
+    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), state.params, policy.params)
+    assert min(jax.tree.leaves(moved)) > 1e-3, "test_packed.py compares the gradient"
     widths = [x["layers_0"]["self_attn"]["q_proj"]["a"].shape[1] for x in (state.params, state.ref_params)]
     assert widths[0] < widths[1], "the reference mixes weights, not factors (test_lora.py), so its rank grows"
     chex.assert_trees_all_equal(policy.model.base, before)

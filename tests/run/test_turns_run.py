@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from collecting import collected
 from test_collect import POLICY  # a quarter of the bytes end a turn, so most completions have several
+from tiny import logged
 
 from grpo_jax import GRPOConfig, evaluate, train
 from grpo_jax.models.scoring import score_completions
@@ -40,10 +41,8 @@ class Game:
 
 
 def run(fns=(), policy=POLICY, run_dir=None, **settings):
-    lines, how = [], {"environment_factory": Game, "run_dir": run_dir}
-    keep = lambda step, metrics: lines.append(metrics)
-    train(policy, ROWS, list(fns), GRPOConfig(**SMALL | settings), callbacks=[keep], **how)
-    return lines
+    config = GRPOConfig(**SMALL | settings)
+    return logged(train, policy, ROWS, list(fns), config, environment_factory=Game, run_dir=run_dir)[1]
 
 
 def experience_of(factory=Game, fns=(), cursor=0, **settings):

@@ -75,9 +75,7 @@ def test_masks_select_the_learned_tokens():
         (found,) = encode_examples(load_examples([row]), tiny_tokenizer(), SFTConfig(**settings)).masks
         assert [x for x, learned in zip(row["input_ids"], found, strict=True) if learned] == wanted, settings
     for setting, name in (("assistant_only_loss", "assistant_masks"), ("completion_only_loss", "completion_mask")):
-        with pytest.raises(
-            ValueError, match=f"{setting}=True requires '{name}' or 'labels' next to 'input_ids' in dataset row 0"
-        ):
+        with pytest.raises(ValueError, match=f"{setting}=True requires '{name}' or 'labels' .* in dataset row 0"):
             learned([{name: x for name, x in MASKED.items() if name == "input_ids"}], **{setting: True})
     for name in ("labels", "completion_mask"):
         with pytest.raises(ValueError, match=f"row 0 has 2 'input_ids' but 1 '{name}'"):
@@ -103,9 +101,7 @@ def test_unsupported_templates_and_rows_are_refused():
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
     with pytest.raises(ValueError, match="assistant_only_loss=True requires messages in dataset row 0"):
         learned([{"text": "a"}], assistant_only_loss=True)
-    with pytest.raises(
-        ValueError, match="completion_only_loss=True requires a 'prompt' and a 'completion' in dataset row 0"
-    ):
+    with pytest.raises(ValueError, match="completion_only_loss=True requires a 'prompt' and a 'completion' in dataset"):
         learned([{"text": "a"}], completion_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 consists of messages, but the tokenizer has no chat template"):
         learned([{"messages": TALK}])
@@ -173,9 +169,7 @@ def test_invalid_rows_are_refused(row, said):
 
 def test_long_examples_are_truncated_and_empty_ones_dropped():
     rows = [{"prompt": "abcdef", "completion": "g"}, {"prompt": "a", "completion": "bcdef"}]
-    with pytest.warns(
-        UserWarning, match="2 of 2 examples are longer than max_length=4 .* 1 examples without tokens in the loss were"
-    ):
+    with pytest.warns(UserWarning, match="2 of 2 examples are longer than max_length=4 .* 1 examples without tokens"):
         assert learned(rows, max_length=4) == [("abcd", "bcd")]
     with pytest.raises(ValueError, match="none of the 1 rows has tokens included in the loss; increase max_length=4"):
         learned(rows[:1], max_length=4)

@@ -255,9 +255,7 @@ def test_too_many_pixels_are_refused(load, monkeypatch):
     for limit in (300, 100):  # Pillow warns, or raises an error
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         warnings.simplefilter("ignore")
-        with pytest.raises(
-            ValueError, match=rf"row 0: image 0 .* exceeds PIL.Image.MAX_IMAGE_PIXELS \({limit} pixels, .*resi"
-        ):
+        with pytest.raises(ValueError, match=rf"row 0: image 0 .* exceeds .*MAX_IMAGE_PIXELS \({limit} pixels, .*resi"):
             encode_prompts(rows, policy.tokenizer, processor=processor)
 
 
@@ -271,9 +269,7 @@ def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
         load_processor_if_needed(tiny_policy(), rows, "eval")
     settings = json.loads(policy.files["preprocessor_config.json"])
     larger = {"preprocessor_config.json": json.dumps({**settings, "size": {"height": 35, "width": 28}}).encode()}
-    with pytest.raises(
-        ValueError, match=r"gives pixels of shape \(1, 35, 28, 3\), but the tower in .*\(1, 28, 28, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"gives pixels of shape \(1, 35, 28, 3\), but the .*\(1, 28, 28, 3\)"):
         load_processor_if_needed(policy.replace(files=larger), rows)
     split = load("idefics3")[1]
     odd = json.loads(split.files["preprocessor_config.json"]) | {"size": {"longest_edge": 60}}
@@ -299,9 +295,7 @@ def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
 def test_template_without_image_parts_is_refused(load):
     _, _, processor = load("gemma3")
     tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(
-        ValueError, match=r"row 0 has 1 images, but .*'<start_of_image>' 0 times.*template that renders"
-    ):
+    with pytest.raises(ValueError, match=r"row 0 has 1 images, but .*'<start_of_image>' 0 times.*template that"):
         encode_prompts([{"prompt": user("Hi"), "image": noise(9, 9)}], tokenizer, processor=processor)
 
 
@@ -334,9 +328,7 @@ def test_examples_learn_only_after_their_images(load):
     assert ids[: len(prompt.token_ids[0])] == prompt.token_ids[0]
     later = {"messages": [*user("Hi"), *answer, *user(PART, text("?")), *answer], "image": image}
     for row, fields in ((chat, {}), (pair, {"completion_only_loss": False}), (later, {"assistant_only_loss": True})):
-        with pytest.raises(
-            ValueError, match=r"dataset row 0: token \d+ is included in the loss, but the last image ends"
-        ):
+        with pytest.raises(ValueError, match=r"dataset row 0: token \d+ is included in the loss, but the last image"):
             encode(row, **fields)
     with pytest.raises(ValueError, match="row 0 has images next to 'input_ids'"):
         load_examples([{"input_ids": [1, 2], "image": image}])

@@ -82,8 +82,7 @@ def test_omitted_message_is_refused_with_its_row_and_role(role):
     asked = {"prompt": [{"role": "system", "content": "be kind"}, {"role": role, "content": "1 + 1?"}]}
     for rows in ([fine, fine, asked], [fine, asked, asked]):
         with pytest.raises(
-            ValueError,
-            match=rf"eval_dataset row {rows.index(asked)}: .* the content '1 \+ 1\?' of message 1 with role '{role}'",
+            ValueError, match=rf"eval_dataset row {rows.index(asked)}: .* '1 \+ 1\?' of message 1 with role '{role}'"
         ):
             lib.encode_prompts(rows, tokenizer, argument="eval_dataset")
     shown = make_tokenizer()  # this template renders any role
