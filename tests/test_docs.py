@@ -186,17 +186,13 @@ def test_only_workers_unpickle():
 
 
 @pytest.mark.quick
-def test_every_public_name_is_in_the_reference_once():
+def test_every_public_name_is_in_the_reference_once_and_every_page_in_the_navigation():
     named = [name for names in REFERENCE.values() for name in names]
     assert len(named) == len(set(named))
     for name in grpo_jax.__all__:
         assert {f"grpo_jax.{name}", f"grpo_jax.maths.{name}"} & set(named), name
     for name in named:
         import_name(name)
-
-
-@pytest.mark.quick
-def test_every_page_is_in_the_navigation():
     nav = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M))
     made = {f"notebooks/{path.stem}.md" for path in (ROOT / "experiments" / "notebooks").glob("*.ipynb")}
     made |= {"index.md", "zh/index.md", "contributing.md", "security.md", "changelog.md"}  # docs/readmes.py

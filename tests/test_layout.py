@@ -11,6 +11,7 @@ import pytest
 
 import grpo_jax
 
+pytestmark = pytest.mark.quick
 PACKAGE = Path(grpo_jax.__file__).parent
 # Sub-packages from the lowest layer up; each imports only from lower layers and from itself.
 LAYERS = [
@@ -65,7 +66,6 @@ def imports(name: str, *, anywhere: bool = False) -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.quick
 def test_imports_point_downwards():
     assert {package_of(name) for name in modules()} == set.union(*LAYERS) | {"grpo_jax"}
     layer_of = {package: i for i, packages in enumerate(LAYERS) for package in packages}
@@ -75,7 +75,6 @@ def test_imports_point_downwards():
                 assert layer_of[package_of(module)] < layer_of[package_of(name)], f"{name} imports {module}"
 
 
-@pytest.mark.quick
 def test_imports_have_no_cycles():
     done: set[str] = set()
 
@@ -90,7 +89,6 @@ def test_imports_have_no_cycles():
         visit(name, ())
 
 
-@pytest.mark.quick
 def test_inner_layers_import_only_allowed_packages():
     for name in modules():
         ring = "pure" if package_of(name) in PURE else "composed" if package_of(name) in COMPOSED else "shell"
@@ -104,7 +102,6 @@ def test_inner_layers_import_only_allowed_packages():
             assert package_of(module) in inner if top == "grpo_jax" else allowed, f"{name} ({ring}) imports {module}"
 
 
-@pytest.mark.quick
 def test_heavy_packages_are_imported_inside_functions():
     for name in modules():
         assert not {module.split(".")[0] for module in imports(name)} & HEAVY, name
@@ -121,8 +118,8 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
         yield from ((name, node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-@pytest.mark.quick
-def test_files_and_functions_are_short():
+def test_files_and_functions_are_short_and_modules_have_docstrings():
+    assert all(ast.get_docstring(tree) for _, tree in modules().values())
     lines = {name: len(path.read_text().splitlines()) for name, (path, _) in modules().items()}
     assert not {name: count for name, count in lines.items() if count > 400}
     assert len(lines) <= 168
@@ -130,7 +127,6 @@ def test_files_and_functions_are_short():
     assert not {(name, node.name): lines_of(node) for name, node in functions() if lines_of(node) > 60}
 
 
-@pytest.mark.quick
 def test_calls_and_types_are_explicit():
     """`Any` and unpacked arguments are limited to callers' own keywords, JSON, and untyped libraries."""
     nodes = [node for _, tree in modules().values() for node in ast.walk(tree)]
@@ -140,15 +136,6 @@ def test_calls_and_types_are_explicit():
     assert sum(isinstance(argument, ast.Starred) for call in calls for argument in call.args) <= 71
 
 
-@pytest.mark.quick
-def test_modules_and_public_names_have_docstrings():
-    for _, tree in modules().values():
-        assert ast.get_docstring(tree)
-    for name in grpo_jax.__all__:
-        assert getattr(grpo_jax, name).__doc__, name
-
-
-@pytest.mark.quick
 def test_public_names_of_modules_are_distinct():
     """Public names of modules are distinct, except commands named after functions, and TRL names in `compat`."""
     homes: dict[str, set[str]] = {}
@@ -174,7 +161,6 @@ def test_importing_the_package_does_no_work():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.quick
 def test_type_checkers_and_programs_see_the_same_names():
     (guarded,) = [node for node in modules()["grpo_jax"][1].body if isinstance(node, ast.If)][:1]
     read = {alias.name: node.module for node in guarded.body for alias in node.names}
@@ -193,7 +179,6 @@ def test_names_are_imported_on_first_use(code):
     subprocess.run([sys.executable, "-c", f"import inspect\n{code}"], check=True)
 
 
-@pytest.mark.quick
 def test_test_files_have_a_quick_test_and_distinct_names():
     """Every test file has a `-m quick` test and a distinct name; pytest refuses two modules with the same name."""
     files = [*Path(__file__).parent.rglob("*.py")]

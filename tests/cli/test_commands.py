@@ -14,19 +14,11 @@ from PIL import Image
 from tiny import tiny_policy
 from tiny_vision import write_vision_model
 
-from grpo_jax import (
-    GRPOConfig,
-    add_lora,
-    evaluate,
-    from_pretrained,
-    generate,
-    load_lora,
-    make_prompts,
-    merge_lora,
-    save_pretrained,
-)
+from grpo_jax import GRPOConfig, evaluate, generate, make_prompts
 from grpo_jax.cli import chat, commands
 from grpo_jax.cli.runfile import read_run
+from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
+from grpo_jax.hub.peft import add_lora, load_lora, merge_lora
 from grpo_jax.models.layers import is_quantized
 from grpo_jax.run.stored import load_params
 from grpo_jax.types import as_argument
@@ -80,16 +72,13 @@ def test_training_equals_the_api(folder, trained, monkeypatch):
     assert kept == {**yaml.safe_load((folder / "my_run.yaml").read_text()), "folder": str(folder)}
 
 
-def test_resume_takes_a_run_directory(folder, trained, monkeypatch):
+def test_resume_takes_a_run_directory_and_a_rejected_run_changes_nothing(folder, trained, monkeypatch):
     shutil.copytree(trained, folder / "moved")
     monkeypatch.chdir(folder.parent)
     run("resume", folder / "moved", "--max_steps", 3)
     assert metrics_of(folder / "moved")[: len(metrics_of(trained))] == metrics_of(trained)
     assert [line["step"] for line in metrics_of(folder / "moved") if "loss" in line] == [1, 2, 3]
     assert yaml.safe_load((folder / "moved" / "run.yaml").read_text())["max_steps"] == 3
-
-
-def test_rejected_run_leaves_the_run_file_unchanged(folder, trained):
     before = (trained / "run.yaml").read_text()
     with pytest.raises(SystemExit, match="contains a run with different settings"):
         run("train", write_run(folder, lora=2), "--learning_rate", "0.5")
@@ -161,16 +150,10 @@ def test_chat_prints_the_same_completions_as_generate(folder, trained, params):
     printed = ""
     for number, prompt in enumerate(["ab", "c"]):
         drawn = generate(
-            policy.model,
-            params,
-            make_prompts([policy.tokenizer(prompt)["input_ids"]], length=32),
-            jax.random.key(0),
-            prompt_indices=np.array([number]),
-            num_generations=1,
-            eos_token_ids=policy.eos_token_ids,
-            tokenizer=policy.tokenizer,
-            **how,
-        )
+            policy.model, params, make_prompts([policy.tokenizer(prompt)["input_ids"]], length=32), jax.random.key(0),
+            prompt_indices=np.array([number]), num_generations=1, eos_token_ids=policy.eos_token_ids,
+            tokenizer=policy.tokenizer, **how,
+        )  # fmt: skip
         ids = np.asarray(drawn.tokens)[np.asarray(drawn.mask)]
         text = policy.tokenizer.decode(ids, skip_special_tokens=True)
         printed += f"> {prompt}\n{escape_controls(text)}\n"

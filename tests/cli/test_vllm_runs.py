@@ -2,7 +2,7 @@
 
 import pytest
 from cli_files import run, write_run
-from stand_in import StandIn
+from stand_in import serving
 from tiny import tiny_policy
 
 from grpo_jax.cli import commands
@@ -10,12 +10,7 @@ from grpo_jax.engines import Engine
 from grpo_jax.watch.writer import read_lines
 
 KEY = "not-to-be-seen"
-
-
-@pytest.fixture
-def server():
-    with StandIn(tiny_policy(), key=KEY) as one:
-        yield one
+server = serving(tiny_policy(), key=KEY)
 
 
 def test_server_samples_and_teaches_and_its_key_is_not_stored(server, tmp_path, monkeypatch, capsys):

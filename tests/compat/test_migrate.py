@@ -171,15 +171,12 @@ def test_converted_script_evaluates_if_trl_does():
         assert not moved.missing
 
 
-def test_base_model_is_quantized_with_adapters():
+def test_adapters_have_pefts_targets_and_may_have_a_quantized_base():
     adapters = {"use_peft": True, "lora_target_modules": "all-linear"}
     for bits, kind in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
         run, moved = from_trl_script({bits: True, "use_bnb_nested_quant": True, **adapters})
         assert (run["quantize"], moved.missing) == (kind, {})
         assert set(from_trl_script({bits: True})[1].missing) == {bits}, "a quantized model needs adapters"
-
-
-def test_adapter_targets_match_the_same_modules_as_in_peft():
     run, moved = from_trl_script({"use_peft": True, "lora_target_modules": ["self_attn.q_proj", "down_proj"]})
     paths = ["/".join(path) for path, _ in projections(tiny_policy(layers=1).params)]
     found = {path for path in paths if re.fullmatch(run["lora"]["targets"], path)}

@@ -41,7 +41,6 @@ def test_adapted_modules_match_peft(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     save_pretrained(tmp_path, tiny_policy())
     for targets in ("all-linear", ["q_proj", "mlp.up_proj"]):
         config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, task_type="CAUSAL_LM", target_modules=targets)

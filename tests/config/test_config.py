@@ -257,7 +257,7 @@ def test_sizes_by_hand(values, devices, sizes):
     )
 
 
-def test_total_steps_and_warm_up():
+def test_steps_and_other_properties_derived_from_fields():
     config = GRPOConfig(per_device_train_batch_size=32, num_iterations=2, num_train_epochs=1.5)  # B = 4
     assert config.total_steps(num_rows=10) == 8  # 15 prompts are 4 batches, with two updates each
     assert config.total_steps(num_rows=10, num_devices=2) == 4
@@ -267,9 +267,6 @@ def test_total_steps_and_warm_up():
     assert GRPOConfig(warmup_steps=0.05).total_warmup_steps(101) == 6
     assert GRPOConfig(warmup_steps=1.0).total_warmup_steps(100) == 1
     assert GRPOConfig().total_warmup_steps(100) == 0
-
-
-def test_properties_derived_from_fields():
     evaluated = lambda **settings: (GRPOConfig(**settings).eval_temperature, GRPOConfig(**settings).eval_generations)
     assert evaluated() == (1.0, 8)
     assert evaluated(temperature_eval=0) == (0.0, 1)

@@ -75,7 +75,7 @@ PROBLEMS = [
 
 
 @pytest.mark.quick
-def test_gsm8k_problem_is_a_conversation_or_text():
+def test_gsm8k_problem_and_the_format_of_its_answer():
     chat, text = (gsm8k.make_row(PROBLEMS[0], chat=chat) for chat in (True, False))
     assert [message["role"] for message in chat["prompt"]] == ["system", "user"]
     assert chat["prompt"][1]["content"] == PROBLEMS[0]["question"] in text["prompt"]
@@ -83,10 +83,6 @@ def test_gsm8k_problem_is_a_conversation_or_text():
     for row in (chat, text):
         found = gsm8k.accuracy(completions=["He has 3.", "#### 3", "#### 4"], answer=[row["answer"]] * 3)
         assert found == [1.0, 1.0, 0.0]
-
-
-@pytest.mark.quick
-def test_gsm8k_format_requires_the_answer_in_the_last_line():
     right = ["1 + 2 = 3\n#### 3", "a\nb\n#### -$1,234.50\n"]
     wrong = ["#### 3", "1 + 2\n#### 3\nDone", "1 + 2\n### 3", "1 + 2\n#### three", "1 + 2 #### 3", "1\n#### 3 apples"]
     assert gsm8k.well_formed(completions=right + wrong) == [1.0] * 2 + [0.0] * 6

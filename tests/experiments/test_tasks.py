@@ -81,7 +81,7 @@ def test_countdown_rewards_use_the_last_answer():
         assert countdown.follows_rules(completions=[completion], **row) == [legal]
 
 
-def test_game_answers_higher_or_lower_until_the_number_is_found():
+def test_game_answers_higher_or_lower_and_a_lost_one_earns_nothing():
     game = Game()
     game.reset(target=5, prompt="guess: ")
     assert [game.respond(text) for text in ("4", "6", "5")] == [guess.HIGHER, guess.LOWER, None]
@@ -90,9 +90,6 @@ def test_game_answers_higher_or_lower_until_the_number_is_found():
     assert guess.few_guesses([game]) == [pytest.approx(1 - 2 / guess.LIMIT)]
     (by_turn,) = guess.few_guesses_by_turn([game])
     assert by_turn == pytest.approx([0, -1 / guess.LIMIT, 1 - 1 / guess.LIMIT])
-
-
-def test_lost_game_earns_nothing_and_counts_as_the_longest():
     slow, wild = Game(), Game()
     slow.reset(target=5)
     assert [slow.respond("4") for _ in range(guess.LIMIT)] == [guess.HIGHER] * (guess.LIMIT - 1) + [None]
@@ -128,7 +125,7 @@ def conversation(result, answer):
     return [CALLED, {"role": "tool", "content": result}, {"role": "assistant", "content": answer}]
 
 
-def test_calculator_problems_are_distinct_and_their_answers_correct():
+def test_calculator_problems_and_expressions():
     problems = calculator.make_problems(3, 300)
     assert len({problem["text"] for problem in problems}) == 300
     for problem in problems:
@@ -136,9 +133,6 @@ def test_calculator_problems_are_distinct_and_their_answers_correct():
         assert problem["answer"] == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign] >= 0
         assert re.findall(r"\d+", problem["text"]) == [a, b]
     assert {problem["expression"].split()[1] for problem in problems} == set("+-*")
-
-
-def test_calculator_evaluates_expressions_and_refuses_other_text():
     for text, value in (("37 * 48", "1776"), ("7 - 9", "-2"), ("(1+2)*3", "9"), ("9 / 2", "9/2"), ("2*2", "4")):
         assert calculate(text) == value
     for text in ("", "2 ** 9", "__import__('os')", "1.5 + 1", "9 / 0", "9" * 200, "2 +", "pens"):

@@ -87,7 +87,6 @@ def their_tokenizer(path):
     pytest.importorskip("torch", reason="PyTorch is not installed; transformers needs it to read GGUF files")
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 

@@ -171,14 +171,7 @@ def test_dtype_and_param_dtype_of_a_loaded_policy(checkpoint):
 
 
 @pytest.mark.quick
-def test_tensor_larger_than_a_block_is_read_completely(checkpoint, monkeypatch):
-    whole = from_pretrained(checkpoint).params
-    monkeypatch.setattr(weights, "BLOCK", 100)
-    assert equal(from_pretrained(checkpoint).params, whole)
-
-
-@pytest.mark.quick
-def test_params_own_their_memory(checkpoint):
+def test_params_own_their_memory_and_are_read_completely(checkpoint, monkeypatch):
     """Loaded params can be donated: their buffers are not owned by NumPy or shared between leaves."""
     params = from_pretrained(checkpoint).params
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)]
@@ -186,6 +179,9 @@ def test_params_own_their_memory(checkpoint):
     doubled = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)(params)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(doubled))
+    whole = from_pretrained(checkpoint).params
+    monkeypatch.setattr(weights, "BLOCK", 100)
+    assert equal(from_pretrained(checkpoint).params, whole)
 
 
 @pytest.mark.quick
@@ -327,7 +323,7 @@ def test_failed_save_keeps_the_old_checkpoint(policy, checkpoint, tmp_path, monk
 
 
 @pytest.mark.quick
-def test_directory_is_replaced_only_when_complete(tmp_path):
+def test_only_checkpoint_files_are_replaced_and_only_when_complete(tmp_path):
     target = tmp_path / "a" / "b"
     for content in ("old", "new"):
         with appearing(target) as scratch:
@@ -337,17 +333,15 @@ def test_directory_is_replaced_only_when_complete(tmp_path):
         assert (target / "file").read_text() == content
         assert (target / "file").stat().st_mode & 0o777 == 0o644
     assert [path.name for path in target.parent.iterdir()] == ["b"]
-
-
-@pytest.mark.quick
-def test_only_checkpoint_files_may_be_replaced(tmp_path):
     check_replaceable(tmp_path / "new")
+    folder = tmp_path / "c"
+    folder.mkdir()
     for name in ("config.json", "model-1.safetensors", "tokenizer.json", "adapter_config.json"):
-        (tmp_path / name).touch()
-    check_replaceable(tmp_path)
-    (tmp_path / "notes").mkdir()
+        (folder / name).touch()
+    check_replaceable(folder)
+    (folder / "notes").mkdir()
     with pytest.raises(FileExistsError, match=r"contains files that do not belong to a checkpoint \(notes\)"):
-        check_replaceable(tmp_path)
-    (tmp_path / "thesis.tex").touch()
+        check_replaceable(folder)
+    (folder / "thesis.tex").touch()
     with pytest.raises(FileExistsError, match=r"is not a directory"):
-        check_replaceable(tmp_path / "thesis.tex")
+        check_replaceable(folder / "thesis.tex")

@@ -6,20 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_families import (
-    DELTA,
-    GEMMA4,
-    HYBRID,
-    SHAPE,
-    SLIDING,
-    SPARSE,
-    WINDOW,
-    YARN,
-    T,
-    numpy_weight,
-    raw_config,
-    write_checkpoint,
-)
+import test_families as texts
 from test_quantize import BITSANDBYTES, GOLDEN, array, dequantized
 
 from grpo_jax.hub.families import FAMILIES, family_of, read_config
@@ -31,17 +18,18 @@ from grpo_jax.hub.policy import init_policy
 from grpo_jax.hub.tensors import prefixes_of, tensor_plan
 
 TEXT = {
-    "gemma3": ("Gemma3ForConditionalGeneration", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": SLIDING}),
-    "gemma4": ("Gemma4ForConditionalGeneration", {**GEMMA4, "pad_token_id": 0}),
+    "gemma3": ("Gemma3ForConditionalGeneration", {"head_dim": 16, "sliding_window": texts.WINDOW,
+        "layer_types": texts.SLIDING}),
+    "gemma4": ("Gemma4ForConditionalGeneration", {**texts.GEMMA4, "pad_token_id": 0}),
     "mistral3": ("Mistral3ForConditionalGeneration", {"model_type": "ministral3", "head_dim": 12,
-        "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
+        "rope_parameters": {**texts.YARN, "llama_4_scaling_beta": 0.5}}),
 }  # fmt: skip
 # Interleaved positions of three kinds, which are equal for text.
 TURNS = {"rope_type": "default", "rope_theta": 1e5, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
-HYBRID = {**HYBRID, "layer_types": DELTA, "rope_parameters": {**TURNS, "partial_rotary_factor": 0.5}}
+HYBRID = {**texts.HYBRID, "layer_types": texts.DELTA, "rope_parameters": {**TURNS, "partial_rotary_factor": 0.5}}
 TEXT |= {
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", {"model_type": "qwen3_5_text", **HYBRID}),
-    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe_text", **HYBRID, **SPARSE}),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe_text", **HYBRID, **texts.SPARSE}),
 }  # fmt: skip
 TEXT |= {name: (f"{prefix}ForConditionalGeneration", {"model_type": "llama", "rms_norm_eps": 1e-5})
     for name, prefix in {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}.items()}  # fmt: skip
@@ -75,7 +63,7 @@ bytes_of = lambda directory: {name: tensor.mapped().tobytes() for name, tensor i
 
 def raw_of(name, **fields):
     architecture, text = TEXT[name]
-    return {"architectures": [architecture], "text_config": {**SHAPE, **text, **fields}, "dtype": "float32"}
+    return {"architectures": [architecture], "text_config": {**texts.SHAPE, **text, **fields}, "dtype": "float32"}
 
 
 def write(directory, name, *, layout=1, stacked=False, tower=TOWER, **fields):
@@ -87,7 +75,7 @@ def write(directory, name, *, layout=1, stacked=False, tower=TOWER, **fields):
     plan = tensor_plan(raw, read_config(raw), layout, stacked=stacked)
     start = ("model.visual.", "", "visual.")[layout]
     named = {n if n.startswith("mtp") else start + n: x for n, x in tower.items()}
-    tensors = {t.name: numpy_weight(t.name, t.shape) for t in plan} | named
+    tensors = {t.name: texts.numpy_weight(t.name, t.shape) for t in plan} | named
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(raw))
     (directory / "preprocessor_config.json").write_text('{"size":  3}')
@@ -154,7 +142,7 @@ def test_stacked_experts_keep_their_layout(tmp_path):
 
 
 @pytest.mark.quick
-def test_language_model_equals_that_of_its_text_class(tmp_path):
+def test_language_model_equals_that_of_its_text_class_with_its_head(tmp_path):
     directory = write(tmp_path / "sees", "mistral3")
     seeing = from_pretrained(directory)
     alone = {**raw_of("mistral3")["text_config"], "architectures": ["Ministral3ForCausalLM"]}
@@ -167,10 +155,6 @@ def test_language_model_equals_that_of_its_text_class(tmp_path):
     assert "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in names
     targets = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["target_modules"]
     assert all(name.startswith("model.language_model.layers.") for name in targets), "PEFT must not adapt the tower"
-
-
-@pytest.mark.quick
-def test_tied_head_is_detected_from_the_checkpoint(tmp_path):
     assert not from_pretrained(write(tmp_path / "own", "mistral3")).model.config.tie_word_embeddings
     tied = from_pretrained(write(tmp_path / "tied", "mistral3", tie_word_embeddings=True))
     assert tied.model.config.tie_word_embeddings
@@ -189,7 +173,7 @@ def test_invalid_multimodal_models_are_refused(tmp_path):
     stray = {"language_model.model.layers.9.mlp.up_proj.weight": np.ones((2, 2), np.float32)}
     with pytest.raises(ValueError, match=r"unexpected: language_model.model.layers.9"):
         from_pretrained(write(tmp_path / "stray", "gemma3", tower=stray))
-    alone = from_pretrained(write_checkpoint(tmp_path / "text", raw_config("gemma3")))
+    alone = from_pretrained(texts.write_checkpoint(tmp_path / "text", texts.raw_config("gemma3")))
     with pytest.raises(ValueError, match="extra_tensors is empty"):
         save_pretrained(tmp_path / "out", alone.replace(config=raw))
 
@@ -199,7 +183,6 @@ def test_logits_and_exported_bytes_equal_pytorch(tmp_path, name):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     raw = raw_of(name)
     kind = getattr(transformers, raw["architectures"][0])
     picture = {} if "image_token_id" in OF_CLASS[name] else {"image_token_index": 60}
@@ -207,19 +190,19 @@ def test_logits_and_exported_bytes_equal_pytorch(tmp_path, name):
     model = kind(config).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            weight = numpy_weight(path, tuple(parameter.shape))
+            weight = texts.numpy_weight(path, tuple(parameter.shape))
             learned = len(weight) ** -0.5 if name == "gemma4" and "q_norm" in path else 1.0
             parameter.copy_(torch.tensor(weight * np.float32(learned)))
     model.save_pretrained(tmp_path / "theirs", save_original_format=name != "qwen3_5_moe")
     policy = from_pretrained(tmp_path / "theirs")
-    tokens = np.random.default_rng(7).integers(0, 60, (2, T))
+    tokens = np.random.default_rng(7).integers(0, 60, (2, texts.T))
     ours = jax.jit(policy.model.apply)({"params": policy.params}, tokens)
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)).logits.numpy()
         row = torch.tensor(tokens[:1])
         text = model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=8, do_sample=False)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
-    assert int(ours[0, -1].argmax()) == int(text[0, T])
+    assert int(ours[0, -1].argmax()) == int(text[0, texts.T])
     save_pretrained(tmp_path / "ours", policy, max_shard_size="10KB")
     before, after = model.state_dict(), kind.from_pretrained(tmp_path / "ours").state_dict()
     assert before.keys() == after.keys()

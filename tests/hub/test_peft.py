@@ -51,7 +51,6 @@ def peft_and_base(kind, tmp_path):
     pytest.importorskip("peft", reason="peft is not installed")
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     save_pretrained(tmp_path / "base", base_policy(kind))
     return torch, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
 

@@ -157,16 +157,8 @@ def test_other_formats_are_refused_before_weights_are_read(checkpoint, change, c
 
 
 @pytest.mark.quick
-def test_invalid_quantization_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="quantize must be 'nf4', 'int8' or None; got 'int4'"):
-        from_pretrained("nowhere", quantize="int4")
-    write_checkpoint(tmp_path / "odd", {**QWEN3, "intermediate_size": 96})
-    with pytest.raises(ValueError, match=r"rows of layers_0/mlp/down_proj/kernel have 96; use quantize='int8'"):
-        from_pretrained(tmp_path / "odd", quantize="nf4")
-
-
-@pytest.mark.quick
-def test_quantized_weights_are_neither_trained_nor_exported(checkpoint, tmp_path):
+def test_invalid_uses_of_quantization_are_refused(checkpoint, tmp_path):
+    """Training and exporting quantized weights, unknown methods, and sizes that blocks do not fit are refused."""
     policy = from_pretrained(checkpoint, quantize="nf4")
     with pytest.raises(ValueError, match=r"policy.params are quantized.*add_lora\(policy, key\)"):
         train(policy, [{"prompt": "a"}], lambda completions: [0.0], GRPOConfig())
@@ -175,6 +167,11 @@ def test_quantized_weights_are_neither_trained_nor_exported(checkpoint, tmp_path
     assert not (tmp_path / "copy").exists()
     with pytest.raises(ValueError, match=r"params\['layers_0'\].*codes must have a float dtype .*; got uint8"):
         create_state(policy.params, None, jax.random.key(0))
+    with pytest.raises(ValueError, match="quantize must be 'nf4', 'int8' or None; got 'int4'"):
+        from_pretrained("nowhere", quantize="int4")
+    write_checkpoint(tmp_path / "odd", {**QWEN3, "intermediate_size": 96})
+    with pytest.raises(ValueError, match=r"rows of layers_0/mlp/down_proj/kernel have 96; use quantize='int8'"):
+        from_pretrained(tmp_path / "odd", quantize="nf4")
 
 
 def trained(policy, std=0.1, **options):

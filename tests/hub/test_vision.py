@@ -10,6 +10,7 @@ from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.vision import image_token_id, load_tower, tower_config, tower_tensors
 from grpo_jax.models.qwen_vision import window_inputs
 
+pytestmark = pytest.mark.quick
 BAD_VALUES = [
     ("gemma3", {"image_token_index": None}, "'image_token_id' or 'image_token_index' must be a token id; got None"),
     ("gemma3", {"mm_tokens_per_image": 5}, "'mm_tokens_per_image' must be the square of a divisor of 4, .*; got 5"),
@@ -34,7 +35,6 @@ def images(sizes, seed=3):
     return [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_keep_names_shapes_and_dtypes(tmp_path, family):
     """A tower converts back to the bytes of its tensors, with published names and with those of other versions."""
@@ -67,7 +67,6 @@ def test_tensors_keep_names_shapes_and_dtypes(tmp_path, family):
     jax.tree.map(lambda first, *rest: [np.testing.assert_array_equal(first, x) for x in rest], *loaded)
 
 
-@pytest.mark.quick
 def test_windows_of_an_image_are_padded():
     """5 x 3 squares of 2 x 2 patches in windows of 2 x 2 squares: patches by window, and features in raster order."""
     raw = {
@@ -93,7 +92,6 @@ def test_windows_of_an_image_are_padded():
         window_inputs(values, (10, 5), config)
 
 
-@pytest.mark.quick
 def test_errors_name_the_key_or_the_tensor(tmp_path):
     with pytest.raises(ValueError, match=r"^Qwen3ForCausalLM does not support images .* Gemma3ForCond"):
         image_token_id({"architectures": ["Qwen3ForCausalLM"], "image_token_id": 3})

@@ -150,13 +150,10 @@ def off_by(mode, on_policy, rows=TWO):
     return np.linalg.norm(gradient - on_policy) / np.linalg.norm(on_policy)
 
 
-def test_token_weights_reduce_the_error_of_uncorrected_gradients():
+def test_token_weights_are_exact_for_one_token_and_reduce_the_error_for_two():
     off = {mode: off_by(mode, ON_POLICY) for mode in (None, "token_mask")}
     assert off[None] > 0.1
     assert 1e-2 < off["token_mask"] < off[None], "token weights ignore earlier tokens: closer, but not exact"
-
-
-def test_token_weights_are_exact_for_one_token_completions():
     expected = -complex_gradient(lambda params: objective(params, ONE), PARAMS)
     assert_gradient(expected_loss("token_truncate", explicit=False, rows=ONE), PARAMS, expected)
     assert off_by(None, expected, ONE) > 1e-2

@@ -35,14 +35,9 @@ def loss_and_gradient(old="old", **settings):
 
     def loss(l):
         return grpo_loss(
-            l,
-            jnp.asarray(given[old]),
-            jnp.asarray(given["ref"]),
-            jnp.asarray(given["A"]),
-            jnp.asarray(given["mask"]),
-            entropies=jnp.asarray(given["H"]) if with_entropy else None,
-            **settings,
-        )
+            l, jnp.asarray(given[old]), jnp.asarray(given["ref"]), jnp.asarray(given["A"]), jnp.asarray(given["mask"]),
+            entropies=jnp.asarray(given["H"]) if with_entropy else None, **settings,
+        )  # fmt: skip
 
     with x64():
         (value, _), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(given["l"]))

@@ -14,16 +14,13 @@ L = -RNG.exponential(1.0, (3, 5)).astype(np.float32)
 MASK = np.array([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
 
 
-def test_values_and_the_gradient_of_dft_equal_numpy():
+def test_values_and_gradients_equal_numpy_and_ignore_masked_tokens():
     l = L.astype(np.float64)[MASK == 1]
     np.testing.assert_allclose(likelihood_loss(L, MASK), -l.mean(), rtol=1e-6)
     np.testing.assert_allclose(likelihood_loss(L, MASK, loss_type="dft"), -(np.exp(l) * l).mean(), rtol=1e-6)
     assert float(likelihood_loss(L, 0 * MASK)) == 0
     grads = jax.grad(lambda l: likelihood_loss(l, MASK, loss_type="dft"))(L)
     np.testing.assert_allclose(grads, -np.exp(L) * MASK / MASK.sum(), rtol=1e-6)
-
-
-def test_masked_tokens_do_not_affect_the_sft_loss():
     spoilt = np.where(MASK, L, np.nan)
     value, grads = jax.value_and_grad(lambda l: likelihood_loss(l, MASK))(spoilt)
     assert float(value) == float(likelihood_loss(L, MASK))

@@ -15,12 +15,16 @@ REF = {"a": {"w": jnp.array([[0.0, 2.0], [4.0, -8.0]])}, "b": jnp.array([1.0, 1.
 NEW = {"a": {"w": jnp.array([[1.0, 2.0], [0.0, 8.0]])}, "b": jnp.array([-1.0, 3.0])}
 
 
-def test_mixup_is_exact_at_its_end_points():
+def test_mixup_is_exact_at_its_end_points_and_keeps_the_containers():
     quarter = {"a": {"w": jnp.array([[0.25, 2.0], [3.0, -4.0]])}, "b": jnp.array([0.5, 1.5])}
     chex.assert_trees_all_equal(mixup(REF, NEW, 0.25), quarter)
     chex.assert_trees_all_equal(mixup(REF, NEW, 1.0), NEW)
     chex.assert_trees_all_equal(mixup(REF, NEW, 0.0), REF)
     chex.assert_trees_all_equal(mixup(REF, NEW, 1), NEW)
+    ref, new = {"w": (jnp.zeros(2), None), "bias": None}, {"w": (jnp.ones(2), None), "bias": None}
+    mixed = mixup(ref, new, 0.5)
+    chex.assert_trees_all_equal_structs(mixed, ref)
+    np.testing.assert_array_equal(mixed["w"][0], 0.5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -45,13 +49,6 @@ def test_arithmetic_is_float32_for_bfloat16_leaves_and_float64_for_float64_leave
         assert float(mixed["w"][0]) == pytest.approx(1.1, abs=1e-15)
 
 
-def test_none_leaves_and_containers_are_kept():
-    ref, new = {"w": (jnp.zeros(2), None), "bias": None}, {"w": (jnp.ones(2), None), "bias": None}
-    mixed = mixup(ref, new, 0.5)
-    chex.assert_trees_all_equal_structs(mixed, ref)
-    np.testing.assert_array_equal(mixed["w"][0], 0.5)
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_result_shares_no_buffer_with_its_inputs(alpha):
     # A state in which two trees share a buffer cannot be donated.
@@ -70,7 +67,7 @@ def test_each_sync_shrinks_the_distance_by_one_minus_alpha():
     chex.assert_trees_all_close(distance, jax.tree.map(lambda x: x * 0.7**5, start), atol=1e-6)
 
 
-def test_schedule_is_traced_once_for_all_steps():
+def test_schedule_is_traced_once_and_ignores_params_between_syncs():
     @jax.jit
     @chex.assert_max_traces(n=1)
     def sync(ref, new, step):
@@ -79,8 +76,5 @@ def test_schedule_is_traced_once_for_all_steps():
     for step in range(1, 7):
         expected = mixup(REF, NEW, 0.25) if step in (3, 6) else REF
         chex.assert_trees_all_close(sync(REF, NEW, jnp.asarray(step)), expected, rtol=1e-7)
-
-
-def test_params_are_ignored_between_syncs():
     ref = sync_reference({"w": jnp.ones(2)}, {"w": jnp.full(2, jnp.nan)}, 1, every=2, alpha=0.5)
     np.testing.assert_array_equal(ref["w"], 1.0)

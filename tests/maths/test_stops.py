@@ -54,10 +54,14 @@ def test_automaton_gives_the_same_ends_on_the_device_and_stays_in_the_found_stat
     assert 5 < (count < 21).sum() < 128
 
 
-def test_ids_outside_the_vocabulary_match_nothing():
+def test_unknown_ids_match_nothing_and_strings_that_no_tokens_form_are_refused():
     stops = make_stops(["ab"], [b"a", b"b"])
     assert stops.end_of(np.array([0, 7, 2, 1, 0])) == 4
     assert stops.after(jnp.zeros(3, jnp.int32), jnp.array([0, 1, 9])).tolist() == [1, 0, 0]
+    with pytest.raises(ValueError, match="the tokens of this vocabulary cannot form 'ac', 'cab'"):
+        make_stops(["ab", "ac", "cab"], [b"a", b"xcb", b"b"])
+    make_stops(["xcbab"], [b"a", b"xcb", b"b"])
+    make_stops(["cb"], [b"a", b"xcb", b"b"])  # in the middle of the token "xcb"
 
 
 def test_large_vocabulary_has_few_kinds_of_tokens():
@@ -75,10 +79,3 @@ def test_large_vocabulary_has_few_kinds_of_tokens():
     assert stops.end_of(turn) == searched(stops.strings, pieces, turn)
     assert hash(stops) == hash(make_stops(["</answer>", "."], pieces))
     assert stops == make_stops(["</answer>", "."], pieces) != make_stops(["</answer>", "."], pieces[::-1])
-
-
-def test_strings_that_no_tokens_can_form_are_refused():
-    with pytest.raises(ValueError, match="the tokens of this vocabulary cannot form 'ac', 'cab'"):
-        make_stops(["ab", "ac", "cab"], [b"a", b"xcb", b"b"])
-    make_stops(["xcbab"], [b"a", b"xcb", b"b"])
-    make_stops(["cb"], [b"a", b"xcb", b"b"])  # in the middle of the token "xcb"

@@ -24,14 +24,11 @@ class Device:
 H100, T4, TPU = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("tpu")
 
 
-def test_default_dtype_depends_on_the_devices():
+def test_default_dtype_depends_on_the_given_or_default_devices():
     """The default dtype is bfloat16 on an H100 and a TPU, which have units for it, and float32 on a T4."""
     assert [compute_dtype("auto", [device]) for device in (H100, T4, TPU)] == ["bfloat16", "float32", "bfloat16"]
     assert [platform_of([device]) for device in (H100, TPU)] == [("gpu", 9.0), ("tpu", 0.0)]
     assert compute_dtype("float32", [H100]) == "float32"
-
-
-def test_default_device_is_used_if_none_is_given():
     assert platform_of() == platform_of(jax.devices()) == ("cpu", 0.0)
     with jax.default_device(jax.devices()[1]):
         assert platform_of() == ("cpu", 0.0)

@@ -49,7 +49,6 @@ def test_logits_equal_pytorch_with_two_no_and_one_images(tmp_path, family):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
     directory = write_vision_model(tmp_path / family, family)
     policy, data, prompts = encoded(from_pretrained(directory))
     model = getattr(transformers, policy.config["architectures"][0]).from_pretrained(directory).eval()

@@ -93,7 +93,7 @@ def test_adapter_gradients_follow_from_the_merged_weights():
         np.testing.assert_allclose(grad, policy.model.scale * expected, atol=1e-6, err_msg="/".join(path))
 
 
-def test_dropout_applies_only_to_adapters_and_only_with_a_key():
+def test_dropout_applies_only_to_adapters_and_only_with_a_key_and_keeps_the_mean():
     policy = lora_policy(dropout=0.5)
     still = lora_policy()
     np.testing.assert_array_equal(logits(policy), logits(still))
@@ -102,10 +102,6 @@ def test_dropout_applies_only_to_adapters_and_only_with_a_key():
     assert np.abs(one - other).max() > 0.01
     base = policy.replace(params={})
     np.testing.assert_array_equal(logits(base, rngs={"dropout": jax.random.key(0)}), logits(base_policy()))
-
-
-def test_dropout_keeps_the_mean():
-    """The mean over dropout keys is close to the logits without dropout, for one target in the last layer."""
     policy = lora_policy(dropout=0.25, targets=r"layers_1/mlp/down_proj")
     sampled = jax.jit(
         jax.vmap(lambda key: policy.model.apply({"params": policy.params}, TOKENS, rngs={"dropout": key}))

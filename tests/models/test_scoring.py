@@ -135,23 +135,19 @@ def test_logits_of_only_one_chunk_are_in_memory():
     assert temporaries(32) - temporaries(8) < 0.5 * more_logits
 
 
-def test_gradient_does_not_scatter_into_the_logits():
-    """The gradient does not scatter into an array the size of the logits, and forward mode gives the same gradient."""
-    logits, tokens = np.random.default_rng(0).standard_normal((3, 7), np.float32), np.array([1, 6, 1])
-    of = lambda logits: token_log_probs(logits, tokens).sum()
-    grads = np.eye(7)[tokens] - np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    for backwards_or_forwards in (jax.grad, jax.jacfwd):
-        np.testing.assert_allclose(jax.jit(backwards_or_forwards(of))(logits), grads, atol=1e-6)
-    assert "scatter" not in str(jax.make_jaxpr(jax.grad(of))(logits))
-
-
-def test_token_log_probs_by_hand():
+def test_token_log_probs_and_their_gradient_by_hand():
     logits = np.log(np.float32([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
     log_probs = jax.jit(token_log_probs, static_argnames="temperature")
     np.testing.assert_allclose(log_probs(logits, np.array([1, 2])), np.log([0.25, 0.8]), atol=1e-6)
     # Temperature 1/2 squares and normalizes the probabilities: 0.0625 / (0.25 + 2·0.0625).
     cold = log_probs(logits[:1], np.array([1]), temperature=0.5)
     np.testing.assert_allclose(cold, np.log([0.0625 / 0.375]), atol=1e-6)
+    logits, tokens = np.random.default_rng(0).standard_normal((3, 7), np.float32), np.array([1, 6, 1])
+    of = lambda logits: token_log_probs(logits, tokens).sum()
+    grads = np.eye(7)[tokens] - np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    for backwards_or_forwards in (jax.grad, jax.jacfwd):
+        np.testing.assert_allclose(jax.jit(backwards_or_forwards(of))(logits), grads, atol=1e-6)
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(of))(logits))
 
 
 @pytest.mark.quick

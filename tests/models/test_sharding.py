@@ -40,9 +40,6 @@ def test_axes_of_parameters_are_sharded_as_specified():
     path = ("embed_tokens", "embedding")
     assert parameter_sharding(path, (8, 8), mesh_of(data=4)).spec == P(None, None)
     assert parameter_sharding(path, (7, 8), mesh).spec == P(None, "fsdp")
-
-
-def test_every_matrix_of_a_decoder_is_sharded():
     mesh = mesh_of(fsdp=2, tensor=2)
     _, params = tiny_model(qkv_bias=True, tie_word_embeddings=False, qk_norm="head")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -112,9 +112,6 @@ def test_functions_and_completions_do_not_share_objects():
     for _ in range(2):
         rewards = compute_rewards([edits, said], completions=completions, num_generations=4, **inputs)
         np.testing.assert_array_equal(rewards.values[0].T, [[2, 2, 2, 2], [2, 3, 4, 5]])
-
-
-def test_a_copy_shares_no_mutable_object():
     Point = collections.namedtuple("Point", "x")
     default, queue = collections.defaultdict(list, a=[1]), collections.deque([[1]])
     value = [{"deep": [1, (2, [3])]}, {1}, bytearray(b"a"), default, queue, Point([1]), np.array([1.0])]

@@ -7,15 +7,10 @@ import sys
 import numpy as np
 import pytest
 
+from grpo_jax.rewards import accuracy_reward, format_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.combine import from_row
 from grpo_jax.rewards.contract import RewardError, reward_names
-from grpo_jax.rewards.shipped import (
-    accuracy_reward,
-    format_reward,
-    get_repetition_penalty_reward,
-    get_soft_overlong_punishment,
-)
 from grpo_jax.rollout.tools import call_within
 
 pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.* were not scored")]
@@ -64,16 +59,7 @@ def test_row_error_keeps_the_other_scores():
         assert found == pytest.approx([6, np.nan, 2], nan_ok=True)
 
 
-def test_row_may_exit_in_an_asynchronous_function():
-    async def leaves(completion, row):
-        return 1.0 if row["by"] else sys.exit(1)
-
-    for _ in range(2):  # the shared event loop keeps running
-        found = call_within(60.0, lambda: score(from_row(leaves), ["x"] * 2, by=[1, 0], on_error="none"))
-        assert found == pytest.approx([1, np.nan], nan_ok=True)
-
-
-def test_from_row_scores_asynchronous_functions_together():
+def test_from_row_scores_asynchronous_functions_together_and_survives_an_exit():
     begun = []
 
     async def together(completion, row):
@@ -82,6 +68,13 @@ def test_from_row_scores_asynchronous_functions_together():
         return float(len(begun))
 
     assert asyncio.run(from_row(together)(completions=["a", "bb", "ccc"])) == [3, 3, 3]
+
+    async def leaves(completion, row):
+        return 1.0 if row["by"] else sys.exit(1)
+
+    for _ in range(2):  # the shared event loop keeps running
+        found = call_within(60.0, lambda: score(from_row(leaves), ["x"] * 2, by=[1, 0], on_error="none"))
+        assert found == pytest.approx([1, np.nan], nan_ok=True)
 
 
 def test_factories_refuse_invalid_arguments():
@@ -95,14 +88,6 @@ def test_factories_refuse_invalid_arguments():
 
 
 def test_accuracy_compares_the_extracted_answer_with_the_column():
-    tagged = accuracy_reward("truth", r"<answer>(.*?)</answer>")
-    right = "<answer>4</answer>"
-    texts = [right, "4", f"{right} no, <answer>5</answer>", "<answer>\n 4\n</answer>", "<answer></answer>", right]
-    scores = score(tagged, messages(texts), truth=["4", "4", "4", " 4", "4", None])
-    assert scores == pytest.approx([1, 0, 0, 1, 0, np.nan], nan_ok=True)
-
-
-def test_accuracy_extracts_with_a_function_a_pattern_or_neither():
     texts = ["it is 12", "12", "", "13 "]
     last_word = lambda text: (text.split() or [None])[-1]
     for extract, answer, scores in (
@@ -112,6 +97,11 @@ def test_accuracy_extracts_with_a_function_a_pattern_or_neither():
         (None, "13", [0, 0, 0, 1]),
     ):
         assert score(accuracy_reward(extract=extract), texts, answer=[answer] * 4) == scores
+    tagged = accuracy_reward("truth", r"<answer>(.*?)</answer>")
+    right = "<answer>4</answer>"
+    texts = [right, "4", f"{right} no, <answer>5</answer>", "<answer>\n 4\n</answer>", "<answer></answer>", right]
+    scores = score(tagged, messages(texts), truth=["4", "4", "4", " 4", "4", None])
+    assert scores == pytest.approx([1, 0, 0, 1, 0, np.nan], nan_ok=True)
 
 
 def test_format_matches_the_whole_completion_across_lines():

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from grpo_jax import from_pretrained, load_lora
@@ -167,6 +168,17 @@ class StandIn:
         tokens = np.zeros((1, LENGTH), np.int32)
         tokens[0, : len(ids)] = ids
         return np.asarray(_logits(as_argument(model), params, head, tokens))[0]
+
+
+def serving(policy, **how):
+    """Return a fixture that serves the policy."""
+
+    @pytest.fixture
+    def server():
+        with StandIn(policy, **how) as one:
+            yield one
+
+    return server
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from stand_in import StandIn
+from stand_in import StandIn, serving
 from test_sampler import POLICY, SMALL, G, T, rewards
 from test_turns_run import ROWS, Game
 from tiny import scored, tiny_policy
@@ -16,13 +16,8 @@ from grpo_jax import GRPOConfig, add_lora, evaluate, train
 from grpo_jax.engines import EngineError, vllm
 from grpo_jax.text.prompts import make_prompts
 
+server = serving(POLICY)
 ADAPTED = add_lora(POLICY, jax.random.key(7), rank=2)
-
-
-@pytest.fixture
-def server(tmp_path):
-    with StandIn(POLICY) as one:
-        yield one
 
 
 def run(engine, **settings):
@@ -82,16 +77,13 @@ def test_each_adapter_is_loaded_under_a_new_name(server):
     assert {body["model"] for body in server.posts("/v1/completions")} == set(names)
 
 
-def test_outdated_head_ends_the_batch(server):
+def test_outdated_head_or_a_different_base_model_ends_the_batch(server):
     engine, moved = vllm(server.url), jax.tree.map(lambda x: x, POLICY.params)
     draws(engine)
     server.deaf_head = True
     moved["embed_tokens"]["embedding"] = moved["embed_tokens"]["embedding"] * 1.3
     with pytest.raises(EngineError, match=f"{server.url} does not sample from the run's weights.*differ by"):
         draws(engine, params=moved)
-
-
-def test_server_with_a_different_base_model_is_refused():
     with StandIn(tiny_policy(seed=3)) as other, pytest.raises(EngineError, match="the policy's base model"):
         draws(vllm(other.url), ADAPTED)
     # Without an adapter, the server receives all of the run's weights.

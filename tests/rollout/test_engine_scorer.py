@@ -5,26 +5,22 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from stand_in import StandIn
+from stand_in import serving
 from tiny import tiny_policy
 
 from grpo_jax import Completions, GRPOConfig, Prompts, train
 from grpo_jax.engines import EngineError, vllm_scorer
 from grpo_jax.types import join_rows
 
+pytestmark = pytest.mark.quick
 POLICY = tiny_policy().replace(generation_config={"eos_token_id": [1, *range(2, 66)], "pad_token_id": 0})
 TEACHER = POLICY.replace(params=jax.tree.map(lambda x: 1.5 * x, POLICY.params))
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
+server = serving(TEACHER)
 CONFIG = GRPOConfig(
     num_generations=4, per_device_train_batch_size=8, max_completion_length=8, gradient_checkpointing=False,
     max_steps=2, logging_steps=1, distillation_coef=1.0, distillation_mode="sampled_token",
 )  # fmt: skip
-
-
-@pytest.fixture
-def server():
-    with StandIn(TEACHER) as one:
-        yield one
 
 
 def texts():
@@ -48,7 +44,6 @@ def whole(teacher, prompts, completions):
     return np.take_along_axis(np.asarray(l), at[..., None], 1).reshape(b, g, t, -1)
 
 
-@pytest.mark.quick
 def test_log_probs_equal_the_teachers(server):
     prompts, completions = texts()
     l = whole(TEACHER, prompts, completions)
@@ -64,7 +59,6 @@ def test_log_probs_equal_the_teachers(server):
     np.testing.assert_allclose(told.top_log_probs[mask], -np.sort(-l, -1)[mask][:, :5], atol=1e-5)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("config", "given", "message"), [
     ({"temperature": 0.7}, {}, r"temperature must be 1\.0 with a server as teacher; got 0\.7"),
     ({}, {"top_k": 5}, r"distillation_topk must equal the scorer's top_k, 5; got None"),
@@ -80,7 +74,6 @@ def test_unsuitable_settings_are_refused_before_sampling(server, config, given, 
     assert not [body for body in server.posts("/v1/completions") if len(body["prompt"]) > 3]
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*Waiting up to")
 def test_server_that_changes_its_model_is_refused(server):
     prompts, completions = texts()

@@ -29,14 +29,9 @@ def sample(prompts=PROMPTS, *, num_generations=8, max_completion_length=70, key=
     model, params = model_and_params()
     settings = {"eos_token_ids": EOS, **settings}
     return generate(
-        model,
-        params,
-        make_prompts(prompts) if isinstance(prompts, list) else prompts,
-        jax.random.key(key),
-        num_generations=num_generations,
-        max_completion_length=max_completion_length,
-        **settings,
-    )
+        model, params, make_prompts(prompts) if isinstance(prompts, list) else prompts, jax.random.key(key),
+        num_generations=num_generations, max_completion_length=max_completion_length, **settings,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -124,15 +119,14 @@ def test_queued_prompts_get_the_same_completions(monkeypatch):
     assert any(np.unique(start).size > 1 for _, start in steps), "all groups started at the same step"
 
 
-def test_samples_do_not_depend_on_the_rest_of_the_batch():
-    """A prompt with the same index has the same samples, whatever its position, its padding and the other prompts."""
+def test_samples_depend_on_the_key_and_the_prompt_index_only():
+    """A prompt with the same index has the same samples, whatever its position, its padding and the other prompts.
+    Samples differ between keys and within a group.
+    """
     mixed = make_prompts([[9, 9, 9], PROMPTS[2], [3]], length=9)
     found = sample(mixed, prompt_indices=jnp.array([17, 2, 0]), max_completion_length=12)
     np.testing.assert_array_equal(found.tokens[1], sampled().tokens[2, :, :12])
     np.testing.assert_allclose(found.log_probs[1], sampled().log_probs[2, :, :12], atol=1e-5)
-
-
-def test_samples_differ_between_keys_and_within_a_group():
     assert (np.asarray(sample(key=8).tokens) != np.asarray(sampled().tokens)).any()
     first = np.asarray(sampled().tokens)[:, :, :3]
     assert len({row.tobytes() for row in first.reshape(-1, 3)}) > 20

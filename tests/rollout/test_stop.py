@@ -85,22 +85,17 @@ def expected():
     return cut(unstopped(), ends)
 
 
-def test_completion_ends_with_the_token_that_completes_a_stop_string():
+def test_completions_end_at_a_stop_string_in_every_layout(monkeypatch):
+    """A completion ends with the token that completes a stop string, also in a jit, without a cache and on a mesh."""
     assert_same(sample(stop=STOP), expected())
-
-
-def test_layout_does_not_change_the_completions(monkeypatch):
-    assert_same(sample(place(model_and_params()[1], make_mesh({"data": 2})), stop=STOP), expected())
-    monkeypatch.setattr(layouts, "BURST", 3)
-    assert_same(sample(stop=STOP, batch_size=8), expected())
-
-
-def test_completions_are_the_same_in_a_jit_and_without_a_cache():
     model, params = model_and_params()
     prompts, key = make_prompts(PROMPTS), jax.random.key(7)
     inside = jax.jit(lambda params: generate(model, params, prompts, key, **arguments(stop=STOP)))
     assert_same(inside(params), expected())
     assert_same(generate(Bare(model), params, prompts, key, **arguments(stop=STOP)), expected())
+    assert_same(sample(place(params, make_mesh({"data": 2})), stop=STOP), expected())
+    monkeypatch.setattr(layouts, "BURST", 3)
+    assert_same(sample(stop=STOP, batch_size=8), expected())
 
 
 def test_max_turn_length_cuts_a_single_turn_completion():

@@ -131,12 +131,14 @@ def test_long_turns_wrap_around_a_growing_ring(monkeypatch):
     assert np.asarray(completions.present & ~completions.mask).any(axis=-1).sum() > 8, "too few observations"
 
 
-def test_samples_do_not_depend_on_timing_or_other_completions(monkeypatch):
+def test_samples_do_not_depend_on_timing_other_completions_or_the_mesh(monkeypatch):
     monkeypatch.setattr(turns, "CHUNK", 4)
     completions, _ = play(Script(seconds=lambda i: 0.003 * (i * 7 % 5)), batch_size=9)
     expected, _ = played()
     assert_same(completions, expected)
     np.testing.assert_array_equal(completions.present, expected.present)
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    assert_same(play(params=place(PARAMS, mesh))[0], expected)
 
 
 def test_one_turn_equals_plain_generation():
@@ -145,11 +147,6 @@ def test_one_turn_equals_plain_generation():
     expected = generate(SMALL, SMALL_PARAMS, PROMPTS, jax.random.key(7), **how)
     assert_same(completions, expected)
     np.testing.assert_array_equal(completions.present, expected.mask)
-
-
-def test_a_mesh_gives_the_same_completions():
-    mesh = make_mesh({"data": 2, "tensor": 2})
-    assert_same(play(params=place(PARAMS, mesh))[0], played()[0])
 
 
 def test_failed_answer_or_interrupt_ends_the_rollout():

@@ -22,17 +22,10 @@ import pytest
 from test_engine_scorer import whole
 
 from experiments.llama2c import widen_heads
-from grpo_jax import (
-    Completions,
-    GRPOConfig,
-    add_lora,
-    completion_log_probs,
-    evaluate,
-    from_pretrained,
-    make_prompts,
-    train,
-)
+from grpo_jax import Completions, GRPOConfig, completion_log_probs, evaluate, make_prompts, train
 from grpo_jax.engines import EngineError, vllm, vllm_scorer
+from grpo_jax.hub.huggingface import from_pretrained
+from grpo_jax.hub.peft import add_lora
 
 PYTHON = os.environ.get("GRPO_JAX_VLLM_PYTHON", "")
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"

@@ -36,7 +36,7 @@ def made(path, text):
     return names["right"]
 
 
-def test_function_is_identified_by_name_and_source_without_comments(tmp_path):
+def test_function_is_identified_by_its_source_and_the_functions_it_calls(tmp_path):
     texts = ["return x + 1", "return x+1  # by one", "return x + 2"]
     one, same, other = (
         source_of(made(tmp_path / f"{i}.py", f"def right(x):\n    {text}\n")) for i, text in enumerate(texts)
@@ -50,9 +50,6 @@ def test_function_is_identified_by_name_and_source_without_comments(tmp_path):
     assert bound[0] == bound[1]
     assert source_of(len) == {"name": "builtins.len", "source": None}
     assert source_of([lambda x: x][0])["source"] is not None
-
-
-def test_reward_function_is_identified_by_the_functions_it_calls(tmp_path):
     bodies = [("1.0", ""), ("1.0", "  # the same"), ("0.0", "")]
     one, same, other = (made(tmp_path / f"{i}.py", HELPED.format(*body)) for i, body in enumerate(bodies))
     assert sources_of(one) == sources_of(same) != sources_of(other)

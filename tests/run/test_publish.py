@@ -110,7 +110,7 @@ def test_invalid_push_is_rejected_before_training(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_card_describes_the_run(tmp_path, monkeypatch):
+def test_card_describes_the_run_and_names_the_base_model(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--token", "hf_secret"])
     writer = RunWriter(tmp_path / "secret_client")
     hub = {"run_name": "secret", "push_to_hub": True, "hub_model_id": "me/sums"}
@@ -130,6 +130,9 @@ def test_card_describes_the_run(tmp_path, monkeypatch):
     assert sorted(rows) == ["| learning_rate | 0.5 |", "| max_steps | 10 |", '| stop | ["a\\|b"] |']
     assert "secret" not in text
     assert text.rstrip().endswith(MARK)
+    text = model_card("me/sums", adapters=True, base_model="some/base")
+    assert 'load_lora("me/sums", from_pretrained("some/base"))' in text
+    assert "\nlibrary_name: peft\n" in text
 
 
 # Manual push ----------------------------------------------------------------------------------------------------------
@@ -176,13 +179,6 @@ def test_manual_push_is_one_commit_that_loads_by_revision(run_dir, tmp_path, mon
     card = ModelCard(files["README.md"].decode())
     assert card.data.datasets == ["some/data"]
     assert "Right on held-out prompts 0.125 → 0.975 in 9 steps." in card.text
-
-
-@pytest.mark.quick
-def test_adapter_card_names_the_base_model():
-    text = model_card("me/sums", adapters=True, base_model="some/base")
-    assert 'load_lora("me/sums", from_pretrained("some/base"))' in text
-    assert "\nlibrary_name: peft\n" in text
 
 
 @pytest.mark.quick

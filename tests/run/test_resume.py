@@ -291,19 +291,11 @@ DIFFERENCES = [
     ({"on_reward_error": "raise"}, {"on_reward_error": "none"}, []),
     ({"on_reward_error": "none"}, {"on_reward_error": "raise"}, ["on_reward_error = 'raise', but the run has 'none'"]),
 ]  # fmt: skip
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("saved", "present", "lines"), DIFFERENCES)
-def test_differences(saved, present, lines):
-    assert differences(about(**saved), about(**present), step=4) == lines
-
-
 BEST = {"metric_for_best_model": "eval/vowels", "eval_steps": 500, "eval_ids": ((8,), (9,))}
 COMPARED = "; metric_for_best_model = 'eval/vowels' requires all evaluations of the run to be comparable"
 
 
-ANSWERS_AND_BEST = [
+DIFFERENCES += [
     ({"tools": [look()]}, {"tools": [look()]}, []), ({"tools": [look()]}, {}, ["tools: none, but the run has look"]),
     ({"tools": [look()], "token_ids": [[5, 6], [7]]}, {"tools": [look(int)], "token_ids": [[5, 6], [7, 8]]},
         ["tools: the schema of look differs from the run's"]),
@@ -322,9 +314,9 @@ ANSWERS_AND_BEST = [
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("saved", "present", "lines"), ANSWERS_AND_BEST)
-def test_changed_tools_environments_and_best_metric_are_rejected(saved, present, lines):
-    """Resuming with other tools, environments or evaluations for the best checkpoint is rejected."""
+@pytest.mark.parametrize(("saved", "present", "lines"), DIFFERENCES)
+def test_differences(saved, present, lines):
+    """Resuming with other data, functions, models, tools, environments or evaluations is rejected by name."""
     assert differences(about(**saved), about(**present), step=4) == lines
 
 

@@ -8,7 +8,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from stand_in import StandIn
+from stand_in import StandIn, serving
 from test_sampler import POLICY, SMALL, G, T, canned, rewards
 from test_turns_run import ROWS, Game
 from tiny import logged
@@ -19,11 +19,7 @@ from grpo_jax.run.prepare import prepare
 from grpo_jax.watch.monitor import StopRun
 from grpo_jax.watch.writer import read_lines
 
-
-@pytest.fixture
-def server():
-    with StandIn(POLICY) as one:
-        yield one
+server = serving(POLICY)
 
 
 def run(sampler, policy=POLICY, run_dir=None, callbacks=(), environment_factory=None, **settings):

@@ -40,16 +40,13 @@ def test_lock_is_held_until_the_process_is_killed(tmp_path):
         assert (tmp_path / ".lock").read_text() == f"by process {os.getpid()} on {socket.gethostname()}"
 
 
-def test_file_systems_without_locks_are_not_locked(tmp_path, monkeypatch):
+def test_file_systems_without_locks_are_not_locked_and_unwritable_ones_rejected(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("grpo_jax.run.run_dir.fcntl.flock", unsupported)
     with locked(None), locked(tmp_path), locked(tmp_path):
         pass
-
-
-def test_unwritable_directory_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(ValueError, match=r"run_dir = '.*file/run' cannot be written to \(Not a directory\)"),

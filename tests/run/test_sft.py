@@ -201,17 +201,14 @@ def test_mesh_of_two_devices_equals_one_device():
     chex.assert_trees_all_close(jax.device_get(two.params), jax.device_get(one.params), rtol=1e-4, atol=1e-5)
 
 
-def test_stream_is_read_to_its_end_if_examples_are_packed():
-    for packing, count in ((False, 4 * 2), (True, len(ROWS) * 10)):
-        assert len(prepare_sft(tiny_policy(), iter(ROWS * 10), settings(packing=packing)).data.rows) == count
-
-
-def test_examples_with_a_shared_prefix_are_spread_evenly():
+def test_examples_are_read_to_the_end_if_packed_and_spread_evenly():
     rows = [{"prompt": "Say: ", "completion": "x" * n} for n in (9, 9, 2, 2)]
     config = settings(per_device_train_batch_size=2, train_sampling_strategy="sequential", mesh={"data": 2})
     batch, *_ = next_examples(prepare_sft(tiny_policy(), rows, config), 0)
     assert batch.prompts.tokens.shape == (2, 5), "each device has the shared prefix"
     assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "each device has as many completion tokens, with EOS"
+    for packing, count in ((False, 4 * 2), (True, len(ROWS) * 10)):
+        assert len(prepare_sft(tiny_policy(), iter(ROWS * 10), settings(packing=packing)).data.rows) == count
 
 
 BAD = [

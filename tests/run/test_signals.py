@@ -35,11 +35,16 @@ def test_first_signal_is_recorded_and_sets_the_exit_status(number, capfd):
     assert f"{number.name}: saving after the current update" in capfd.readouterr().err
 
 
-def test_second_signal_has_its_usual_effect():
+def test_second_signal_has_its_usual_effect_and_one_in_a_notebook_ends_the_cell(monkeypatch):
     with pytest.raises(KeyboardInterrupt), StopSignals() as signals:  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         assert signals.received is signal.SIGINT
         signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signals.leave()
 
 
 def test_work_is_interrupted_only_in_a_single_process():
@@ -49,14 +54,6 @@ def test_work_is_interrupted_only_in_a_single_process():
             signal.raise_signal(signal.SIGTERM)
             with pytest.raises(Interrupted) if alone else contextlib.nullcontext():
                 signals.interrupt()
-
-
-def test_interrupt_in_a_notebook_ends_only_the_cell(monkeypatch):
-    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    with StopSignals() as signals:
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signals.leave()
 
 
 def test_handlers_are_unchanged_if_disabled_in_threads_or_under_nohup():

@@ -233,13 +233,9 @@ def test_rollout_ahead_learns_from_samples_of_the_previous_policy(monkeypatch):
         assert seen[i] == ids_of(completions)
         off_policy += ids_of(at(states[i].params)) != seen[i]
         batch = Batch(
-            prompts,
-            completions.tokens,
-            completions.mask,
-            compute_advantages(jnp.array(sums(seen[i])).reshape(2, G)),
-            completions.log_probs,
-            scored(policy.model, policy.params, prompts, completions),
-        )
+            prompts, completions.tokens, completions.mask, compute_advantages(jnp.array(sums(seen[i])).reshape(2, G)),
+            completions.log_probs, scored(policy.model, policy.params, prompts, completions),
+        )  # fmt: skip
         step = jax.jit(train_step, static_argnames=("model", "optimizer", "config", "on_policy"))
         after, metrics = step(states[i], batch, model=policy.model, optimizer=optimizer, config=config, on_policy=False)
         chex.assert_trees_all_close(after.params, states[i + 1].params, atol=2e-6)

@@ -162,8 +162,6 @@ def test_incompatible_arguments_are_rejected_before_sampling():
     with pytest.raises(ValueError, match="needs the argument 'environments', which is not a column"):
         train(POLICY, ROWS, lambda environments: [0.0], GRPOConfig(**SMALL))
     how = {"config": GRPOConfig(**SMALL, turn_credit="to_go"), "environment_factory": Game}
-    with pytest.raises(ValueError, match="need a sampler with an argument `answer_turn`"):
-        train(POLICY, ROWS, [], sampler=lambda **arguments: None, **how)
     with pytest.raises(ValueError, match="advantage_fn and turn_credit='to_go' both compute the advantages"):
         train(POLICY, ROWS, [], advantage_fn=lambda rewards, mask: rewards[..., 0], **how)
 

@@ -175,12 +175,17 @@ def test_long_examples_are_truncated_and_empty_ones_dropped():
         learned(rows[:1], max_length=4)
 
 
-def test_blocks_contain_every_example_once_and_are_well_filled():
+def test_blocks_are_well_filled_and_batches_have_the_first_tokens_as_prompts():
     lengths = [3, 9, 1, 7, 5, 5, 2, 8]
     blocks = fill_blocks(lengths, 10)
     assert sorted(i for block in blocks for i in block) == list(range(8))
     assert all(sum(lengths[i] for i in block) <= 10 for block in blocks)
     assert len(blocks) == 4  # 40 tokens
+    found = encode_examples([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], tiny_tokenizer(), SFTConfig())
+    batch = found.batch([1, 0], rows=3, length=4)
+    assert batch.prompts.tokens.tolist() == [[8], [5], [0]]
+    assert batch.tokens.tolist() == [[[9, 0, 0, 0]], [[6, 7, 0, 0]], [[0] * 4]]
+    assert batch.mask.astype(int).tolist() == [[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[0] * 4]]
 
 
 @pytest.mark.parametrize(("rows", "shared"), [
@@ -193,11 +198,3 @@ def test_prefix_is_shared_up_to_the_first_learned_token(rows, shared):
     """Examples share their prefix up to the first learned token; negative ids mark tokens that are not learned."""
     rows = [{"input_ids": [abs(x) for x in ids], "labels": [x if x > 0 else -100 for x in ids]} for ids in rows]
     assert encode_examples(rows, tiny_tokenizer(), SFTConfig()).shared == shared
-
-
-def test_batch_has_the_first_tokens_as_prompts():
-    found = encode_examples([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], tiny_tokenizer(), SFTConfig())
-    batch = found.batch([1, 0], rows=3, length=4)
-    assert batch.prompts.tokens.tolist() == [[8], [5], [0]]
-    assert batch.tokens.tolist() == [[[9, 0, 0, 0]], [[6, 7, 0, 0]], [[0] * 4]]
-    assert batch.mask.astype(int).tolist() == [[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[0] * 4]]

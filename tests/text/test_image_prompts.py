@@ -23,6 +23,7 @@ from grpo_jax.text.images import assign_images, load_processor_if_needed, open_i
 from grpo_jax.text.prompts import encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 
+pytestmark = pytest.mark.quick
 PART = {"type": "image"}
 text = lambda text: {"type": "text", "text": text}
 
@@ -87,7 +88,6 @@ def their_processor(directory, family, monkeypatch):
     return Processor(images, transformers.AutoTokenizer.from_pretrained(directory), **video, **settings)
 
 
-@pytest.mark.quick
 def test_ids_and_pixels_equal_those_of_transformers(family, load, monkeypatch):
     directory, policy, processor = load(family)
     theirs = their_processor(directory, family, monkeypatch)
@@ -119,7 +119,6 @@ def test_ids_and_pixels_equal_those_of_transformers(family, load, monkeypatch):
             np.testing.assert_array_equal(np.moveaxis(ours, -1, 1), pixels)
 
 
-@pytest.mark.quick
 def test_images_are_placed_as_in_trl(load):
     _, _, processor = load("gemma3")
     first, second = noise(3, 4), noise(5, 6)
@@ -140,7 +139,6 @@ def test_images_are_placed_as_in_trl(load):
     assert place(user("a"))[:2] == (user("a"), [])
 
 
-@pytest.mark.quick
 def test_every_kind_of_source_gives_the_same_prompt(load, tmp_path):
     """A path, bytes, dicts of `datasets`, a PIL image, and a message's own image give the same ids and pixels."""
     _, policy, processor = load("idefics3")
@@ -165,7 +163,6 @@ def test_every_kind_of_source_gives_the_same_prompt(load, tmp_path):
     assert [part.images for part in joined.by_part().values()] == [[(path,), ()], [()]]
 
 
-@pytest.mark.quick
 def test_photos_are_turned_upright_and_transparent_pixels_are_white(load):
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
@@ -226,11 +223,11 @@ FAULTS = [
     ({"prompt": user(PART, text("a"))}, r"row 1 has 0 images in its columns, but 1 image parts without an image"),
     ({"prompt": [{"role": "system", "content": "a"}], "image": noise(9, 9)}, r"1 images.*, but 0 image.* user message"),
     ({"prompt": user("<start_of_image>?"), "image": noise(9, 9)}, r"row 1 has 1 images.*'<start_of_image>' 2 times"),
+    ({"prompt": user({"type": "video"}, text("a"))}, "row 1 has .* part of type 'video'; use parts of type 'text' and"),
     ({"prompt": user("<image_soft_token>")}, r"row 1 has 1 image tokens .*, but its images require 0"),
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("row", "message"), FAULTS)
 def test_invalid_images_are_refused_with_their_row(load, row, message):
     _, policy, processor = load("gemma3")
@@ -240,15 +237,17 @@ def test_invalid_images_are_refused_with_their_row(load, row, message):
         encode_prompts(load_rows(rows), policy.tokenizer, processor=processor)
 
 
-@pytest.mark.quick
-def test_strings_need_a_placeholder_per_image(load):
+def test_strings_and_templates_need_a_placeholder_per_image(load):
     _, policy, processor = load("gemma3")
     for prompt, count in (("Hi", 0), ("<start_of_image>" * 2, 2)):
         with pytest.raises(ValueError, match=rf"row 0 has 1 images.* '<start_of_image>' {count} times; write it once"):
             encode_prompts([{"prompt": prompt, "image": noise(9, 9)}], policy.tokenizer, processor=processor)
+    _, _, processor = load("gemma3")
+    tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ValueError, match=r"row 0 has 1 images, but .*'<start_of_image>' 0 times.*template that"):
+        encode_prompts([{"prompt": user("Hi"), "image": noise(9, 9)}], tokenizer, processor=processor)
 
 
-@pytest.mark.quick
 def test_too_many_pixels_are_refused(load, monkeypatch):
     _, policy, processor = load("gemma3")
     rows = [{"prompt": user("Hi"), "image": encoded(noise(20, 20))}]
@@ -259,7 +258,6 @@ def test_too_many_pixels_are_refused(load, monkeypatch):
             encode_prompts(rows, policy.tokenizer, processor=processor)
 
 
-@pytest.mark.quick
 def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
     _, policy, _ = load("gemma3")
     rows = [{"prompt": "a", "image": None}, {"prompt": "a", "image": noise(9, 9)}]
@@ -291,15 +289,6 @@ def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
     assert load_processor_if_needed(policy.replace(files=files), rows).image_processor.size["height"] == 28
 
 
-@pytest.mark.quick
-def test_template_without_image_parts_is_refused(load):
-    _, _, processor = load("gemma3")
-    tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"row 0 has 1 images, but .*'<start_of_image>' 0 times.*template that"):
-        encode_prompts([{"prompt": user("Hi"), "image": noise(9, 9)}], tokenizer, processor=processor)
-
-
-@pytest.mark.quick
 def test_examples_learn_only_after_their_images(load):
     """The loss of SFT examples covers the completion or the assistant's turns, which come after all images."""
     _, policy, processor = load("idefics3")

@@ -71,12 +71,6 @@ def test_grain_sources_give_the_same_rows():
         load_rows(source.repeat())
 
 
-def test_parts_other_than_text_and_images_are_refused():
-    video = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "a"}]}]
-    with pytest.raises(ValueError, match=r"row 0 has .* it has a part of type 'video'; use parts of type 'text' and"):
-        load_rows([{"prompt": video}])
-
-
 def test_infinite_stream_is_refused(monkeypatch):
     monkeypatch.setattr(sources, "_MAX_ROWS", 100)
     with pytest.raises(ValueError, match="dataset has more than 100 rows; if it is infinite"):

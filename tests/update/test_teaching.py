@@ -21,7 +21,7 @@ from grpo_jax.types import as_argument
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater
-from grpo_jax.update.teaching import Teacher, logit_statistic
+from grpo_jax.update.teaching import Teacher
 
 B, V = 4, 24
 SGD = optax.sgd(1.0)  # params change by exactly minus the gradient
@@ -129,18 +129,16 @@ TELLERS = {
 }
 
 
-@pytest.mark.parametrize(("mode", "packs"), [("sampled_token", True), ("topk_logits", True), ("topk_logits", False)])
+@pytest.mark.parametrize(
+    ("mode", "packs"),
+    [pytest.param("sampled_token", True, marks=pytest.mark.quick), ("topk_logits", True), ("topk_logits", False)],
+)
 def test_update_follows_log_probs_from_an_external_teacher(mode, packs):
     loss, settings, told = TELLERS[mode]
     config = dataclasses.replace(CONFIG, distillation_mode=mode, **settings)
     updater = (PackedUpdater if packs else Updater)(as_argument(STUDENT), config, (2, G), SGD)
     grads, _ = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch(**told))
     chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(PARAMS), atol=1e-5)
-
-
-@pytest.mark.quick
-def test_no_logit_statistic_without_a_teacher():
-    assert logit_statistic(CONFIG, BASE.tokens) is None
 
 
 def test_teacher_gradient_on_a_mesh_equals_that_of_one_device():

@@ -100,7 +100,7 @@ def rows():
     ]
 
 
-def test_completions_are_shown_unchanged_in_a_table():
+def test_completions_are_shown_in_a_table_and_cannot_control_the_terminal():
     out = console()
     Display(console=out).completions(rows())
     lines = out.file.getvalue().splitlines()
@@ -110,9 +110,6 @@ def test_completions_are_shown_unchanged_in_a_table():
         ["", "<answer>1[/b]</answer> …", "1.00", "–", "0.70"],
         ["user: hi", "ho", "–", "–", "–"],
     ]
-
-
-def test_untrusted_text_cannot_control_the_terminal():
     nasty = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x08b\ud800\u202ec\u2066[red]d[/red]"
     row = rows()[0]
     for some in ({**row, "completion": nasty}, {**row, "prompt": [{"content": nasty}]}):

@@ -135,7 +135,7 @@ def test_phases_count_each_second_once():
     assert phases.take() == {"seconds/update": 4, "seconds/total": 12}
 
 
-def test_callbacks_receive_plain_numbers_in_their_own_copies():
+def test_callbacks_receive_plain_numbers_in_their_own_copies_and_are_named_in_errors():
     seen = []
 
     def spoil(step, metrics):
@@ -146,8 +146,6 @@ def test_callbacks_receive_plain_numbers_in_their_own_copies():
     assert seen == [(4, {"loss": 0.5, "n": 2, "inf": float("inf")})] * 2
     assert [type(value) for value in seen[0][1].values()] == [float, int, float]
 
-
-def test_callback_that_raises_or_is_not_callable_is_named():
     def tracker(step, metrics):
         raise ConnectionError("no network")
 

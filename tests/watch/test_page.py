@@ -18,6 +18,7 @@ from grpo_jax.watch.page import COMPLETION_BYTES, STEPS, TEXT, _data_url, html_r
 from grpo_jax.watch.plots import POINTS
 from grpo_jax.watch.writer import RunWriter, read_lines
 
+pytestmark = pytest.mark.quick
 BROWSERS = ("chromium", "google-chrome", "chrome")
 NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 \u202e %TITLE% %DATA% 数字"
 SHOWN = NASTY.replace("\ud800", "\\ud800").replace("\x00", "␀").replace("\u202e", "\\u202e")
@@ -68,7 +69,6 @@ def run_dir(tmp_path_factory):
     return writer.run_dir
 
 
-@pytest.mark.quick
 def test_headline_and_settings(run_dir):
     assert "Right on held-out prompts 0.25 in 3 steps.</p>" in html_report(run_dir)
     about = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
@@ -78,7 +78,6 @@ def test_headline_and_settings(run_dir):
     assert "epsilon" not in changed
 
 
-@pytest.mark.quick
 def test_data_adds_no_markup_and_no_requests(run_dir):
     found = Tags(html_report(run_dir)).found
     tags = [tag for tag, _ in found]
@@ -106,7 +105,6 @@ def played(tmp_path_factory):
     return writer.run_dir
 
 
-@pytest.mark.quick
 def test_consecutive_groups_with_equal_prompts_are_separate(tmp_path):
     writer = RunWriter(tmp_path)
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
@@ -128,7 +126,6 @@ def shown(tmp_path_factory):
     return writer.run_dir
 
 
-@pytest.mark.quick
 def test_images_are_thumbnails_next_to_their_prompts(shown):
     lines = list(read_lines(shown / "completions.jsonl"))
     assert lines[0]["images"] == [{"source": str(shown / "digit.png"), "thumbnail": lines[1]["images"][0]["thumbnail"]}]
@@ -144,7 +141,6 @@ def test_images_are_thumbnails_next_to_their_prompts(shown):
     assert _data_url(shown, {"thumbnail": "../outside.jpg"}) == ""
 
 
-@pytest.mark.quick
 def test_page_of_a_long_run_is_small_and_keeps_both_ends(tmp_path):
     assert (embedded(tmp_path)["panels"], embedded(tmp_path)["steps"]) == ([], [])
     writer = RunWriter(tmp_path)
@@ -241,7 +237,6 @@ def test_page_in_a_browser(run_dir, played, shown, browse):
     assert [name for _, name, _ in turns[2]] == ["policy · near 0.5", "environment", "policy · near 1"]
 
 
-@pytest.mark.quick
 def test_png_is_written_atomically_and_failures_warn(tmp_path, monkeypatch):
     writer = RunWriter(tmp_path)
     writer.metrics(1, {"reward": 1.0})

@@ -75,11 +75,16 @@ def test_curves_have_the_values_at_their_steps_without_gaps():
     assert np.isfinite(values).all()
 
 
-def test_short_and_empty_runs_are_drawn():
+def test_short_and_empty_runs_and_any_name_are_drawn():
     assert draw_report([], title="x").get_suptitle() == "x: nothing was logged"
     assert draw_report([{"step": 1}]).get_suptitle() == "1 step"
     for lines in ([], [{"step": 1, "reward": None}], run(1)):
         assert png(draw_report(lines, only=["Reward"])).startswith(b"\x89PNG")
+    names = ["_private", "__", "a$b$", "奖励函数", "<lambda>", "x" * 60, r"$\frac{$", "{x}"]
+    lines = [{"step": step, "reward": 0.0, **{f"rewards/{name}/mean": 0.1 * step for name in names}} for step in (1, 2)]
+    figure = draw_report(lines, title=" ".join(names), only=["Reward"])
+    assert png(figure).startswith(b"\x89PNG")
+    assert len(figure.axes[0].get_legend().get_texts()) == 1 + len(names)
 
 
 REWARDS = [{"step": step, "reward": 0.1 * step, "rewards/accuracy/mean": 0.1 * step} for step in range(5)]
@@ -98,14 +103,6 @@ NO_KL = {"step": 1, "kl": 0.0, "kl_initial": None, "clip_fraction_low": 0.0, "cl
 ])  # fmt: skip
 def test_which_panels_are_shown(lines, panels):
     assert labels(lines) == panels
-
-
-def test_any_reward_function_name_is_drawn():
-    names = ["_private", "__", "a$b$", "奖励函数", "<lambda>", "x" * 60, r"$\frac{$", "{x}"]
-    lines = [{"step": step, "reward": 0.0, **{f"rewards/{name}/mean": 0.1 * step for name in names}} for step in (1, 2)]
-    figure = draw_report(lines, title=" ".join(names), only=["Reward"])
-    assert png(figure).startswith(b"\x89PNG")
-    assert len(figure.axes[0].get_legend().get_texts()) == 1 + len(names)
 
 
 @pytest.mark.quick

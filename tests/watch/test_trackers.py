@@ -75,16 +75,13 @@ def test_trackers_use_the_run_name_and_a_resumed_run_continues_it(names, package
     assert packages["wandb"].done[-3][1]["id"] is None
 
 
-def test_wandb_environment_variables_and_active_run(packages, tmp_path, monkeypatch):
+def test_wandb_environment_and_unavailable_trackers(packages, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "from the shell")
     assert report(GRPOConfig(report_to="wandb", project="sums"), None) == 1
     assert packages["wandb"].done.pop(0)[1]["project"] == "from the shell"
     packages["wandb"].run = packages["wandb"]
     report(GRPOConfig(report_to="wandb"), tmp_path)
     assert packages["wandb"].done[-1] == ("log", 1, {"reward": 0.5}), "the active run is left open"
-
-
-def test_unavailable_trackers_are_rejected_before_the_run(packages, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="report_to = 'tensorboard' requires a directory"):
         trackers.check_trackers(GRPOConfig(report_to="tensorboard"), None)
     monkeypatch.setitem(sys.modules, "wandb", None)
