@@ -34,7 +34,8 @@ SLOTS = 2
 """Number of slots in the ring."""
 
 REGISTERS = {"copies": 24, "computes": 240}
-"""Registers per thread in the warpgroup that copies and in the two that compute, of 512 in all."""
+"""Registers per thread in the warpgroup that copies and in the two that compute. The sum of the three is what a block
+is started with, 3 · 168; with a larger sum, the block would wait forever for registers."""
 
 LOG2_E = math.log2(math.e)
 """Weights are powers of two, for which the hardware has an instruction: exp(x) = 2^(x · log₂ e)."""
@@ -147,13 +148,13 @@ def _pipeline(
 
         @pl.loop(0, steps)
         def _(step: jax.Array) -> None:
-            slot = lax.rem(step, SLOTS)
+            slot, found = lax.rem(step, SLOTS), sources(step)  # finds the tile while the slot is in use
 
             @pl.when(step >= SLOTS)
             def _() -> None:
                 plgpu.barrier_wait(free.at[slot])
 
-            copy(sources(step), ring, slot, ready)
+            copy(found, ring, slot, ready)
 
         @pl.loop(lax.max(steps - SLOTS, 0), steps)
         def _(step: jax.Array) -> None:
@@ -296,6 +297,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int)
 
 
 def _call(
+    name: str,
     body: Callable[..., None],
     grid: tuple[int, ...],
     inputs: Sequence[jax.Array],
@@ -320,6 +322,7 @@ def _call(
         grid_names=("sequence", "head", "tile"),
         num_threads=3,
         thread_name="warpgroup",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return call(*inputs)
@@ -338,7 +341,7 @@ def forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
     inputs = x.q, x.k, x.v, x.tiles.bounds, x.tiles.keys, x.tiles.key_count
     outputs = jax.ShapeDtypeStruct(x.q.shape, x.v.dtype), jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32)
     body, grid = functools.partial(_forward_kernel, kernel=kernel), (*x.q.shape[:2], x.tiles.keys.shape[1])
-    out, lse = _call(body, grid, inputs, outputs, (half, bounds), (keys, keys))
+    out, lse = _call("forward", body, grid, inputs, outputs, (half, bounds), (keys, keys))
     return out, lse
 
 
@@ -350,7 +353,7 @@ def backward(
     inputs = x.q, x.k, x.v, x.tiles.bounds, x.tiles.keys, x.tiles.key_count, g, lse, delta
     body, grid = functools.partial(_query_kernel, kernel=kernel), (*x.q.shape[:2], x.tiles.keys.shape[1])
     outputs = [jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)]
-    (dq,) = _call(body, grid, inputs, outputs, (half, half, bounds, vector, vector), (half, half))
+    (dq,) = _call("query_gradients", body, grid, inputs, outputs, (half, half, bounds, vector, vector), (half, half))
 
     def of_keys(first: int, number: int, parts: int) -> Sequence[jax.Array]:
         inputs = x.q, x.k, x.v, x.tiles.bounds, x.tiles.queries, x.tiles.query_count, g, lse, delta
@@ -359,7 +362,7 @@ def backward(
         outputs = [jax.ShapeDtypeStruct(shape, x.k.dtype if parts == 1 else jnp.float32)] * 2
         pair = jax.ShapeDtypeStruct((2, HALF), jnp.int32)
         grid = (*x.k.shape[:2], number * parts)
-        sums = _call(body, grid, inputs, outputs, (half, half), (half, half, pair, vector, vector))
+        sums = _call("key_gradients", body, grid, inputs, outputs, (half, half), (half, half, pair, vector, vector))
         return [x[0] for x in sums] if parts == 1 else sums
 
     dk, dv = over_key_tiles(of_keys, kernel, x)
