@@ -73,13 +73,11 @@ def run(policy, run_dir=None, callbacks=(), **settings):
 TURNS = {"environment_factory": ThreeTurns, "max_turn_length": 3, "max_completion_length": 120}
 
 
-@pytest.mark.parametrize(("family", "turns"), [("idefics3", None), ("gemma3", 3)])
-def test_sampler_and_trainer_agree(policies, family, turns):
-    """Log-probs from sampling equal the update's, with one turn (of adapters) and three, with and without images."""
-    policy = policies(family) if turns else add_lora(policies(family), jax.random.key(0), rank=2)
-    _, lines = run(policy, per_device_train_batch_size=16, **TURNS if turns else {})
+def test_sampler_and_trainer_agree(policies):
+    """Log-probs from sampling equal the update's, with three turns and with and without images."""
+    _, lines = run(policies("gemma3"), per_device_train_batch_size=16, **TURNS)
     assert 0 <= lines[-1]["sampler_gap"] < 2e-5
-    assert lines[-1].get("turns/mean") == turns
+    assert lines[-1]["turns/mean"] == 3
 
 
 def encoded_rows(policy, freeze):
@@ -151,14 +149,14 @@ def test_a_mesh_gives_the_same_run(policies):
 
 @pytest.mark.parametrize("freeze", [True, False])
 def test_a_resumed_run_equals_an_uninterrupted_one(policies, tmp_path, freeze):
-    """A run that stops between two updates on the same batch resumes with the same images."""
+    """A run (of adapters, or with a trained tower) that stops between two updates on the same batch is resumed."""
 
     def stop(step, line):
         if step == 1:
             raise StopRun
 
     settings = {"max_steps": 3, "num_iterations": 2, "freeze_vision": freeze, "save_steps": 1}
-    policy = policies("smolvlm")
+    policy = add_lora(policies("smolvlm"), jax.random.key(0), rank=2) if freeze else policies("smolvlm")
     whole, lines = run(policy, tmp_path / "whole", **settings)
     assert 0 <= lines[0]["sampler_gap"] < 2e-5
     run(policy, tmp_path / "cut", callbacks=[stop], **settings)
@@ -180,9 +178,9 @@ def test_a_trained_tower_is_exported_and_a_frozen_one_unchanged(policies, tmp_pa
         again = from_pretrained(tmp_path / "model")
         same = [np.array_equal(x, again.extra_tensors[name]) for name, x in policy.extra_tensors.items()]
         assert all(same) if freeze else not any(same)
-        texts = [[row["completion"] for row in evaluate(x, rows(), image_reward, max_completion_length=4)[1]]
-            for x in (trained, again)]  # fmt: skip
-        assert texts[0] == texts[1]
+    texts = [[row["completion"] for row in evaluate(x, rows(), image_reward, max_completion_length=4)[1]]
+        for x in (trained, again)]  # fmt: skip
+    assert texts[0] == texts[1]
     with pytest.raises(ValueError, match=r"freeze_vision=True, but policy\.params contain a trained vision tower"):
         sft(trained, examples, SFTConfig(max_steps=1))
 
