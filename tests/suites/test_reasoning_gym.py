@@ -49,7 +49,7 @@ def test_tasks_share_a_reward_function_and_have_separate_metrics():
     suite.rows.extend(other.rows)
     rewards = compute(suite, [row["answer"] for row in suite.rows])
     assert rewards.values.ravel().tolist() == [1.0] * 8
-    assert rewards.metrics == {f"reasoning_gym/{task}": [1.0] * 4 for task in ("chain_sum", "time_intervals")}
+    assert rewards.logged_metrics == {f"reasoning_gym/{task}": [1.0] * 4 for task in ("chain_sum", "time_intervals")}
 
 
 def test_answer_is_the_whole_completion_or_tagged():
