@@ -179,7 +179,11 @@ class TransformerConfig:
     @property
     def fits_mosaic(self) -> bool:
         """Whether the kernels of `models.mosaic` support all attention layers."""
-        return self.dtype == "bfloat16" and self.attention_soft_cap is None and max(self.attention_widths) <= 128
+        return (
+            self.dtype == "bfloat16"
+            and self.attention_soft_cap is None
+            and max(self.attention_widths, default=0) <= 128
+        )
 
     def heads_of(self, kind: LayerKind) -> tuple[int, int]:
         """Return an attention layer's number of key and value heads, and the head size."""

@@ -85,11 +85,8 @@ def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
 
 def _seen_by_tile(kernel: Kernel, x: Inputs, row: jax.Array, column: jax.Array, valid: jax.Array) -> jax.Array:
     """Compute the mask [A, rows, columns] for query tiles `row` [A] and key tiles `column` [A]."""
-    bounds, keys = (
-        _take(x.tiles.bounds, row, kernel.rows),
-        column[:, None] * kernel.columns + jnp.arange(kernel.columns)[None],
-    )
-    return jax.vmap(visible)(bounds, keys) & valid[:, None, None]
+    keys = column[:, None] * kernel.columns + jnp.arange(kernel.columns)[None]
+    return jax.vmap(visible)(_take(x.tiles.bounds, row, kernel.rows), keys) & valid[:, None, None]
 
 
 def _plain_forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
@@ -314,9 +311,8 @@ def _passes(kernel: Kernel) -> tuple[Callable[..., Any], ...]:
         from grpo_jax.models import mosaic  # older versions of JAX lack the module that it imports
 
         return mosaic.forward, mosaic.backward
-    return (
-        (_plain_forward, _plain_backward) if kernel.implementation == "tiles" else (_kernel_forward, _kernel_backward)
-    )
+    plain = kernel.implementation == "tiles"
+    return (_plain_forward, _plain_backward) if plain else (_kernel_forward, _kernel_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -44,7 +44,7 @@ WIDE, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.La
 """Layouts in registers of a product's result, and of vectors with an element for each of its rows or columns."""
 
 Arrays = tuple[jax.Array, ...]
-Rows = pl.Slice | slice
+RowSlice = pl.Slice | slice
 
 
 def _product(x: Ref, y: Ref) -> jax.Array:
@@ -124,7 +124,7 @@ Loop = Callable[[Add, Arrays], Arrays]
 def _pipeline(
     tile: jax.Array,
     own: Sequence[Ref],
-    own_sources: Callable[[Rows], Sequence[Ref]],
+    own_sources: Callable[[RowSlice], Sequence[Ref]],
     steps: jax.Array,
     ring: Sequence[Ref],
     sources: Callable[[jax.Array], Sequence[Ref]],
@@ -178,7 +178,7 @@ def _pipeline(
         compute(warpgroup, [x.at[warpgroup] for x in own], loop)
 
 
-def _half(tile: jax.Array, warpgroup: jax.Array) -> Rows:
+def _half(tile: jax.Array, warpgroup: jax.Array) -> RowSlice:
     return pl.ds(tile * (2 * HALF) + warpgroup * HALF, HALF)
 
 
@@ -222,7 +222,7 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
         lse[a, h, rows] = jnp.where(some, (top + jnp.log2(total)) / LOG2_E, -MASKED)
         _write(values / _along(total, values, 0), q_half, out.at[a, h, rows])
 
-    def own_sources(rows: Rows) -> Sequence[Ref]:
+    def own_sources(rows: RowSlice) -> Sequence[Ref]:
         return q.at[a, h, rows], bounds.at[a, :, rows]
 
     _pipeline(i, own, own_sources, count[a, i], ring, sources, barriers, compute)
@@ -236,7 +236,7 @@ def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
     def first_key(step: jax.Array) -> jax.Array:
         return tiles[a, i, lax.div(step, 2)] * kernel.columns + lax.rem(step, 2) * HALF
 
-    def own_sources(rows: Rows) -> Sequence[Ref]:
+    def own_sources(rows: RowSlice) -> Sequence[Ref]:
         return q.at[a, h, rows], g.at[a, h, rows], bounds.at[a, :, rows], lse.at[a, h, rows], delta.at[a, h, rows]
 
     def sources(step: jax.Array) -> Sequence[Ref]:
@@ -290,7 +290,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int)
         _write(total_k * kernel.scale, k_half, dk.at[part, a, h, rows])
         _write(total_v, v_half, dv.at[part, a, h, rows])
 
-    def own_sources(rows: Rows) -> Sequence[Ref]:
+    def own_sources(rows: RowSlice) -> Sequence[Ref]:
         return k.at[a, h, rows], v.at[a, h, rows]
 
     _pipeline(i, own, own_sources, (end - begin) * 2, ring, sources, barriers, compute)

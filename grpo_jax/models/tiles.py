@@ -156,9 +156,7 @@ def find_tiles(bounds: jax.Array, num_keys: int, kernel: Kernel, group: int) -> 
 
     `group` query heads of a token are that many queries.
     """
-    each = jnp.pad(
-        repeated := jnp.repeat(bounds, group, axis=2), ((0, 0), (0, 0), (0, -repeated.shape[2] % kernel.rows))
-    )
+    each = repeated(bounds, group, kernel.rows)
     begins, ends = (each[:, i::2].reshape(len(bounds), 2, -1, kernel.rows) for i in range(2))
     some, first = begins < ends, jnp.arange(0, num_keys, kernel.columns).reshape(1, 1, 1, -1)
     low = jnp.where(some, begins, num_keys).min(axis=-1)[..., None]

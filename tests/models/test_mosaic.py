@@ -84,15 +84,17 @@ def test_random_packed_sequence():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("fault", [None, "differ by 50", "differ by 100", "no such instruction"])
+@pytest.mark.parametrize("fault", [None, "differ by 50", "differ by 100", "differ by nan", "no such instruction"])
 def test_output_and_gradients_of_the_kernels_are_compared_with_tiles(fault, monkeypatch):
-    """A wrong output, a wrong gradient, and an error are reported."""
+    """A wrong output, a wrong gradient, a NaN in one gradient, and an error are reported."""
 
     def stand_in(q, k, v, prefix, tile_mask, kernel):
         if kernel.implementation == "mosaic" and fault == "no such instruction":
             raise NotImplementedError(fault)
         if kernel.implementation == "mosaic" and fault == "differ by 100":
             v = jax.lax.stop_gradient(v)
+        if kernel.implementation == "mosaic" and fault == "differ by nan":
+            v = jnp.sqrt(v * 0) + v  # the derivative of sqrt at 0 times 0 is NaN
         scale = 1.5 if kernel.implementation == "mosaic" and fault == "differ by 50" else 1
         out = q + (k + v)[..., None, :] + (prefix[0].sum() + prefix[1].sum()) / 100
         return out + jax.lax.stop_gradient(out * (scale - 1))
