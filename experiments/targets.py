@@ -1,6 +1,6 @@
 """Compile updates and rollouts for accelerators, and write their memory and compile time to docs/accelerators.md.
 
-    pip install grpo_jax[plan-tpu,plan-gpu]
+    pip install '.[plan-tpu,plan-gpu]'
     python -m experiments.targets
 
 Time: per line, half a CPU minute for GPUs and two to three for TPUs (30B: up to six), nearly all of it in the

@@ -21,6 +21,9 @@ from grpo_jax.types import AdvantageFn, Batch
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import TrainState
 
+ADVANTAGES = 3
+"""Value folded into the run's PRNG key for an `AdvantageFn`; see `run.evaluate.EVALUATION` for others."""
+
 Context = dict[str, jax.Array | np.ndarray | np.integer | jax.ShapeDtypeStruct | None]
 """Keyword arguments of an `AdvantageFn`, as arrays or abstract arrays."""
 
@@ -64,7 +67,7 @@ class CheckedAdvantageFn:
             "log_probs": batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs,
             "ref_log_probs": batch.ref_log_probs,
             "step": np.int32(state.step),
-            "key": jax.random.fold_in(jax.random.fold_in(state.key, 2), state.step),
+            "key": jax.random.fold_in(jax.random.fold_in(state.key, ADVANTAGES), state.step),
         }
         found = np.asarray(self.program(rewards.values, batch.mask, self.select(context)), np.float32)
         included = np.asarray(batch.mask) if self.per_token else np.broadcast_to(counted[:, None], found.shape)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # optional features, imported when used
     from grpo_jax.run.sampler import Sampler
 
 EVALUATION = 2
-"""Value folded into the seed's PRNG key for evaluation. Training folds in 0 for sampling and 1 for dropout."""
+"""Value folded into the seed's PRNG key for evaluation. Others: 0 for sampling, 1 for dropout, 3 for an `AdvantageFn`."""
 
 
 def evaluate(

@@ -17,6 +17,7 @@ from tiny import scored, tiny_model
 from grpo_jax import Completions, GRPOConfig, compute_advantages, train
 from grpo_jax.maths.surrogates import ppo
 from grpo_jax.models.sharding import make_mesh
+from grpo_jax.run.evaluate import EVALUATION
 from grpo_jax.run.prepare import prepare
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import create_state
@@ -71,11 +72,15 @@ class Says:
 
 
 def test_advantage_fn_receives_the_batch_arrays():
-    """An advantage_fn receives the batch's arrays; turns are told apart even with an empty observation between."""
+    """An advantage_fn receives the batch's arrays; turns are told apart even with an empty observation between.
+
+    Its key is not the key of an evaluation prompt.
+    """
     got = {}
 
-    def note(rewards, mask, turns, lengths, step, log_probs):
-        jax.debug.callback(lambda **x: got.update(x), turns=turns, mask=mask, lengths=lengths, step=step, l=log_probs)
+    def note(rewards, mask, turns, lengths, step, log_probs, key):
+        arrays = {"turns": turns, "mask": mask, "lengths": lengths, "step": step, "l": log_probs}
+        jax.debug.callback(lambda **x: got.update(x), **arrays, key=jax.random.key_data(key))
         return jnp.where(turns == 1, 1.0, 5.0)
 
     config = dataclasses.replace(CONFIG, max_completion_length=16)
@@ -87,6 +92,8 @@ def test_advantage_fn_receives_the_batch_arrays():
     np.testing.assert_array_equal(turns >= 0, got["mask"])
     assert turns.max() >= 1
     np.testing.assert_array_equal(got["lengths"], batch.mask.sum(-1))
+    evaluation = jax.random.fold_in(jax.random.fold_in(state.key, EVALUATION), 7)
+    assert (got["key"] != jax.random.key_data(evaluation)).any()
     np.testing.assert_array_equal(got["l"], batch.sampling_log_probs)
     np.testing.assert_array_equal(batch.advantages, np.where(batch.mask, np.where(turns == 1, 1.0, 5.0), 0.0))
 
