@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # optional features, imported when used
     from grpo_jax.run.sampler import Sampler
 
 EVALUATION = 2
-"""Value folded into the seed's PRNG key for evaluation. Others: 0 for sampling, 1 for dropout, 3 for an `AdvantageFn`."""
+"""Value folded into the seed's PRNG key for evaluation. Others: 0 (sampling), 1 (dropout), 3 (an `AdvantageFn`)."""
 
 
 def evaluate(
