@@ -139,122 +139,40 @@ def line(name: str, length: int, cell: Mapping[str, Any], longest: str, *, yes: 
     return f"| {name} | {length:,} | {' | '.join(say)} |"
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """Format docs/accelerators.md from the results."""
-    parts, missing = [HEAD], list[str]()
+def with_tables(page: str, results: Mapping[str, Any]) -> str:
+    """Replace the tables of docs/accelerators.md, which are between its first heading "###" and the next "##"."""
+    tables, missing = list[str](), list[str]()
     for machine, title in MACHINES.items():
         target = Target.read(machine)
         there = [name for name in MODELS if f"{machine} {name} {LENGTHS[0]}" in results]
         missing += [f"{name} on {title}" for name in MODELS if name not in there]
         if not there:
             continue
-        parts.append(f"\n### {title}, {target.memory / 1e9:.0f} GB each\n\n{COLUMNS}")
+        lines = [f"### {title}, {target.memory / 1e9:.0f} GB each\n\n{COLUMNS}"]
         for name in there:
             cells = {t: results[key] for t in LENGTHS if (key := f"{machine} {name} {t}") in results}
             longest = longest_that_fits(cells)
             for t, cell in cells.items():
                 fewer = results.get(f"{machine} {name} {t} {ONE_AT_A_TIME}", cell)
                 here, yes = (cell, "yes") if fits(cell) or not fits(fewer) else (fewer, ONE_AT_A_TIME)
-                parts.append(line(name, t, here, longest, yes=yes))
+                lines.append(line(name, t, here, longest, yes=yes))
+        tables.append("\n".join(lines))
     if missing:
-        parts.append(f"\nNot compiled yet: {'; '.join(missing)}.")
-    return "\n".join(parts) + TAIL
+        tables.append(f"Not compiled yet: {'; '.join(missing)}.")
+    head, _, rest = page.partition("### ")
+    return "\n\n".join([head.rstrip(), *tables, "## " + rest.partition("\n## ")[2]])
 
-
-HEAD = f"""# Accelerators
-
-**Compiled, not run**: the values on this page come from programs that the compilers for these accelerators produced on
-a machine without accelerators (`python -m experiments.targets`). Memory is what such a program allocates. Timings on
-an H100 are in [Speed](speed.md#on-an-h100); nothing has been run on a TPU yet.
-
-## Models and machines
-
-The tables assume full fine-tuning with `GRPOConfig`'s defaults, AdamW and no reference (`beta = 0`): params in
-float32, compute in bfloat16, recomputation in the backward pass, sharded over all devices (`mesh={{"fsdp": 8}}`).
-Prompts have {PROMPT} tokens, a group has {GROUP} completions that all have T tokens, a micro-batch is one group per
-device, and an iteration is {GROUPS} groups per device.
-
-- **fits**: "one group at a time" if a device cannot hold the keys and values of its four groups together, but can
-  decode them one by one (`rollout_batch_size`: {GROUP} completions per device).
-- **held**: GB that each device holds for the whole run: the params and AdamW's two moments, as in
-  `grpo-jax train` and with `train(policy, …, donate=True)`. Without `donate` the caller's params also stay in memory:
-  a third more.
-- **rollout**, **update**: peak GB on each device in a phase, including what is held. If a model does not fit, longer
-  completions were not tried. The table predates the rollout's copy of the weights in the compute dtype, which adds 2
-  bytes per parameter, divided by the number of devices.
-- **longest T**: the length at which the first phase reaches the memory limit with all groups at once, interpolated
-  linearly between the lengths in the table.
-- **compile**: CPU seconds for tracing and compiling the largest programs of the rollout and of the update, summed over
-  threads. A run compiles its other programs when they are first called.
-"""
 
 COLUMNS = """\
 | model | T | fits | held | rollout | update | longest T | compile, CPU s |
 |---|---|---|---|---|---|---|---|"""
-
-TAIL = """
-## Models that fit only with adapters
-
-With adapters a model needs far less memory: Qwen3-30B-A3B in bfloat16, sharded over eight devices, with
-`add_lora(policy, key)` (rank 16), needs 33 GB of an H100 at T = 1,024 and 34 GB at 8,192, and 31.6 of the 32 GB of a
-v6e at 1,024:
-
-```
-grpo-jax plan --model Qwen/Qwen3-30B-A3B --device H100-8 --mesh fsdp=8 --lora 16 --param_dtype bfloat16 \\
-    --prompt-length 512 --gradient_accumulation_steps 4 --max_completion_length 8192
-```
-
-## Which programs
-
-- **Attention**: a fused kernel (Pallas, Triton) on GPUs from Ampere on, and a loop over tiles on TPUs and older GPUs.
-  Both take memory linear in T, and read each prompt once for its whole group. On CPUs it is an einsum.
-- **Mixtures of experts** use ragged matrix products: XLA's ragged dot on TPUs, and kernels (Pallas, Triton) on GPUs
-  from Ampere on. On other devices, including CPUs, XLA multiplies each token by the matrices of all experts.
-- **Layers** are one loop on TPUs, so a deep model compiles as fast as a shallow one, and are unrolled on GPUs and CPUs.
-- **Decoding** runs in bursts with a fixed length of 16 steps. The next burst is dispatched before the host has read
-  which completions ended in the previous one. The number of slots in a key cache is a multiple of 64. Weights in
-  float32 are rounded to the compute dtype once, before the first step.
-- **Attention in a decode step** is also a kernel (Pallas, Triton) on GPUs from Ampere on, if completions times key
-  heads are at least 96 per device and the head dimension is a power of two (16 to 256). The kernel reads only the
-  filled slots, so the cache has one size. In all other cases the scores are materialized, and the cache grows in three
-  steps.
-- **Updates** are packed: each device concatenates its completions without padding.
-
-## Precision
-
-`compute_dtype="auto"` is bfloat16 on TPUs and on GPUs from Ampere on, and float32 on other devices. Sums, softmax,
-norms, log-probs, the loss, and the products that compute logits are float32 on every device. In float32, a GPU rounds
-the operands of a product to TF32 and a TPU to bfloat16, unless `jax.config.update("jax_default_matmul_precision",
-"highest")` is set; the fused kernels always compute in exact float32, without tensor cores. The sampler and the scorer
-use the same dtypes but different programs, so they differ at precisions below float32. `sampler_gap` reports the
-difference, and a hint is given if rounding does not explain it. The largest gaps measured on a CPU with operands
-rounded in this way are 4e-5 with exact products, 0.02 in TF32, 0.1 with a TPU's default for float32, and 0.54 in
-bfloat16; on an H100 in bfloat16 it was 0.06.
-
-## Compiling in less time
-
-If a cache directory is configured for JAX (`JAX_COMPILATION_CACHE_DIR`; the scripts of this repository set one),
-compiled programs are kept from one run to the next. For a first try, you can also set a TPU's compiler to a lower
-effort: with `JAX_EXEC_TIME_OPTIMIZATION_EFFORT=-0.5` it compiles Qwen2.5-0.5B for a v5e-8 (T = 1,024) in 46 CPU s
-instead of 114. Do not use this for a whole run: according to the compiler, an update of four such layers on one v5e
-then takes 2.2 times the cycles.
-
-## On your own machine
-
-```
-grpo-jax plan --model Qwen/Qwen2.5-7B-Instruct --device H100-8 --mesh fsdp=8 --max_completion_length 8192
-python -m experiments.benchmark --device gpu
-```
-
-The first command needs no accelerator; the second measures one.
-"""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.targets", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=Path("docs/accelerators.json"), help="the stored results")
-    parser.add_argument("--page", type=Path, default=Path("docs/accelerators.md"), help="the page to write")
+    parser.add_argument("--page", type=Path, default=Path("docs/accelerators.md"), help="the page with the tables")
     parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     return parser.parse_args(argv)
@@ -265,12 +183,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parse(argv)
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
 
+    def write_page() -> None:
+        text = arguments.page.read_text(encoding="utf-8")
+        arguments.page.write_text(with_tables(text, results), encoding="utf-8")
+
     def note(key: str, model: Mapping[str, Any], machine: str, config: GRPOConfig) -> None:
         if key not in results:
             results[key] = measure(model, machine, config)
             print(f"{key}: {results[key]}", file=sys.stderr, flush=True)
             arguments.results.write_text(json.dumps(results, indent=1) + "\n")
-            arguments.page.write_text(page(results), encoding="utf-8")
+            write_page()
 
     for machine in arguments.machines:
         for name in arguments.models:
@@ -283,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     cell = results[key]
                 if not fits(cell):
                     break
-    arguments.page.write_text(page(results), encoding="utf-8")
+    write_page()
     return {"cells": len(results)}
 
 
