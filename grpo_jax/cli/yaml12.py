@@ -76,7 +76,8 @@ def parse_value(name: str, text: str) -> Any:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML file. Raises ValueError if the file is not YAML or not a mapping."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; pass the path of a RUN.yaml")
+        problem = "is not a file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{path} {problem}; pass the path of a RUN.yaml")
     try:
         values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError is raised for invalid UTF-8 and for huge integers

@@ -203,8 +203,8 @@ class GRPOConfig(Settings):
 
     # Optimizer, memory and devices.
     gradient_checkpointing: bool | None = setting(None, resume="rounding")
-    """Whether to recompute activations in the backward pass, which is about a fifth slower. None recomputes them only
-    on GPUs and TPUs, if they do not fit in memory (TRL: True)."""
+    """Whether to recompute activations in the backward pass, which makes updates slower by a seventh to a third. None
+    recomputes them only on GPUs and TPUs, if they do not fit in memory (TRL: True)."""
 
     # Evaluation, logging, checkpoints.
     num_generations_eval: Count | None = setting(None, resume="free")

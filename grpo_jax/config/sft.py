@@ -55,7 +55,7 @@ class SFTConfig(Settings):
     learning_rate: NotNegative = 2e-5
     """Peak learning rate of AdamW."""
     gradient_checkpointing: bool = setting(True, resume="rounding")
-    """Whether to recompute activations in the backward pass, which saves memory but is about a fifth slower."""
+    """Whether to recompute activations in the backward pass, which saves memory; see `GRPOConfig`."""
 
     # Constants for GRPO settings, so that shared code can handle both configs.
     num_generations: ClassVar = 1

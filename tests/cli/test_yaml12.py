@@ -39,6 +39,8 @@ def test_errors_name_the_file(text, message, tmp_path):
         read_file(path)
     with pytest.raises(FileNotFoundError, match=r"none\.yaml does not exist; pass the path of a RUN\.yaml"):
         read_file(tmp_path / "none.yaml")
+    with pytest.raises(FileNotFoundError, match=r" is not a file; pass the path of a RUN\.yaml"):
+        read_file(tmp_path)
 
 
 def test_command_line_values_are_yaml_except_for_text_fields():
