@@ -180,7 +180,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_other("call train again with the same run_dir to resume", resume_from_checkpoint=None),
     **_needless("a resumed run continues with the next prompt, without reading skipped rows", ignore_data_skip=False),
     **_absent("log in with `hf auth login` or set HF_TOKEN; the config is stored in the run directory", hub_token=None),
-    **_absent("a push is skipped while another one is running, except the last", hub_always_push=False),
+    **_needless("training waits for each push", hub_always_push=False),
     # Data.
     **_other("use seed, which also determines the order of the prompts", data_seed=None),
     **_outside(

@@ -14,9 +14,10 @@ Foreign = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Tasks from an external package. Pass each field to `train` as the argument with the same name.
+    """Tasks from an external package, as arguments for `train`.
 
-    `rows` contains a dict with a `prompt` for each task. `reward_fns` is empty if environments return the rewards.
+    `rows`, the dataset, contains a dict with a `prompt` for each task. `reward_fns` is empty if environments return the
+    rewards. `reward_weights` is a field of the config.
     """
 
     rows: list[Row]
