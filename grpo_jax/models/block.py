@@ -14,10 +14,10 @@ from grpo_jax.models.attention import group_attention, packed_attention, tiled_a
 from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Context, KeysValues, LayerCache
 from grpo_jax.models.experts import Experts, MixtureOfExperts, ScaledRouter
-from grpo_jax.models.fused_step import has_step_kernel, step_attention
+from grpo_jax.models.fused_step import Preparation, has_step_kernel, step_attention
 from grpo_jax.models.layers import ACTIVATIONS, MLP, linear, norm, tokens_of, unit_rms
 from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
-from grpo_jax.models.rope import rotate
+from grpo_jax.models.rope import Rope, rotate
 from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.types import Params
 
@@ -38,6 +38,132 @@ class Attention(nn.Module):
         n = t if context.last is None else 1
         h, d = c.heads_of(self.kind)
         q, k, v, gate = self._project(x, context)
+        kernel, sinks = self._kernel(context), self._sinks()
+        if n == 1 and self._has_step_kernel(context, kernel, b * h * g):
+            y, kept = self._step(q, k, v, context, kernel, sinks)
+        else:
+            q, k = self._normalize_and_rotate(q, k, context)
+            y, kept = self._attend(q, k, v, context, kernel, sinks)
+        y = y.reshape(b, g, n, c.num_heads * d)
+        if gate is not None:
+            y = y * jax.nn.sigmoid(gate.reshape(y.shape))
+        return linear(c, "o_proj", c.hidden_size, c.o_bias)(y), kept
+
+    def _project(
+        self, x: jax.Array, context: Context
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+        """Project x to queries [B, G, T, heads, d], keys, values, and the gate. Unused arrays are None."""
+        c = self.config
+        (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
+        gate = k = v = None
+        q = linear(c, "q_proj", c.num_heads * d * (2 if c.attention_gate else 1), c.qkv_bias)(context.pick(x))
+        if c.attention_gate:
+            q, gate = jnp.split(q.reshape(b, g, -1, c.num_heads, 2 * d), 2, axis=-1)
+        if not self.kind.shared_kv:
+            k = v = linear(c, "k_proj", h * d, c.qkv_bias)(x)
+            if not (c.values_are_keys and self.kind.window is None):
+                v = linear(c, "v_proj", h * d, c.qkv_bias)(x)
+            v = v.reshape(b, g, t, h, d)
+            v = unit_rms(v, c.rms_norm_eps).astype(v.dtype) if c.v_norm else v
+            k = norm(c, "k_norm")(k) if c.qk_norm == "flat" else k
+            k = k.reshape(b, g, t, h, d)
+        q = norm(c, "q_norm")(q) if c.qk_norm == "flat" else q
+        return q.reshape(b, g, -1, c.num_heads, d), k, v, gate
+
+    def _rope(self, context: Context) -> tuple[Rope, tuple[jax.Array, jax.Array]]:
+        """Return the layer's rotary embedding and its table."""
+        if self.kind.window is not None and self.config.local_rope is not None:
+            return self.config.local_rope, context.tables[1]
+        return self.config.rope, context.tables[0]
+
+    def _normalize_and_rotate(
+        self, q: jax.Array, k: jax.Array | None, context: Context
+    ) -> tuple[jax.Array, jax.Array | None]:
+        c = self.config
+        rope, (own, other) = self._rope(context)
+
+        def prepared(name: str, x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+            x = norm(c, name)(x) if c.qk_norm == "head" else x
+            return rotate(x, table, pairs=rope.pairs) if self.kind.rotary else x
+
+        k = None if k is None else prepared("k_norm", k, (own, other))
+        q = prepared("q_norm", q, (context.pick(own), context.pick(other)))
+        return q if context.q_factors is None else q * context.pick(context.q_factors).astype(q.dtype), k
+
+    def _kernel(self, context: Context) -> Kernel:
+        c, (_, d) = self.config, self.config.heads_of(self.kind)
+        chosen = implementation(c.attention) if context.tile_mask is None else context.tile_mask.implementation
+        scale = d**-0.5 if c.query_scale is None else c.query_scale
+        return Kernel.of(chosen, d, c.dtype)._replace(
+            scale=scale, window=self.kind.window, soft_cap=c.attention_soft_cap
+        )
+
+    def _sinks(self) -> jax.Array | None:
+        c = self.config
+        if not c.attention_sinks:
+            return None
+        init = nn.initializers.normal(c.initializer_range)
+        return self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(c.heads_of(self.kind)[0], -1)
+
+    def _has_step_kernel(self, context: Context, kernel: Kernel, heads: int) -> bool:
+        """Return whether the decode kernel computes this layer for one token each, with `heads` key heads in total."""
+        cache, prefix, mesh = context.shared or context.cache, context.prompt_cache, self.config.mesh
+        if context.cache is None or prefix is None or context.last is not None:
+            return False
+        slots = cast(KeysValues, cache)[1].shape[-2], prefix[1].shape[-2]
+        d, programs = prefix[1].shape[-1], heads // (1 if mesh is None else mesh.size)
+        return has_step_kernel(kernel.implementation, head_dim=d, keys=slots, programs=programs)
+
+    def _step(
+        self,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        context: Context,
+        kernel: Kernel,
+        sinks: jax.Array | None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Compute the attention [B, G, H_kv, R, d] of one token per completion with the decode kernel."""
+        c, (h, d), (b, g, *_), prefix = self.config, self.config.heads_of(self.kind), q.shape, context.prompt_cache
+        assert prefix is not None
+        rope, table = self._rope(context)
+        preparation = Preparation(None, table if self.kind.rotary else None, c.rms_norm_eps, c.norm_offset, rope.pairs)
+        if context.q_factors is not None:  # they follow the rotation
+            (q, k), preparation = self._normalize_and_rotate(q, k, context), Preparation()
+        elif c.qk_norm == "head":
+            params = self.variables["params"]
+            of_queries = params["q_norm"]["scale"]
+            of_keys = of_queries if k is None else params["k_norm"]["scale"]
+            preparation = preparation._replace(scales=(of_queries, of_keys))
+        new = None if k is None or v is None else (k[:, :, 0], v[:, :, 0])
+        cache = cast(KeysValues, context.cache if new is not None else context.shared)
+        write = None if context.write is None else context.write.reshape(b, g)
+        y, kept = step_attention(
+            q.reshape(b, g, h, -1, d),
+            new,
+            cast(KeysValues, tuple(x.reshape(b, h, g, *x.shape[-2:]) for x in cache)),
+            prefix,
+            preparation,
+            index=context.index,
+            start=context.start,
+            write=write,
+            kernel=kernel,
+            mesh=c.mesh,
+            sinks=sinks,
+        )
+        return y, () if new is None else (kept[0].reshape(cache[0].shape), kept[1].reshape(cache[1].shape))
+
+    def _attend(
+        self,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        context: Context,
+        kernel: Kernel,
+        sinks: jax.Array | None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Compute the attention [B, G, T, H_kv, R, d] of prepared queries over keys and values."""
+        (h, d), (b, g, n, *_) = self.config.heads_of(self.kind), q.shape
         # With the head axis before tokens, both attention products are batched matrix products without a transpose.
         q = q.reshape(b, g, n, h, -1, d).transpose(0, 3, 1, 2, 4, 5)
         kept: LayerCache = ()
@@ -51,86 +177,29 @@ class Attention(nn.Module):
             if context.cache is not None:
                 k, v = keys, v = self._write(context, keys, v)
             kept = (k, v)
-        y = self._attend(q, keys, k, v, context)
-        y = y.transpose(0, 2, 3, 1, 4, 5).reshape(b, g, n, c.num_heads * d)
-        if gate is not None:
-            y = y * jax.nn.sigmoid(gate.reshape(y.shape))
-        return linear(c, "o_proj", c.hidden_size, c.o_bias)(y), kept
-
-    def _project(
-        self, x: jax.Array, context: Context
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Compute rotated queries and keys [B, G, T, heads, d], values, and the gate. Unused arrays are None."""
-        c = self.config
-        (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
-        rope, table = c.rope, context.tables[0]
-        if self.kind.window is not None and c.local_rope is not None:
-            rope, table = c.local_rope, context.tables[1]
-
-        def norm_and_rotate(name: str, x: jax.Array, heads: int, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-            x = norm(c, name)(x) if c.qk_norm == "flat" else x
-            x = x.reshape(b, g, -1, heads, d)
-            x = norm(c, name)(x) if c.qk_norm == "head" else x
-            return rotate(x, table, pairs=rope.pairs) if self.kind.rotary else x
-
-        q = linear(c, "q_proj", c.num_heads * d * (2 if c.attention_gate else 1), c.qkv_bias)(context.pick(x))
-        gate = k = v = None
-        if c.attention_gate:
-            q, gate = jnp.split(q.reshape(b, g, -1, c.num_heads, 2 * d), 2, axis=-1)
-        if not self.kind.shared_kv:
-            k = v = linear(c, "k_proj", h * d, c.qkv_bias)(x)
-            if not (c.values_are_keys and self.kind.window is None):
-                v = linear(c, "v_proj", h * d, c.qkv_bias)(x)
-            v = v.reshape(b, g, t, h, d)
-            v = unit_rms(v, c.rms_norm_eps).astype(v.dtype) if c.v_norm else v
-            k = norm_and_rotate("k_norm", k, h, table)
-        q = norm_and_rotate("q_norm", q, c.num_heads, (context.pick(table[0]), context.pick(table[1])))
-        return q if context.q_factors is None else q * context.pick(context.q_factors).astype(q.dtype), k, v, gate
-
-    def _attend(self, q: jax.Array, keys: jax.Array, k: jax.Array, v: jax.Array, context: Context) -> jax.Array:
-        """Compute the attention of queries [B, H_kv, G, T, R, d] over k and v. `keys` is k, transposed."""
-        c = self.config
-        h, d = c.heads_of(self.kind)
-        scale = d**-0.5 if c.query_scale is None else c.query_scale
-        window, soft_cap, sinks = self.kind.window, c.attention_soft_cap, None
-        if c.attention_sinks:
-            init = nn.initializers.normal(c.initializer_range)
-            sinks = self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(h, -1)
-        chosen = implementation(c.attention) if context.tile_mask is None else context.tile_mask.implementation
-        kernel = Kernel.of(chosen, d, c.dtype)
-        kernel = kernel._replace(scale=scale, window=window, soft_cap=soft_cap)
-        prefix = context.prompt_cache
+        prefix, scale, window, cap = context.prompt_cache, kernel.scale, kernel.window, kernel.soft_cap
         if context.tile_mask is not None:
-            return tiled_attention(q, k, v, prefix, context.tile_mask, kernel, c.mesh, sinks)
-        if context.segments is not None:
+            y = tiled_attention(q, k, v, prefix, context.tile_mask, kernel, self.config.mesh, sinks)
+        elif context.segments is not None:
             assert prefix is not None
-            return packed_attention(
-                q, k, v, prefix, context.segments, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+            y = packed_attention(
+                q, k, v, prefix, context.segments, scale=scale, window=window, soft_cap=cap, sinks=sinks
             )
-        index, start = context.index, context.start
-        if prefix is not None and context.cache is not None and context.last is None and q.shape[3] == 1:
-            b, _, g, *_ = q.shape
-            slots = keys.shape[-1], prefix[1].shape[-2]
-            programs = b * h * g // (1 if c.mesh is None else c.mesh.size)
-            if has_step_kernel(kernel.implementation, head_dim=d, keys=slots, programs=programs):
-                keys, v = (x.reshape((b, h, g, *x.shape[-2:])) for x in (keys, v))
-                return step_attention(
-                    q, keys, v, prefix, index=index, start=start, kernel=kernel, mesh=c.mesh, sinks=sinks
-                )
-        index = index if context.last is None else index + context.last
-        return group_attention(
-            q,
-            keys,
-            v,
-            prefix,
-            index=index,
-            start=start,
-            last_visible=context.last_visible if context.last is None else None,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-        )
+        else:
+            y = group_attention(
+                q,
+                keys,
+                v,
+                prefix,
+                index=context.index if context.last is None else context.index + context.last,
+                start=context.start,
+                last_visible=context.last_visible if context.last is None else None,
+                scale=scale,
+                window=window,
+                soft_cap=cap,
+                sinks=sinks,
+            )
+        return y.transpose(0, 2, 3, 1, 4, 5), kept
 
     def _write(self, context: Context, keys: jax.Array, v: jax.Array) -> KeysValues:
         """Write keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] to the layer's cache and return it."""

@@ -203,10 +203,13 @@ def visible(bounds: jax.Array | Sequence[jax.Array], keys: jax.Array) -> jax.Arr
 
 
 def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, kernel: Kernel, keys_axis: int = 1) -> jax.Array:
-    scores = tile_product(q, k, (1, keys_axis)) * kernel.scale
-    if kernel.soft_cap is not None:
-        scores = kernel.soft_cap * jnp.tanh(scores / kernel.soft_cap)
-    return jnp.where(seen, scores, MASKED)
+    return jnp.where(seen, cap_scores(tile_product(q, k, (1, keys_axis)), kernel), MASKED)
+
+
+def cap_scores(products: jax.Array, kernel: Kernel) -> jax.Array:
+    """Scale products of queries and keys, and apply the soft cap, if any."""
+    scores = products * kernel.scale
+    return scores if kernel.soft_cap is None else kernel.soft_cap * jnp.tanh(scores / kernel.soft_cap)
 
 
 def start_of_sums(shape: tuple[int, ...]) -> Sums:

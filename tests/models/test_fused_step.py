@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_turns
@@ -11,7 +12,9 @@ from tiny import random_params
 
 from grpo_jax.models import block, fused_step
 from grpo_jax.models.attention import group_attention
-from grpo_jax.models.fused_step import has_step_kernel, step_attention
+from grpo_jax.models.fused_step import Preparation, has_step_kernel, step_attention
+from grpo_jax.models.layers import unit_rms
+from grpo_jax.models.rope import Rope, rope_table, rotate
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
@@ -21,40 +24,73 @@ ONE = len(jax.devices()) < 4
 B, H, G, R = 2, 2, 3, 2
 
 
-def of_both(*, slots, p=40, d=16, index=5, start=None, window=None, soft_cap=None, sinks=False, axes=None, own=()):
-    shapes = (B, H, G, 1, R, d), (B, H, G, d, slots), (B, H, G, slots, d), (B, H, d, p), (B, H, p, d), (H, R)
-    q, k, v, pk, pv, scores = arrays(*shapes)
-    sinks, lengths = scores if sinks else None, np.array([p, p // 3])
+def of_both(*, slots, p=40, d=16, index=5, start=None, window=None, soft_cap=None, sinks=False, axes=None, own=(),
+            rope=None, norms=False, write=None, cached=False):  # fmt: skip
+    """Return outputs and caches of the kernel, and of separate norms, rotation, writing and materialized scores."""
+    shapes = (B, G, H, R, d), (B, G, H, d), (B, G, H, d), (B, H, G, d, slots), (B, H, G, slots, d)
+    q, k, v, keys, values, pk, pv, scores, *scales = arrays(*shapes, (B, H, d, p), (B, H, p, d), (H, R), (d,), (d,))
+    lengths, sinks = np.array([p, p // 3]), scores if sinks else None
     # Unwritten slots must not be read: a NaN in them would appear in the sums.
-    for x, at in zip((k, v), own, strict=False):
+    for x, at in zip((keys, values), own, strict=False):
         x[(..., *at)] = np.nan
+    position = lengths[:, None] + np.arange(G)[None]
+    table = rope and rope_table(jnp.asarray(position[:, :, None]), rope, d)
+    how = Preparation(tuple(scales) if norms else None, table, 1e-6, 0.5, rope.pairs if rope else False)
     mesh = None if axes is None else make_mesh(axes)
     kernel = Kernel(KERNEL, 0, 0, d**-0.5, window, soft_cap)
-    places = {"index": index, "start": start}
-    ours = jax.jit(lambda *x: step_attention(*x, (pk, pv, lengths), kernel=kernel, mesh=mesh, sinks=sinks, **places))
-    how = {"scale": kernel.scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, **places}
-    plain = jax.jit(lambda *x: group_attention(*x, (pk, pv, lengths), **how))
-    return ours(q, k, v), plain(q, np.nan_to_num(k), np.nan_to_num(v))
+    places, prefix = {"index": index, "start": start}, (pk, pv, lengths)
+
+    @jax.jit
+    def ours(q, k, v, keys, values):
+        new = None if cached else (k, v)
+        return step_attention(q, new, (keys, values), prefix, how, write=write, kernel=kernel, mesh=mesh, sinks=sinks,
+                              **places)  # fmt: skip
+
+    @jax.jit
+    def plain(q, k, v, keys, values):
+        def prepared(x, scale):
+            x = unit_rms(x, 1e-6) * (scale + 0.5).reshape(1, 1, 1, 1, d) if norms else x
+            return rotate(x, table, pairs=rope.pairs) if rope else x
+
+        q = prepared(q.reshape(B, G, 1, H * R, d), scales[0]).reshape(B, G, H, R, d).swapaxes(1, 2)[:, :, :, None]
+        if not cached:
+            k = prepared(k[:, :, None], scales[1])[:, :, 0].swapaxes(1, 2)
+            slot = np.broadcast_to(np.reshape(index, (-1, 1, 1, 1, 1)) % slots, (B, 1, 1, 1, 1))
+            kept = True if write is None else write[:, None, :, None, None]
+            keys = jnp.where((jnp.arange(slots).reshape(1, 1, 1, 1, -1) == slot) & kept, k[..., None], keys)
+            v = v.swapaxes(1, 2)[:, :, :, None]
+            values = jnp.where((jnp.arange(slots).reshape(1, 1, 1, -1, 1) == slot) & kept, v, values)
+        given = jnp.nan_to_num(keys), jnp.nan_to_num(values), prefix
+        scale = {"scale": kernel.scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        return group_attention(q, *given, **scale, **places)[:, :, :, 0].swapaxes(1, 2), (keys, values)
+
+    return ours(q, k, v, keys, values), plain(q, k, v, keys, values)
 
 
 MESH = {"fsdp": 2, "tensor": 2}
 LATER = ((slice(None), slice(64, None)), (slice(64, None), slice(None)))
+WRITE = np.array([[True, False, True], [False, True, True]])
 
 
 @pytest.mark.parametrize("given", [
-    pytest.param({"slots": 512, "index": 300, "d": 64}, id="several tiles"),
-    pytest.param({"slots": 50, "index": 49, "p": 37}, id="sizes that no tile divides"),
+    pytest.param({"slots": 512, "index": 300, "d": 64, "rope": Rope()}, id="several tiles"),
+    pytest.param({"slots": 50, "index": 49, "p": 37, "cached": True}, id="sizes that no tile divides, a shared cache"),
     pytest.param({"slots": 64, "index": 70, "start": np.array([20, 60])}, id="a wrapped ring buffer"),
     pytest.param({"slots": 64, "index": 40, "start": np.array([[0, 3, 40], [7, 39, 38]])}, id="a start for each"),
-    pytest.param({"slots": 64, "index": 40, "window": 9, "soft_cap": 2.0}, id="a window, a soft cap"),
+    pytest.param({"slots": 64, "index": 40, "window": 9, "soft_cap": 2.0, "norms": True}, id="a window, a cap, norms"),
     pytest.param({"slots": 256, "index": 3, "window": 17, "d": 256, "sinks": True}, id="a window into the prompt"),
     pytest.param({"slots": 32, "index": np.array([4, 31]), "sinks": True}, id="an index per prompt, sinks"),
-    pytest.param({"slots": 256, "index": 63, "d": 64, "own": LATER}, id="unwritten slots"),
-    pytest.param({"slots": 64, "axes": MESH}, id="a mesh", marks=pytest.mark.skipif(ONE, reason="one device")),
+    pytest.param({"slots": 256, "index": 63, "d": 64, "own": LATER, "write": WRITE}, id="unwritten slots"),
+    pytest.param({"slots": 64, "rope": Rope(pairs=True, fraction=0.5), "norms": True}, id="part of the channels"),
+    pytest.param({"slots": 64, "axes": MESH, "rope": Rope(fraction=0.5), "norms": True}, id="a mesh",
+                 marks=pytest.mark.skipif(ONE, reason="one device")),
 ])  # fmt: skip
 def test_step_kernel_equals_materialized_scores(given):
-    ours, plain = of_both(**given)
-    np.testing.assert_allclose(ours, plain, atol=2e-6)
+    (ours, cache), (plain, written) = of_both(**given)
+    real = np.ones(plain.shape[:2], bool) if "write" not in given else given["write"]
+    np.testing.assert_allclose(ours[real], plain[real], atol=2e-6)
+    for x, y in zip(cache, written, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
 
 
 def test_step_kernel_in_several_turns(monkeypatch):

@@ -13,6 +13,7 @@ from test_recurrent import assert_scored_as_drawn
 from tiny import random_params
 
 from experiments.bounds import Work
+from grpo_jax.models import fused_step
 from grpo_jax.models.config import DecodeStep, TransformerConfig, count_weights
 from grpo_jax.models.context import empty_cache, num_slots, pad_slots
 from grpo_jax.models.rope import Rope
@@ -35,9 +36,14 @@ def params():
     return made
 
 
-def test_tiles_packed_sequences_and_samples_agree():
+def test_tiles_and_packed_sequences_agree():
     assert_same(SHAPE, dataclasses.replace(SHAPE, attention="tiles"), params(), 1e-5)
-    assert_scored_as_drawn(Transformer(SHAPE), params())
+
+
+def test_samples_of_the_decode_kernel_are_scored_as_drawn(monkeypatch):
+    monkeypatch.setattr(fused_step, "LEAST_SIDE", 1)
+    model = Transformer(dataclasses.replace(SHAPE, head_dim=8, full_heads=(1, 16), attention="interpreted"))
+    assert_scored_as_drawn(model, random_params(model))
 
 
 @pytest.mark.quick
