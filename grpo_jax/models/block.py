@@ -141,7 +141,7 @@ class Attention(nn.Module):
         y, kept = step_attention(
             q.reshape(b, g, h, -1, d),
             new,
-            cast(KeysValues, tuple(x.reshape(b, h, g, *x.shape[-2:]) for x in cache)),
+            cast(KeysValues, tuple(x.reshape((b, h, g, *x.shape[-2:])) for x in cache)),
             prefix,
             preparation,
             index=context.index,

@@ -106,13 +106,13 @@ def step_attention(
     static = preparation._replace(scales=None, table=None)
     one = functools.partial(_of_device, preparation=static, half=half, kernel=kernel)
     given = q, new, cache, prefix, places, _factors_by_channel(preparation, b, d), preparation.scales, sinks
-    if mesh is None:
-        return one(*given)
-    by_prompt, by_head = dividing_axes(b, mesh, "data", "fsdp"), dividing_axes(h, mesh, "tensor")
-    rows, each, whole = PartitionSpec(by_prompt), PartitionSpec(by_prompt, by_head), PartitionSpec()
-    token = PartitionSpec(by_prompt, None, by_head)
-    specs = token, token, each, (each, each, rows), rows, rows, whole, PartitionSpec(by_head)
-    return jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=(token, each), check_vma=False)(*given)
+    if mesh is not None:
+        by_prompt, by_head = dividing_axes(b, mesh, "data", "fsdp"), dividing_axes(h, mesh, "tensor")
+        rows, each = PartitionSpec(by_prompt), PartitionSpec(by_prompt, by_head)
+        token = PartitionSpec(by_prompt, None, by_head)
+        specs = token, token, each, (each, each, rows), rows, rows, PartitionSpec(), PartitionSpec(by_head)
+        one = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=(token, each), check_vma=False)
+    return one(*given)
 
 
 def _factors_by_channel(preparation: Preparation, b: int, d: int) -> tuple[jax.Array, jax.Array] | None:
@@ -120,7 +120,7 @@ def _factors_by_channel(preparation: Preparation, b: int, d: int) -> tuple[jax.A
     if preparation.table is None:
         return None
     tables = (x.swapaxes(-1, -2) if preparation.pairs else x for x in preparation.table)
-    own, other = (jnp.broadcast_to(x.reshape(*x.shape[:2], -1), (b, x.shape[1], x[0, 0].size)) for x in tables)
+    own, other = (jnp.broadcast_to(x.reshape((*x.shape[:2], -1)), (b, x.shape[1], x[0, 0].size)) for x in tables)
     rest = ((0, 0), (0, 0), (0, d - own.shape[-1]))
     return jnp.pad(own, rest, constant_values=1), jnp.pad(other, rest)
 
@@ -198,7 +198,7 @@ def _of_device(
         interpret=kernel.implementation == "interpreted",
         name="step_attention",
         compiler_params=compiler_params(kernel.implementation, warps=4, stages=3),
-    )(*cache, inputs)
+    )(cache[0], cache[1], inputs)
     return out, cache if new is None else (written[0], written[1])
 
 
