@@ -98,7 +98,9 @@ def read_number(item: Any) -> float | str:
     if item is None:
         return np.nan
     try:
-        number = None if isinstance(item, (str, bytes)) or np.ndim(item) or np.iscomplexobj(item) else float(item)
+        # NumPy cannot read PyTorch scalars that are bfloat16, on a GPU, or require a gradient.
+        plain = item.tolist() if hasattr(item, "tolist") else item
+        number = None if isinstance(plain, (str, bytes)) or np.ndim(plain) or np.iscomplexobj(plain) else float(plain)
     except OverflowError:
         number = np.inf
     except (TypeError, ValueError):

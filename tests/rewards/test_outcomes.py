@@ -5,7 +5,7 @@ import pytest
 
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.contract import RewardError
-from grpo_jax.rewards.outcomes import RewardParts, place_rewards, read_parts
+from grpo_jax.rewards.outcomes import RewardParts, place_rewards, read_number, read_parts
 
 pytestmark = pytest.mark.quick
 
@@ -51,6 +51,13 @@ def test_other_values_and_lengths_are_refused(value, message):
     assert read_parts(0, value, function=0, turn_counts=[2], token_counts=[3], found=[]) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
         compute_rewards(returned(value, 0, 0, 0), turn_counts=[2, 1, 1, 3], **INPUTS)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"requires_grad": True}])
+def test_pytorch_scalars_that_numpy_cannot_read_are_rewards(options):
+    torch = pytest.importorskip("torch")
+    options = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in options.items()}
+    assert read_number(torch.tensor(0.5, **options)) == 0.5
 
 
 def test_rewards_are_placed_at_their_tokens():
