@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.compat.trl_fields import ELSEWHERE, TRL_VERSION
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import unknown_field
 from grpo_jax.config.settings import OTHER_NAMES
-from grpo_jax.messages import raise_all
+from grpo_jax.messages import raise_all, show
+from grpo_jax.text.calls import parse_arguments
 from grpo_jax.types import Json
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
@@ -29,6 +30,7 @@ _GENERATION = {
     "max_tokens": "max_completion_length",
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p")},
 }
+_STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy")
 _CORRECTION = "vllm_importance_sampling_correction"
 _SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 
@@ -133,14 +135,22 @@ def _translate_value(moved: Migration, name: str, value: Any) -> bool:
             if value not in ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"):
                 moved.missing[name] = f"{value!r}: pass an optax transformation to train as optimizer"
         case "model_init_kwargs":
-            _translate_model(moved, name, json.loads(value) if isinstance(value, str) else value)
+            _translate_model(moved, name, _read_mapping(name, value))
         case "generation_kwargs":
-            _translate_generation(moved, name, value)
-        case "eval_strategy" | "save_strategy" | "logging_strategy":
+            _translate_generation(moved, name, _read_mapping(name, value))
+        case name if name in _STRATEGIES:
             _translate_strategy(moved, name, value)
         case _:
             return False
     return True
+
+
+def _read_mapping(name: str, value: object) -> Json:
+    """Convert a mapping, or a string with JSON, to a mapping."""
+    value = parse_arguments(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a mapping, or a string with one as JSON; got {show(value)}")
+    return value
 
 
 def _translate_strategy(moved: Migration, name: str, value: object) -> None:
@@ -267,9 +277,10 @@ def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
     `values` may contain arguments to the script and fields of `ModelConfig` and `GRPOConfig`. The `Migration` has notes
     on all of them. Raises ValueError if a name is unknown or a value is invalid.
     """
-    values = dict(values)
-    if values.get("eval_strategy") is False:  # PyYAML, which TRL uses, parses an unquoted no as False
-        values["eval_strategy"] = "no"
+    # PyYAML, which TRL uses, parses an unquoted yes, no, on or off as a bool.
+    words = {"yes": True, "on": True, "no": False, "off": False}
+    values = {name: words.get(str(value).lower(), value) for name, value in values.items()}
+    values |= {name: "no" for name in _STRATEGIES if values.get(name) is False}
     names = {*_TRANSLATED.split(), *_NOT_NEEDED, *_MISSING}
     script = {name: values.pop(name) for name in list(values) if name in names}
     moved = from_trl(values)

@@ -193,3 +193,18 @@ def test_values_server_and_rewards_in_a_script():
     sampler = {"vllm": {"base_url": "http://b:81", "patience": 240.0}}
     assert run == {"reward_weights": [1.0], "rewards": [punishment], "sampler": sampler}
     assert not moved.missing
+
+
+def test_yes_and_no_in_a_script_are_bools():
+    """PyYAML parses them as bools; this package's YAML reader keeps them as strings."""
+    given = dict.fromkeys(("bf16", "use_peft", "load_in_4bit", "use_vllm", "save_strategy"), "no")
+    assert from_trl_script(given)[0] == {"save_steps": None}
+    run, _ = from_trl_script({"use_peft": "Yes", "load_in_4bit": "on", "lora_target_modules": "all-linear"})
+    assert run["quantize"] == "nf4"
+
+
+@pytest.mark.parametrize("name", ["generation_kwargs", "model_init_kwargs"])
+def test_keyword_arguments_may_be_json(name):
+    assert not from_trl({name: "{}"}).missing
+    with pytest.raises(ValueError, match=f"{name} must be a mapping, or a string with one as JSON; got 'a b'"):
+        from_trl({name: "a b"})
