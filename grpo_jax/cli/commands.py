@@ -159,7 +159,8 @@ def _train_sft(
 
 
 def _has_checkpoints(run_dir: Path) -> bool:
-    return any((run_dir / "checkpoints").glob("[0-9]*"))
+    # A killed process may leave a directory with a suffix, which is not a checkpoint.
+    return any(path.name.isdigit() for path in (run_dir / "checkpoints").glob("*"))
 
 
 def _last_dir(run: RunFile, run_dir: Path) -> Path:

@@ -42,8 +42,9 @@ def test_grpo_starts_from_the_sft_params_and_both_stages_resume(tmp_path, monkey
     # On resume, SFT is resumed unless GRPO has a checkpoint, and GRPO starts from SFT's params.
     monkeypatch.setattr(commands, "sft", lambda *_, **how: given.append(("sft", how["resume"])) or final)
     final = SimpleNamespace(params="SFT params")
+    (kept / "checkpoints" / "1.orbax-checkpoint-tmp").mkdir(parents=True)  # left by a process killed while saving
     run("resume", kept)
-    (kept / "checkpoints" / "1").mkdir(parents=True)
+    (kept / "checkpoints" / "1").mkdir()
     run("resume", kept)
     *before, (resumed, _) = given
     assert (before, resumed) == ([("sft", "must"), ("auto", "SFT params")], "must")
