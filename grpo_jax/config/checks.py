@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import nearest_sizes
@@ -93,6 +93,13 @@ def missing_evaluation(config: Settings, function: str) -> Iterator[str]:
         yield f"{shown(config, 'eval_steps')}: {missing}"
     elif (config.metric_for_best_model or "").startswith("eval/"):
         yield f"{shown(config, 'metric_for_best_model')}: {missing}"
+
+
+def check_best_metric(config: Settings, names: Iterable[str]) -> None:
+    """Raise ValueError if `metric_for_best_model` is an evaluation metric whose name is not in `names`."""
+    metric, known = config.metric_for_best_model or "", [f"eval/{name}" for name in names]
+    if metric.startswith("eval/") and metric not in known:
+        raise ValueError(f"metric_for_best_model must be an evaluation metric ({', '.join(known)}); got {metric!r}")
 
 
 def router_problems(config: Settings, num_experts: int | None) -> Iterator[str]:

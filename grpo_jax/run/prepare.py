@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 
-from grpo_jax.config.checks import run_problems
+from grpo_jax.config.checks import check_best_metric, run_problems
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import ErrorList, show
@@ -19,7 +19,7 @@ from grpo_jax.models.devices import compute_dtype, memory_of
 from grpo_jax.models.sharding import mesh_of
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import as_list, check_reward_fns
+from grpo_jax.rewards.contract import arguments_of, as_list, check_reward_fns, eval_names, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.images import check_text_only, with_encoder, with_tower
 from grpo_jax.run.kept_programs import keep_programs
@@ -91,6 +91,7 @@ def prepare(
     # If the environments failed to load, do not also report missing reward functions.
     if fns is not None and (fns or interaction is not None or environment_factory is None):
         fns = _check_functions(fns, rows, config, interaction, errors, required=teacher is None)
+    errors.check(_check_best_metric, config, fns or (), named_datasets(eval_dataset))
     checked_fn = None
     if advantage_fn is not None or surrogate is not None:
         from grpo_jax.run.custom import check_advantage_fn, check_surrogate
@@ -256,6 +257,13 @@ def _check_functions(
         columns, argument = [*part[0], *own_columns] if part else None, "the dataset" if name == "dataset" else name
         errors.check(functools.partial(check_reward_fns, reward_fns, columns, argument=argument, rows=part))
     return reward_fns
+
+
+def _check_best_metric(config: GRPOConfig, fns: Sequence[RewardFn], eval_datasets: Mapping[str, Dataset]) -> None:
+    """Check `metric_for_best_model`, unless the names of the evaluation's metrics are not known in advance."""
+    if fns and eval_datasets and not any("log_metric" in arguments_of(fn) for fn in fns):
+        names = eval_names(reward_names(fns))
+        check_best_metric(config, [f"{part}/{name}" if part else name for part in eval_datasets for name in names])
 
 
 def _make_interaction(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from grpo_jax.config.checks import check_best_metric
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import gather_objects
 from grpo_jax.run.checkpoint import RESUME, Checkpoints, Restored
@@ -199,9 +200,7 @@ class Session:
             raise
         progress.evaluated = step
         measured = {f"eval/{name}": value for name, value in metrics.items()}
-        if metric is not None and metric.startswith("eval/") and metric not in measured:
-            known = ", ".join(measured)
-            raise ValueError(f"metric_for_best_model must be an evaluation metric ({known}); got {metric!r}")
+        check_best_metric(config, metrics)
         progress.metric = None if metric in measured else progress.metric  # not the previous evaluation's
         progress.set_metric(metric, measured)
         self.checkpoints.record_metric(progress)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 
-from grpo_jax.config.checks import sft_problems
+from grpo_jax.config.checks import check_best_metric, sft_problems
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import ErrorList
 from grpo_jax.models.devices import compute_dtype
@@ -152,6 +152,9 @@ def prepare_sft(
     for name, source in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         rows[argument] = errors.check(_rows, source, config, argument)
+    if eval_dataset is not None:
+        losses = [f"{part}/loss" if part else "loss" for part in named_datasets(eval_dataset)]
+        errors.check(check_best_metric, config, losses)
     errors.raise_together()
     found = {name: some for name, some in rows.items() if some is not None}
     encoded = {name: errors.check(_encode, policy, some, config, name) for name, some in found.items()}

@@ -216,6 +216,8 @@ BAD = [
     ({"policy": 3}, "policy must be a Policy; got int"),
     ({"config": settings(eval_steps=2)}, "eval_steps = 2: needs an evaluation dataset; pass eval_dataset to sft"),
     ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
+    ({"eval_dataset": ROWS, "config": settings(metric_for_best_model="eval/los", eval_steps=1)},
+        r"must be an evaluation metric \(eval/loss\); got 'eval/los'"),
     ({"dataset": [{"input_ids": [1, 999]}]}, "the token id 999, but the model's vocabulary size is"),
     ({"config": settings(mesh={"data": 2}, router_aux_loss_coef=0.1)}, "router_aux_loss_coef = 0.1: the model is not"),
 ]  # fmt: skip
@@ -223,10 +225,11 @@ BAD = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_invalid_sft_arguments_are_rejected_before_anything_runs(arguments, message):
+def test_invalid_sft_arguments_are_rejected_before_anything_runs(arguments, message, monkeypatch):
+    monkeypatch.setattr("grpo_jax.run.sft.new_state", lambda *_, **__: pytest.fail("the run began"))
     given = {"policy": tiny_policy(), "dataset": ROWS, "config": settings(), **arguments}
     with pytest.raises(ValueError, match=message):
-        sft(given["policy"], given["dataset"], given["config"])
+        sft(**given)
 
 
 def test_fields_shared_with_trl_have_its_defaults():
