@@ -194,8 +194,15 @@ class RunWriter:
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
         if self.run_dir is not None:
             lines = [json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-            with open(self.path(name), "ab") as file:
-                file.write("".join(lines).encode("utf-8", "backslashreplace"))
+            path = self.path(name)
+            path.touch()
+            end = path.stat().st_size
+            try:
+                with open(path, "ab") as file:
+                    file.write("".join(lines).encode("utf-8", "backslashreplace"))
+            except OSError:  # a full disk; readers would stop at an incomplete line
+                os.truncate(path, end)
+                raise
 
 
 def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> None:
