@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.sft import Config, SFTConfig
+from grpo_jax.maths.checks import MIN_LOG_PROB
 from grpo_jax.maths.sampling import process_logits
 from grpo_jax.maths.supervised import divergence, top_k_divergence
 from grpo_jax.models.scoring import LogitStatistic, unembed_of
@@ -61,7 +62,10 @@ def logit_statistic(
         return None
 
     def compare_top(logits: jax.Array, ids: jax.Array, log_probs: jax.Array) -> jax.Array:
-        policy = jnp.take_along_axis(logits, ids, axis=-1) - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        policy = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
+        policy -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        # Ids beyond the policy's vocabulary (the teacher's may have more padding) are merged with all other tokens.
+        policy, log_probs = (jnp.where(ids < logits.shape[-1], x, MIN_LOG_PROB) for x in (policy, log_probs))
         return top_k_divergence(policy, log_probs, kind=kind, alpha=alpha)
 
     return LogitStatistic(compare_top, (top_ids, top_log_probs))
