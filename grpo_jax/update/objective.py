@@ -19,7 +19,7 @@ from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.metrics import MetricSums, batch_totals, update_entropy_coef
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.supervised import distillation_loss_terms, likelihood_loss_terms, sampled_divergence
-from grpo_jax.maths.surrogates import LossSettings, Surrogate, sampler_weights
+from grpo_jax.maths.surrogates import LossSettings, Surrogate, read_importance_weights, sampler_weights
 from grpo_jax.models.scoring import Scores
 from grpo_jax.types import Batch, Model, is_cached
 from grpo_jax.update.state import TrainState
@@ -154,6 +154,7 @@ def _grpo_terms(
     log_probs, old_log_probs = scores.log_probs, None
     if not on_policy:  # log-probs under the policy that sampled the completions, the denominator of the ratio
         old_log_probs = batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
+    importance_weights = sampler_correction_weights(batch, config)
     has_bonus = has_entropy_bonus(config)
     loss, metrics = grpo_loss_terms(
         log_probs,
@@ -166,7 +167,7 @@ def _grpo_terms(
         entropies=scores.entropies if has_bonus else jax.lax.stop_gradient(scores.entropies),
         entropy_coef=state.entropy_bonus if has_bonus else 0.0,
         sampling_log_probs=batch.sampling_log_probs,
-        importance_weights=sampler_correction_weights(batch, config),
+        importance_weights=importance_weights,
         selected=selected,
         num_rows=totals["num_rows"],
         num_tokens=totals["num_tokens"],
@@ -183,6 +184,8 @@ def _grpo_terms(
     divergences = scores.statistic
     if batch.teacher_log_probs is not None:
         divergences = sampled_divergence(log_probs, old_log_probs, batch.teacher_log_probs, batch.mask)
+        weights, _ = read_importance_weights(importance_weights, log_probs, batch.mask)
+        divergences = divergences if weights is None else weights * divergences
     if divergences is None:
         return loss, metrics
     distillation, sums = distillation_loss_terms(

@@ -15,13 +15,16 @@ from test_packed import batch as random_batch
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig
+from grpo_jax.maths.surrogates import sampler_weights
+from grpo_jax.models.scoring import Scores
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import as_argument
+from grpo_jax.update.objective import count_totals, loss_of
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater
-from grpo_jax.update.teaching import Teacher
+from grpo_jax.update.teaching import Teacher, logit_statistic
 
 B, V = 4, 24
 SGD = optax.sgd(1.0)  # params change by exactly minus the gradient
@@ -139,6 +142,28 @@ def test_update_follows_log_probs_from_an_external_teacher(mode, packs):
     updater = (PackedUpdater if packs else Updater)(as_argument(STUDENT), config, (2, G), SGD)
     grads, _ = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch(**told))
     chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(PARAMS), atol=1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_sampled_divergence_is_weighted_if_an_engine_drew_the_tokens(mode):
+    """Without the weights π_old / π_sampler, it does not estimate the reverse KL."""
+    config = dataclasses.replace(CONFIG, distillation_mode="sampled_token", sampler_correction=mode)
+    l = jnp.asarray(np.random.default_rng(3).normal(-2, 0.2, BASE.mask.shape), jnp.float32)
+    part = batch(teacher_log_probs=TOLD).replace(old_log_probs=l)
+    w = sampler_weights(l, part.sampling_log_probs, part.mask, mode=mode).reshape(B, G, -1)
+    scores, state = Scores(l, l), create_state({"w": jnp.ones(2)}, SGD, jax.random.key(0))
+    _, metrics = loss_of(scores, part, state, count_totals(part), config=config, on_policy=True)
+    np.testing.assert_allclose(metrics.sums["distillation_loss"], reduced(w * (l - TOLD)), rtol=1e-5)
+
+
+@pytest.mark.quick
+def test_top_ids_beyond_the_vocabulary_count_as_other_tokens():
+    """A teacher's vocabulary may have more padding; gathering a logit beyond the policy's would give NaN."""
+    logits, q = jnp.linspace(0, 1, 4), jnp.log(jnp.array([0.3, 0.2, 0.4]))
+    of = lambda at: logit_statistic(CONFIG, logits, top_ids=jnp.array([2, 0, 4])[:at], top_log_probs=q[:at])
+    (alone, known), (alone, more) = of(2), of(3)
+    np.testing.assert_allclose(alone(logits, *more), alone(logits, *known), rtol=1e-6)
 
 
 def test_teacher_gradient_on_a_mesh_equals_that_of_one_device():
