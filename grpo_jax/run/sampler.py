@@ -27,7 +27,7 @@ from grpo_jax.rewards.contract import accepts_any_keyword, parameters_of
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.interaction import Interaction
-from grpo_jax.rollout.turns import AnswerTurn
+from grpo_jax.rollout.turns import Answer, AnswerTurn
 from grpo_jax.run.placement import vocab_size
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
@@ -117,8 +117,10 @@ def generate_with_engine(
     **settings: Any,
 ) -> Completions:
     """Call an engine like `generate`, and validate its completions. All processes return process 0's result."""
+    size = vocab_size(model, params)
+    checked = None if answer_turn is None else _with_valid_ids(answer_turn, size)
     every = {"model": model, "params": params, "prompts": prompts, "key": key}
-    every |= {"answer_turn": answer_turn, "policy": policy}
+    every |= {"answer_turn": checked, "policy": policy}
     every |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
     named = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if accepts_any_keyword(sampler) else set())
     returned = sampler(**{name: value for name, value in every.items() if name in named})
@@ -127,15 +129,24 @@ def generate_with_engine(
         real = jnp.ones(shape, bool)
         returned = Completions(real.astype(jnp.int32), real, jnp.zeros(shape), real[..., 0])
     completions = read_completions(
-        returned,
-        shape,
-        vocab_size=vocab_size(model, params),
-        pad_token_id=policy.pad_token_id,
-        turns=answer_turn is not None,
+        returned, shape, vocab_size=size, pad_token_id=policy.pad_token_id, turns=answer_turn is not None
     )
     if jax.process_count() > 1:
         completions = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x))[0], completions)
     return completions
+
+
+def _with_valid_ids(answer_turn: AnswerTurn, vocab_size: int) -> AnswerTurn:
+    """Make a function that rejects token ids outside the vocabulary before an environment acts on their text."""
+
+    def answer(completion: int, turn: np.ndarray, limit: int) -> Answer | None:
+        for i in turn:
+            if not 0 <= i < vocab_size:
+                what = f"a token id outside the vocabulary of size {vocab_size}"
+                raise ValueError(f"sampler returned {what}: {i} in completion {completion}")
+        return answer_turn(completion, turn, limit)
+
+    return answer
 
 
 def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) -> RolloutResult:
