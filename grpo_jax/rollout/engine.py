@@ -16,8 +16,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -48,6 +48,11 @@ from grpo_jax.rollout.table import Table
 from grpo_jax.rollout.turns import AnswerTurn, wait_for
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
 
+if sys.platform != "win32":
+    import fcntl
+
+SHARED, LOCK = Path("/dev/shm"), ".weights.lock"
+"""Default parent of the directories for weights, if it exists, and the name of the lock file in each of them."""
 PROBE = 65
 """Number of tokens in the probe. The first token has no log-prob."""
 PROBE_TEXT = "Once upon a time there was a town by the sea, where 12 boats left every morning and 7 came back at noon."
@@ -280,13 +285,26 @@ class Engine:
     @functools.cached_property
     def _directory(self) -> Path:
         """Temporary directory for this process's weights. It is deleted together with the engine."""
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-        parent = Path(self._parent or shared)
+        parent = Path(self._parent or (SHARED if SHARED.is_dir() else tempfile.gettempdir()))
         parent.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix="grpo_jax-", dir=parent))
         directory.chmod(0o755)  # the server may run as another user
+        if parent == SHARED:
+            _remove_abandoned()
+            lock = open(directory / LOCK, "w")  # noqa: SIM115 (open while the lock is held)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            weakref.finalize(self, lock.close)
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
         return directory
+
+
+def _remove_abandoned() -> None:
+    """Delete the weights in memory of killed processes. The lock of a new directory may not be held yet."""
+    for path in SHARED.glob(f"grpo_jax-*/{LOCK}"):
+        with contextlib.suppress(OSError), open(path, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error while the process lives
+            if time.time() - path.stat().st_mtime > 60:
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
