@@ -303,7 +303,7 @@ class _Encoder:
         ids = ids_of(messages)
         mask = [True] * len(ids)
         if self.config.assistant_only_loss:
-            template = keywords.get("chat_template") or self.tokenizer.get_chat_template(tools=tools)
+            template = self.tokenizer.get_chat_template(keywords.get("chat_template"), tools)
             if re.search(r"\{%-?\s*generation\s*-?%\}", template):
                 how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
                 found = apply(messages, how)

@@ -94,6 +94,11 @@ def test_learned_part_of_messages():
     assert learned([row], plain) == [(whole, "ok<eos>\n")]
     assert learned([row], plain, completion_only_loss=False, assistant_only_loss=True) == [(whole, "yes<eos>ok<eos>")]
     assert learned([row], tagged, assistant_only_loss=True) == [(whole, "ok<eos>")]
+    # One of several templates is selected by its name; its tags are used although it changes earlier turns.
+    forgets = "{{ m['content'] if loop.last else m['content'] | replace('s', '') }}"
+    several = chatting({"default": CHAT, "tags": TAGGED.replace("{{ m['content'] }}", forgets)})
+    by_name = {"assistant_only_loss": True, "chat_template_kwargs": {"chat_template": "tags"}}
+    assert learned([{"messages": TALK}], several, **by_name)[0][1] == "ye<eos>ok<eos>"
 
 
 def test_unsupported_templates_and_rows_are_refused():
