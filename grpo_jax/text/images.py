@@ -102,7 +102,7 @@ def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor |
     if processor is None:
         if has_images(row):
             raise ValueError(f"{where} has images, but processor is None; pass load_processor_if_needed(policy, rows)")
-        return PromptWithImages(prompt, [], [])
+        return PromptWithImages(_without_images(prompt), [], [])
     if not isinstance(prompt, str):
         prompt = [dict(message) for message in prompt]
         first = next((message for message in prompt if message["role"] == "user"), None)
@@ -117,14 +117,19 @@ def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor |
                 ' use one part {"type": "image"} per image in the columns, in a user message'
             )
         images = images_of(row, prompt)
-        for message in prompt:
-            if isinstance(message["content"], list):
-                message["content"] = [_strip_image(part) for part in message["content"]]
     sizes = []
     for index, source in enumerate(images):
         column = IMAGE_COLUMNS[row.get("image") is None] if any(source is x for x in given) else "prompt"
         sizes.append(_size(source, f"{where}: image {index} ({show(source)} in {column!r})"))
-    return PromptWithImages(prompt, images, sizes)
+    return PromptWithImages(_without_images(prompt), images, sizes)
+
+
+def _without_images(prompt: str | Messages) -> str | Messages:
+    """Copy a prompt with `_strip_image` applied to each part. Templates render an image if a part has the key."""
+    if isinstance(prompt, str):
+        return prompt
+    contents = [[*map(_strip_image, x)] if isinstance(x := message["content"], list) else x for message in prompt]
+    return [{**message, "content": content} for message, content in zip(prompt, contents, strict=True)]
 
 
 def _strip_image(part: object) -> object:

@@ -137,6 +137,8 @@ def test_images_are_placed_as_in_trl(load):
     parts = user({**PART, "image": second, "text": None}, {**text("a"), "image": None}, {**PART, "image": None})
     assert place(parts, first)[:2] == (user(PART, text("a"), PART), [second, first])
     assert place(user("a"))[:2] == (user("a"), [])
+    only_text = user({**text("a"), "image": None})
+    assert assign_images({}, only_text, None, "row").prompt == user(text("a")), "without a processor"
 
 
 def test_every_kind_of_source_gives_the_same_prompt(load, tmp_path):
