@@ -19,6 +19,7 @@ from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.text.images import images_of
 from grpo_jax.types import Batch, RewardFn
+from grpo_jax.watch.writer import to_json
 
 _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
 
@@ -31,8 +32,8 @@ def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[Rew
     if jax.process_count() == 1:
         return process_rewards
     names, (_, g, k) = reward_names(reward_fns), process_rewards.values.shape
-    gathered = gather_objects([*process_rewards._replace(values=process_rewards.values.tolist())])
-    sent = [Rewards._make(one) for one in gathered]
+    arrays = {"values": process_rewards.values.tolist(), "logged_columns": to_json(process_rewards.logged_columns)}
+    sent = [Rewards._make(one) for one in gather_objects([*(process_rewards._asdict() | arrays).values()])]
     values = [np.asarray(one.values, np.float32).reshape(-1, g, k) for one in sent]
     parts = [[RewardParts._make(part) for part in one.parts] for one in sent]
     joined = join_rewards([one._replace(values=x, parts=p) for one, x, p in zip(sent, values, parts, strict=True)])

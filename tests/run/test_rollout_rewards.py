@@ -52,15 +52,15 @@ def run(monkeypatch, processes, rows, *fns, on_error="raise"):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         sampled = RolloutResult(ROWS[:rows], PROMPTS, completions(rows))
         parts.append(call_reward_fns(tiny_tokenizer(), fns, sampled, on_error=on_error))
-    sent = [json.loads(json.dumps([*part._replace(values=part.values.tolist())])) for part in parts]
-    monkeypatch.setattr(gathering, "gather_objects", lambda own: sent)
+    sent = [json.loads(json.dumps([*part], default=lambda x: x.tolist())) for part in parts]
+    monkeypatch.setattr(gathering, "gather_objects", lambda own: json.dumps(own) and sent)
     return [gather_rewards(part, fns) for part in parts], calls
 
 
 def length(completion_ids, number, log_metric, log_extra):
     for ids in completion_ids:
         log_metric("a_length", len(ids))
-    log_extra("number_of_row", number)
+    log_extra("number_of_row", np.array(number))
     return [len(ids) / 7 for ids in completion_ids]
 
 
