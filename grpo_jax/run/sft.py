@@ -18,7 +18,7 @@ from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import ErrorList
 from grpo_jax.models.devices import compute_dtype
 from grpo_jax.models.packing import balanced_order, lengths_of
-from grpo_jax.models.sharding import committed, fetch, shard_count
+from grpo_jax.models.sharding import committed, fetch, mesh_of, shard_count
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.run.images import with_encoder, with_tower
@@ -148,7 +148,8 @@ def prepare_sft(
     errors = ErrorList()
     errors.check(check_policy, policy)
     errors.check(check_optimizer, optimizer)
-    rows = {"dataset": errors.check(_rows, dataset, config, "dataset")}
+    mesh = mesh_of(getattr(policy, "params", None))  # the config's takes precedence
+    rows = {"dataset": errors.check(_rows, dataset, config, "dataset", None if mesh is None else mesh.size)}
     for name, source in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         rows[argument] = errors.check(_rows, source, config, argument)
@@ -243,10 +244,13 @@ def derive_sft(
     )
 
 
-def _rows(dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
-    """Load the rows of a dataset. Without packing, streams are read only as far as the run needs."""
-    most = config.max_steps * config.sizes().prompts if config.max_steps > 0 and not config.packing else None
-    check_finite(dataset, argument, config.max_steps)
+def _rows(dataset: Dataset, config: SFTConfig, argument: str, num_devices: int | None = None) -> list[Row]:
+    """Load the rows of a dataset. Without packing, a training stream is read only as far as the run needs."""
+    most = None
+    if argument == "dataset":
+        check_finite(dataset, argument, config.max_steps)
+        if config.max_steps > 0 and not config.packing:
+            most = config.max_steps * config.sizes(None if config.mesh else num_devices).prompts
     rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=most)
     if argument == "dataset" and config.shuffle_dataset:
         rows = [rows[i] for i in prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)]

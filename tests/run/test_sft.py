@@ -19,6 +19,7 @@ from tiny import tiny_policy
 from grpo_jax import GRPOConfig, SFTConfig, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.models.packing import lengths_of
+from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.run.run import new_state
 from grpo_jax.run.sft import evaluate_examples, next_examples, prepare_sft
 from grpo_jax.run.stored import load_params
@@ -208,7 +209,11 @@ def test_examples_are_read_to_the_end_if_packed_and_spread_evenly():
     assert batch.prompts.tokens.shape == (2, 5), "each device has the shared prefix"
     assert batch.mask.sum(axis=(1, 2)).tolist() == [13, 13], "each device has as many completion tokens, with EOS"
     for packing, count in ((False, 4 * 2), (True, len(ROWS) * 10)):
-        assert len(prepare_sft(tiny_policy(), iter(ROWS * 10), settings(packing=packing)).data.rows) == count
+        run = prepare_sft(tiny_policy(), iter(ROWS * 10), settings(packing=packing), eval_dataset=iter(ROWS * 10))
+        assert (len(run.data.rows), len(run.eval_data[""].rows)) == (count, len(ROWS) * 10)
+    policy = tiny_policy()
+    policy = policy.replace(params=place(policy.params, make_mesh({"data": 2})))
+    assert len(prepare_sft(policy, iter(ROWS * 10), settings()).data.rows) == 2 * 4 * 2, "on the policy's mesh"
 
 
 BAD = [
