@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import Config, SFTConfig, config_class
 from grpo_jax.hub.huggingface import hub_endpoint
 from grpo_jax.hub.peft import write_policy
 from grpo_jax.messages import one_line
@@ -228,13 +228,17 @@ def model_card(
     """
     from huggingface_hub import ModelCardData
 
+    settings = {} if run_dir is None else read_settings(run_dir).get("config", {})
+    method, tag = "[GRPO](https://arxiv.org/abs/2402.03300)", "grpo"
+    if config_class(settings) is SFTConfig:
+        method, tag = "supervised fine-tuning", "sft"
     metadata = ModelCardData(
         base_model=base_model,
         datasets=None if dataset is None else [dataset],
         library_name="peft" if adapters else "transformers",
         license=license,
         pipeline_tag="text-generation",
-        tags=["grpo", "grpo_jax"],
+        tags=[tag, "grpo_jax"],
     )
     names, load = "from_pretrained", f'from_pretrained("{repo_id}")'
     if adapters:
@@ -245,7 +249,7 @@ def model_card(
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {repo_id.rpartition('/')[2]}",
-        f"{subject}, trained{source} with [GRPO](https://arxiv.org/abs/2402.03300) using `grpo_jax`.",
+        f"{subject}, trained{source} with {method} using `grpo_jax`.",
         *([] if run_dir is None else _result(Path(run_dir))),
         f"```python\nfrom grpo_jax import {names}\n\npolicy = {load}\n```",
         f"The files are in {'PEFT' if adapters else 'transformers'} format.",

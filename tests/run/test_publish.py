@@ -9,7 +9,7 @@ from hub_server import serving
 from huggingface_hub import ModelCard
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, from_pretrained, push_to_hub, train
+from grpo_jax import GRPOConfig, SFTConfig, from_pretrained, push_to_hub, train
 from grpo_jax.run.publish import MARK, Publisher, check_push, model_card
 from grpo_jax.types import Params
 from grpo_jax.watch.writer import RunWriter
@@ -130,6 +130,9 @@ def test_card_describes_the_run_and_names_the_base_model(tmp_path, monkeypatch):
     assert sorted(rows) == ["| learning_rate | 0.5 |", "| max_steps | 10 |", '| stop | ["a\\|b"] |']
     assert "secret" not in text
     assert text.rstrip().endswith(MARK)
+    writer.config(SFTConfig(), prompts=1)
+    card = ModelCard(model_card("me/sums", run_dir=writer.run_dir))
+    assert (card.data.tags, "with supervised fine-tuning using" in card.text) == (["sft", "grpo_jax"], True)
     text = model_card("me/sums", adapters=True, base_model="some/base")
     assert 'load_lora("me/sums", from_pretrained("some/base"))' in text
     assert "\nlibrary_name: peft\n" in text
