@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import operator
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -165,6 +166,8 @@ def from_current_directory(value: object) -> object:
     if isinstance(value, dict):
         return {key: from_current_directory(item) for key, item in value.items()}
     file, colon, name = value.rpartition(":") if is_reference(value) else (value, "", "")
-    if not isinstance(file, str) or not ("/" in file or Path(file).suffix) or not Path(file).expanduser().exists():
+    if not isinstance(file, str) or not ("/" in file or Path(file).suffix):
+        return value
+    if not os.path.exists(os.path.expanduser(file)):  # unlike Path.exists, also accepts strings too long for a path
         return value
     return f"{Path(file).expanduser().resolve()}{colon}{name}"

@@ -100,6 +100,8 @@ def test_command_line_paths_are_relative_to_the_current_directory(tmp_path, monk
     for name in ("judge.py", "rows.jsonl", "auto"):
         (tmp_path / name).touch()
     given = ["rows.jsonl", "other.jsonl", "auto", 1e-6, {"judge.py:score": 2}, ["judge.py:score"]]
+    template = "Think step by step. " * 20 + "<answer></answer>"
+    assert from_current_directory(template) == template, "too long for a path"
     assert from_current_directory(given) == [
         f"{tmp_path}/rows.jsonl", "other.jsonl", "auto", 1e-6, {"judge.py:score": 2}, [f"{tmp_path}/judge.py:score"]
     ]  # fmt: skip
