@@ -248,6 +248,7 @@ _NOT_NEEDED = {
     "use_bnb_nested_quant": "NF4 always uses double quantization",
     "bnb_4bit_quant_storage": "4-bit weights are always packed",
     "ignore_bias_buffers": "models do not have buffers",
+    "env": "set the environment variables before the run",
 }
 _MISSING = {
     "reward_model_name_or_path": "use a reward function that calls the reward model; see docs/rewards.md",

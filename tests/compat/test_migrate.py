@@ -198,7 +198,8 @@ def test_values_server_and_rewards_in_a_script():
 def test_yes_and_no_in_a_script_are_bools():
     """PyYAML parses them as bools; this package's YAML reader keeps them as strings."""
     given = dict.fromkeys(("bf16", "use_peft", "load_in_4bit", "use_vllm", "save_strategy"), "no")
-    assert from_trl_script(given)[0] == {"save_steps": None}
+    run, moved = from_trl_script(given | {"env": {"TRANSFORMERS_OFFLINE": "1"}})
+    assert (run, [*moved.left_out], moved.missing) == ({"save_steps": None}, ["env"], {})
     run, _ = from_trl_script({"use_peft": "Yes", "load_in_4bit": "on", "lora_target_modules": "all-linear"})
     assert run["quantize"] == "nf4"
 
