@@ -34,7 +34,7 @@ _NUMBER = re.compile(
     (?:(?<![)\]}}%])(?P<sign>[-+])(?=[$€£¥₹.\d]))?    # after a bracket or a number, - is an operator
     (?:[$€£¥₹]\s?(?P<inner>-)?)?
     (?<!\d,)(?>(?P<above>{_DIGITS})(?:\s?/\s?(?P<below>\d+)(?![\d/]))?(?:e(?P<power>[-+]?\d\d?)\b)?)
-    (?![.,]\d|\s?\^|_\d|(?:st|nd|rd|th|k)\b|\s?(?:thousand|million|billion|trillion)\b)  # 1.5.2, 100,00, 2^5, 3rd
+    (?![.,]\d|e[-+]?\d|\s?\^|_\d|(?:st|nd|rd|th|k)\b|\s?(?:thousand|million|billion|trillion)\b)  # 1.5.2, 2^5, 1e100
     """,
     re.VERBOSE | re.IGNORECASE,
 )
