@@ -88,6 +88,7 @@ def warn_of_tokens(
         *_duplicate_special_tokens(data, policy, argument),
         *_null_arguments(data.rows, argument),
         *_missing_turn_ends(data, policy, ends, template_kwargs, argument),
+        *_current_date(data, policy, template_kwargs, argument),
     ):
         warnings.warn(line, stacklevel=3)
 
@@ -137,6 +138,18 @@ def _missing_turn_ends(
             closing
             or "append tokenizer.eos_token to strings, or use a chat template that writes an EOS after assistant"
             " turns, inside the generation tags. If max_length truncates all examples, increase it"
+        )
+
+
+def _current_date(data: EncodedPrompts, policy: Policy, kwargs: Json | None, argument: str) -> Iterator[str]:
+    """Yield a warning if the chat template writes the current date into a dataset's prompts (Llama 3, gpt-oss)."""
+    messages = argument == "dataset" and _messages_in(data.rows[0])
+    template = ChatTemplate(policy.tokenizer, kwargs).source if messages else None
+    if "strftime_now(" in (template or "") and "date_string" not in (kwargs or {}):
+        yield (
+            "dataset: the chat template writes the current date, and a run resumes only with the date of its start. Set"
+            " a date with chat_template_kwargs={'date_string': ...} (Llama 3), or with {'chat_template': ...} and a"
+            " template that contains it"
         )
 
 

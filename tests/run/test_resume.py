@@ -236,7 +236,7 @@ def lora(scale, weight=1.0):
 HARMLESS = """eval_steps per_device_eval_batch_size num_generations_eval temperature_eval logging_steps log_completions
     num_completions_to_print save_steps save_minutes save_total_limit metric_for_best_model greater_is_better
     logging_first_step load_best_model_at_end report_to run_name project push_to_hub hub_model_id hub_private_repo
-    hub_strategy hub_revision max_skipped_updates"""
+    hub_strategy hub_revision max_skipped_updates chat_template_kwargs"""
 CUTS = """gradient_checkpointing mesh per_device_train_batch_size gradient_accumulation_steps steps_per_generation
     generation_batch_size rollout_batch_size"""
 
