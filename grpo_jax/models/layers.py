@@ -221,6 +221,31 @@ def tokens_of(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
+class Embedding(nn.Module):
+    """Token embedding table, which is also the output head if the two are tied."""
+
+    config: TransformerConfig
+
+    def setup(self) -> None:
+        c = self.config
+        init, shape = nn.initializers.normal(c.initializer_range), (c.vocab_size, c.hidden_size)
+        self.embedding = self.param("embedding", init, shape)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        c = self.config
+        # "fill" masks ids outside the vocabulary. On a mesh, devices would have to exchange that mask.
+        mode = "fill" if c.mesh is None else "clip"
+        x = jnp.take(self.embedding, tokens, axis=0, mode=mode).astype(c.dtype)
+        return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Compute float32 logits [..., V] for hidden states x [..., D]."""
+        # On a mesh, a gradient that is not rounded would be reduced, and stored unsharded, in float32.
+        dtype = x.dtype if self.config.mesh is not None else jnp.promote_types(self.embedding.dtype, x.dtype)
+        table, sums = self.embedding.astype(dtype), self.config.uses_float32_sums
+        return matmul(tokens_of(x), table, jnp.float32, sums, transposed=True).reshape((*x.shape[:-1], -1))
+
+
 class MLP(nn.Module):
     """Gated MLP, down(act(gate x) · up x) (Shazeer 2020, GLU variants)."""
 

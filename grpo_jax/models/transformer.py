@@ -8,7 +8,6 @@ stack. Softmax, norms and logits are computed in float32 regardless of the compu
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -24,39 +23,13 @@ from grpo_jax.models.attention import make_tile_mask
 from grpo_jax.models.block import Layer, apply_layer
 from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Cache, Context, LayerCache, Prefix, RecurrentState, Segments, num_slots
-from grpo_jax.models.images import encode, insert_features, last_of_image
-from grpo_jax.models.layers import Linear, Quantized, RMSNorm, tokens_of
+from grpo_jax.models.layers import Embedding, Linear, Quantized, RMSNorm
 from grpo_jax.models.matmul import matmul
 from grpo_jax.models.rope import check_rope_length, positions_by_channel, query_factors, rope_table
 from grpo_jax.models.sharding import constrain
 from grpo_jax.models.splash import BITS
 from grpo_jax.models.tiles import MASKED, Kernel, TileMask, implementation, triton_or_tiles
 from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts
-
-
-class Embedding(nn.Module):
-    """Token embedding table, which is also the output head if the two are tied."""
-
-    config: TransformerConfig
-
-    def setup(self) -> None:
-        c = self.config
-        init, shape = nn.initializers.normal(c.initializer_range), (c.vocab_size, c.hidden_size)
-        self.embedding = self.param("embedding", init, shape)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        c = self.config
-        # "fill" masks ids outside the vocabulary. On a mesh, devices would have to exchange that mask.
-        mode = "fill" if c.mesh is None else "clip"
-        x = jnp.take(self.embedding, tokens, axis=0, mode=mode).astype(c.dtype)
-        return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
-
-    def attend(self, x: jax.Array) -> jax.Array:
-        """Compute float32 logits [..., V] for hidden states x [..., D]."""
-        # On a mesh, a gradient that is not rounded would be reduced, and stored unsharded, in float32.
-        dtype = x.dtype if self.config.mesh is not None else jnp.promote_types(self.embedding.dtype, x.dtype)
-        table, sums = self.embedding.astype(dtype), self.config.uses_float32_sums
-        return matmul(tokens_of(x), table, jnp.float32, sums, transposed=True).reshape((*x.shape[:-1], -1))
 
 
 class Transformer(nn.Module):
@@ -317,9 +290,7 @@ class Transformer(nn.Module):
         """Compute the hidden state [B, D] for each prompt's last token, and the prompts' `Prefix`."""
         images = prompts.images
         if images is not None and isinstance(images.features, ImageTiles):
-            assert self.tower is not None, "image tiles are passed only to models with a tower"
-            call = nn.remat(operator.call) if self.config.remat else operator.call
-            images = images.replace(features=encode(functools.partial(call, self.tower), images.features))
+            images = images.replace(features=self._encode(images.features))
         hidden, kept = self.hidden(prompts.tokens[:, None], last=prompts.lengths - 1, images=images)
 
         def transposed(layer: LayerCache) -> LayerCache:
@@ -329,6 +300,14 @@ class Transformer(nn.Module):
             return keys[:, :, 0].swapaxes(-1, -2), values[:, :, 0]
 
         return hidden[:, 0, 0], Prefix(tuple(map(transposed, kept)), prompts.lengths)
+
+    def _encode(self, tiles: ImageTiles) -> jax.Array:
+        """Compute features [B, N, D] for the images in B prompts with the vision tower."""
+        assert self.tower is not None, "image tiles are passed only to models with a tower"
+        call = nn.remat(operator.call) if self.config.remat else operator.call
+        features = call(self.tower, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tiles.inputs))
+        features = features.reshape(len(tiles.feature_index), -1, features.shape[-1])
+        return jnp.take_along_axis(features, tiles.feature_index[..., None], axis=1)
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Compute float32 logits [..., V] for hidden states [..., D]."""
@@ -348,6 +327,27 @@ class Transformer(nn.Module):
             return logits
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis % logits.ndim)
         return jnp.where(ids == image, MASKED, logits)
+
+
+def insert_features(x: jax.Array, images: PromptImages) -> jax.Array:
+    """Replace the embeddings of image tokens in x [B, 1, P, D] with image features."""
+    assert not isinstance(images.features, ImageTiles), "images.features must be an array; `prefill` encodes tiles"
+    chosen = jnp.take_along_axis(images.features, jnp.maximum(images.feature_index, 0)[..., None], axis=1)
+    return jnp.where((images.feature_index >= 0)[:, None, :, None], chosen[:, None].astype(x.dtype), x)
+
+
+def last_of_image(feature_index: jax.Array) -> jax.Array:
+    """Return the index of the last token in each token's image, [B, P] int32. Text tokens return their own index.
+
+    Consecutive image tokens count as one image.
+
+    Example:
+      >>> last_of_image(jnp.array([[-1, 0, 1, -1, 2, -1]])).tolist()
+      [[0, 2, 2, 3, 4, 5]]
+    """
+    index = jnp.broadcast_to(jnp.arange(feature_index.shape[1]), feature_index.shape)
+    next_text = jax.lax.cummin(jnp.where(feature_index < 0, index, feature_index.shape[1]), axis=1, reverse=True)
+    return jnp.where(feature_index < 0, index, next_text - 1)
 
 
 def repeating_pattern(kinds: Sequence[LayerKind]) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import ImageTiles, Json, Params, PromptImages, Prompts, Row
 
 if TYPE_CHECKING:  # at runtime, imported only if prompts have images
-    from grpo_jax.hub.processor import ImageProcessor
+    from grpo_jax.hub.vision import ImageProcessor
 
 Encoded = TypeVar("Encoded", bound=EncodedPrompts)
 Key = TypeVar("Key")
@@ -182,8 +182,7 @@ def with_encoder(
     """
     if not any(part.images for part in parts.values()):
         return dict(parts)
-    from grpo_jax.hub.processor import load_processor
-    from grpo_jax.hub.vision import load_tower
+    from grpo_jax.hub.vision import load_processor, load_tower
 
     processor, tower, frozen = load_processor(policy), getattr(policy.model, "tower", None), None
     if tower is None:

@@ -44,7 +44,7 @@ from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
 
 if TYPE_CHECKING:
-    from grpo_jax.hub.processor import ImageProcessor, Size
+    from grpo_jax.hub.vision import ImageProcessor, Size
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
 _IGNORED = -100  # label of tokens excluded from the loss in PyTorch

@@ -23,7 +23,7 @@ from grpo_jax.types import Json, Messages, Row, Tokenizer
 if TYPE_CHECKING:
     from PIL import Image
 
-    from grpo_jax.hub.processor import ImageProcessor, Size
+    from grpo_jax.hub.vision import ImageProcessor, Size
     from grpo_jax.policy import Policy
 
 ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Json | Image.Image"
@@ -69,7 +69,7 @@ def load_processor_if_needed(policy: Policy, rows: Sequence[Row], argument: str 
     first = next((i for i, row in enumerate(rows) if has_images(row)), None)
     if first is None:
         return None
-    from grpo_jax.hub.processor import load_processor
+    from grpo_jax.hub.vision import load_processor
 
     try:
         return load_processor(policy)

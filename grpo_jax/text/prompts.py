@@ -22,7 +22,7 @@ from grpo_jax.text.images import ImageSource, assign_images, encode_texts
 from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
 
 if TYPE_CHECKING:
-    from grpo_jax.hub.processor import ImageProcessor, Size
+    from grpo_jax.hub.vision import ImageProcessor, Size
 
 # Keywords of `apply_chat_template` that `encode_prompts` sets.
 _RESERVED_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")

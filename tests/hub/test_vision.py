@@ -8,7 +8,7 @@ from tiny_vision import FAMILIES, QWEN, tower_shapes, vision_config, write_visio
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.vision import image_token_id, load_tower, tower_config, tower_tensors
-from grpo_jax.models.qwen_vision import window_inputs
+from grpo_jax.models.towers import window_inputs
 
 pytestmark = pytest.mark.quick
 BAD_VALUES = [

@@ -7,7 +7,7 @@ from test_vision import images
 from tiny_vision import FAMILIES, write_vision_model
 
 from grpo_jax.hub.huggingface import from_pretrained
-from grpo_jax.hub.processor import load_processor
+from grpo_jax.hub.vision import load_processor
 from grpo_jax.models.scoring import predicting_states, unembed_of
 from grpo_jax.run.images import with_encoder, with_tower
 from grpo_jax.text.prompts import encode_prompts

@@ -15,8 +15,8 @@ from tiny_vision import FAMILIES, PREPROCESSOR, PROCESSOR, write_vision_model
 
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.hub.huggingface import from_pretrained
-from grpo_jax.hub.processor import load_processor
-from grpo_jax.models.qwen_vision import window_inputs
+from grpo_jax.hub.vision import load_processor
+from grpo_jax.models.towers import window_inputs
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.examples import encode_examples, load_examples
 from grpo_jax.text.images import assign_images, load_processor_if_needed, open_image

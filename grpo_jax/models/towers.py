@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's image encoder: images of any size, attention in windows, rotary positions by row and column."""
+"""Image encoders: SigLIP, with the projectors of Gemma 3 and Idefics 3 to the text model's width, and Qwen2.5-VL's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,102 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.models.config import TransformerConfig
-from grpo_jax.models.layers import ACTIVATIONS, MLP, linear, norm
+from grpo_jax.models.layers import ACTIVATIONS, MLP, RMSNorm, linear, norm
+from grpo_jax.models.matmul import matmul
 from grpo_jax.models.rope import Rope, rope_frequencies, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class SiglipConfig:
+    """Configuration of a `SiglipTower`, which encodes square images."""
+
+    encoder: TransformerConfig  # the layers; `rms_norm_eps` is the epsilon of all norms, `vocab_size` is unused
+    image_size: int  # height and width of an image in pixels
+    patch_size: int  # height and width of a patch in pixels
+    block_size: int  # r, number of patches per side of the square that becomes one feature
+    features: int  # D, width of the text model
+    pool: bool  # whether a block's patches are averaged (Gemma 3) or concatenated (Idefics 3)
+
+    @property
+    def side(self) -> int:
+        """Number of patches per side of an image. Pixels beyond the last whole patch are ignored."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_features(self) -> int:
+        """M, number of features per tile."""
+        return (self.side // self.block_size) ** 2
+
+    @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the inputs for one tile."""
+        return {"pixels": jax.ShapeDtypeStruct((1, self.image_size, self.image_size, 3), jnp.float32)}
+
+
+class SiglipTower(nn.Module):
+    """Encodes square images with SigLIP (Zhai et al. 2023) and projects them to the text model's width.
+
+    `inputs` contains `pixels` [tiles, H, W, 3], and the result is [tiles, M, D], with a feature for each block of r × r
+    patches in raster order:
+
+        Gemma 3:    norm(mean(x over the block)) W
+        Idefics 3:  concat(x over the block) W       (pixel shuffle; Shi et al. 2016)
+
+    Patches have learned positions in raster order. For a few grid sizes (19, 25, 29, … patches per side), transformers
+    assigns some of Idefics 3's positions twice because of rounding, but not for the published 26, 27 and 32.
+
+    Raises:
+      ValueError: if the images do not have the config's size.
+    """
+
+    config: SiglipConfig
+
+    @nn.compact
+    def __call__(self, inputs: Mapping[str, jax.Array]) -> jax.Array:
+        c, layer, pixels = self.config, self.config.encoder, inputs["pixels"]
+        n, side, p, width = len(pixels), c.side, c.patch_size, layer.hidden_size
+        if pixels.shape[1:] != c.inputs["pixels"].shape[1:]:
+            raise ValueError(f"pixels must have shape [tiles, {c.image_size}, {c.image_size}, 3]; got {pixels.shape}.")
+        patches = pixels[:, : side * p, : side * p].reshape(n, side, p, side, p, 3).transpose(0, 1, 3, 5, 2, 4)
+        x = linear(layer, "patch_embedding", width, True)(patches.reshape(n, side**2, 3 * p**2))
+        positions = nn.Embed(side**2, width, name="position_embedding").embedding
+        x = x + positions[None].astype(x.dtype)
+        for i in range(layer.num_layers):
+            x = _SiglipLayer(layer, name=f"layers_{i}")(x)
+        x = _layer_norm(layer, "post_layernorm", x)
+        rows, r = side // c.block_size, c.block_size
+        x = x.reshape(n, rows, r, rows, r, width).transpose(0, 1, 3, 2, 4, 5).reshape(n, rows**2, r**2, width)
+        if not c.pool:
+            return linear(layer, "proj", c.features)(x.reshape(n, rows**2, r**2 * width))
+        x = x.mean(axis=2, dtype=jnp.float32).astype(x.dtype)
+        x = RMSNorm(layer.rms_norm_eps, 1.0, name="mm_soft_emb_norm")(x)
+        # Checkpoints store this matrix as [in, out], unlike the kernels of linear layers.
+        init = nn.initializers.normal(layer.initializer_range)
+        w = self.param("mm_input_projection_weight", init, (width, c.features))
+        return matmul(x.reshape(-1, width), w, None, layer.uses_float32_sums).reshape(n, rows**2, c.features)
+
+
+class _SiglipLayer(nn.Module):
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        c, width = self.config, self.config.hidden_size
+        y = _layer_norm(c, "layer_norm1", x)
+        q, k, v = (
+            linear(c, f"self_attn_{name}_proj", width, True)(y).reshape(*x.shape[:2], c.num_heads, c.head_dim)
+            for name in "qkv"
+        )
+        y = jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
+        x = x + linear(c, "self_attn_out_proj", width, True)(y)
+        y = linear(c, "mlp_fc1", c.intermediate_size, True)(_layer_norm(c, "layer_norm2", x))
+        return x + linear(c, "mlp_fc2", width, True)(ACTIVATIONS[c.activation](y))
+
+
+def _layer_norm(config: TransformerConfig, name: str, x: jax.Array) -> jax.Array:
+    """Apply a `LayerNorm` submodule in float32."""
+    normed = nn.LayerNorm(config.rms_norm_eps, dtype=jnp.float32, use_fast_variance=False, name=name)(x)
+    return normed.astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +133,6 @@ class QwenTower(nn.Module):
     `inputs` contains the arrays from `window_inputs`, concatenated for several images (one tile each) and padded with
     zeros to W windows. Returns features [tiles, M, D] with M = W · S / merge_size², in raster order. Features after an
     image's last one are undefined.
-
-    Example:
-      >>> layers = TransformerConfig(0, 32, 24, 2, 2, 2, 16, mlp_bias=True)
-      >>> config = QwenVisionConfig(layers, patch_values=6, merge_size=2, window_size=2, full_layers=(1,), features=8)
-      >>> image = window_inputs(np.zeros((24, 6), np.float32), (4, 6), config)
-      >>> features, _ = QwenTower(config).init_with_output(jax.random.key(0), image)
-      >>> features.shape
-      (1, 8, 8)
     """
 
     config: QwenVisionConfig
@@ -57,7 +143,7 @@ class QwenTower(nn.Module):
         x = linear(layer, "patch_embed", layer.hidden_size)(inputs["patches"])
         table = _axial_table(inputs["positions"], layer.rope, layer.head_dim)
         for i in range(layer.num_layers):
-            x = _Block(layer, i in c.full_layers, name=f"blocks_{i}")(x, table, inputs["valid"])
+            x = _QwenBlock(layer, i in c.full_layers, name=f"blocks_{i}")(x, table, inputs["valid"])
         width = c.merge_size**2 * layer.hidden_size
         x = norm(layer, "merger_ln_q")(x).reshape(len(x), -1, width)
         x = ACTIVATIONS["gelu"](linear(layer, "merger_mlp_0", width, True)(x))
@@ -65,7 +151,7 @@ class QwenTower(nn.Module):
         return jnp.take_along_axis(x, inputs["raster_index"][:, :, None], axis=1)
 
 
-class _Block(nn.Module):
+class _QwenBlock(nn.Module):
     config: TransformerConfig
     full: bool  # whether patches attend to the whole image, not only to their window
 
@@ -106,15 +192,6 @@ def window_inputs(pixel_values: np.ndarray, grid: tuple[int, int], config: QwenV
 
     Raises:
       ValueError: if the number of patches does not match the grid.
-
-    Example:
-      >>> layers = TransformerConfig(0, 32, 24, 2, 2, 2, 16)
-      >>> config = QwenVisionConfig(layers, patch_values=1, merge_size=1, window_size=2, full_layers=(), features=8)
-      >>> inputs = window_inputs(np.arange(6.0)[:, None], (2, 3), config)  # 2 × 3 patches in windows of 2 × 2
-      >>> inputs["patches"][0, :, :, 0].tolist()
-      [[0.0, 1.0, 3.0, 4.0], [2.0, 0.0, 5.0, 0.0]]
-      >>> inputs["raster_index"].tolist()
-      [[0, 1, 4, 2, 3, 6, 0, 0]]
     """
     m, size = config.merge_size, config.window_size
     if len(pixel_values) != grid[0] * grid[1] or grid[0] % m or grid[1] % m:
