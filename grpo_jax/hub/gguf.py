@@ -21,6 +21,7 @@ from grpo_jax.hub.files import POINTER, Checkpoint, StoredTensor, computed, is_f
 from grpo_jax.hub.gguf_header import NEEDS, Architecture, Header, read_header, read_tokenizer
 from grpo_jax.hub.policy import tokenizer_files
 from grpo_jax.hub.tensors import Tensor, tensor_plan
+from grpo_jax.hub.weights import differences
 from grpo_jax.messages import one_line, some
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.types import Json
@@ -185,22 +186,14 @@ def _find_tensors(
 
     (architecture,) = (key for key, known in MODEL_ARCH_NAMES.items() if known == name)
     names = get_tensor_name_map(architecture, config.num_layers)
-    found: dict[str, StoredTensor] = {}
-    used, problems = set(_FACTORS), []
+    wanted: dict[str, Tensor] = {}
     for tensor in plan:
         module, kind = tensor.name.rsplit(".", 1)
-        wanted = f"{names.get_name(module) or module}.{kind}"
-        used.add(wanted)
-        if wanted not in files:
-            problems.append(f"{wanted} is missing")
-        elif files[wanted].shape != tensor.shape:
-            problems.append(f"{wanted} has shape {list(files[wanted].shape)}, not {list(tensor.shape)}")
-        else:
-            found[tensor.name] = _as_in_hugging_face(tensor.name, files[wanted], row, config)
-    problems += [f"{each} is unknown" for each in files if each not in used]
-    if problems:
-        raise ValueError(f"the tensors do not match architecture {name!r}: {some(problems)}.")
-    return found
+        wanted[f"{names.get_name(module) or module}.{kind}"] = tensor
+    shapes = {key: file.shape for key, file in files.items() if key not in _FACTORS}
+    if problems := differences({key: tensor.shape for key, tensor in wanted.items()}, shapes):
+        raise ValueError(f"the tensors do not match architecture {name!r}: {problems}.")
+    return {each.name: _as_in_hugging_face(each.name, files[key], row, config) for key, each in wanted.items()}
 
 
 def _as_in_hugging_face(name: str, file: StoredTensor, row: Architecture, config: TransformerConfig) -> StoredTensor:

@@ -285,10 +285,11 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) ->
         leaf = leaves[part.path]
         array = np.asarray(leaf if part.expert is None else leaf[part.expert])
         parts.append(array.T if part.transposed else array)
-    if tensor.parts[0].column is not None:
-        return np.stack(parts, axis=-1).reshape(tensor.shape)
-    if tensor.parts[0].half is not None:
-        return np.ascontiguousarray(np.concatenate([x.swapaxes(-1, -2) for x in parts], axis=1))
+    if tensor.parts[0].columns is not None:
+        whole = np.empty(tensor.shape, parts[0].dtype)
+        for part, array in zip(tensor.parts, parts, strict=True):
+            (whole.swapaxes(-1, -2) if part.turned else whole)[..., part.columns] = array
+        return whole
     return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(tensor.shape)
 
 

@@ -51,7 +51,7 @@ def check_quantizable(path: Sequence[str], shape: Sequence[int], parts: Iterable
     """Raise ValueError if a parameter is a projection that cannot be quantized with `method`."""
     if method is None or not is_projection(path, shape):
         return
-    if any(part.stacked for part in parts):
+    if any(part.columns is not None for part in parts):
         raise ValueError(
             f"quantize={method!r} is not supported for {'/'.join(path)}, since its stored tensor also contains another"
             " projection (gpt-oss and Gemma 4); use quantize=None."

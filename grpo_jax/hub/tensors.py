@@ -32,13 +32,8 @@ class Part:
     path: tuple[str, ...]
     shape: tuple[int, ...]  # shape in the parameter tree; a matrix [in, out] is stored as [out, in]
     expert: int | None = None  # index along the parameter's first axis; None for the whole parameter
-    column: int | None = None  # 0 for even, 1 for odd columns of the stored tensor; None for all
-    half: int | None = None  # 0 or 1 for the first or second half of the rows in [experts, out, in]; None for all
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the stored tensor combines the experts of several parameters."""
-        return self.column is not None or self.half is not None
+    columns: slice | None = None  # columns of a stored tensor that combines all experts of several parameters
+    turned: bool = False  # whether this tensor is [experts, columns, in] instead of [experts, in, columns]
 
     @property
     def transposed(self) -> bool:
@@ -122,9 +117,10 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
         *modules, last = (family.renamed.get(name, name) for name in path)
         if modules[-1] == "experts" and family.stacked:
             name, at = _STACKED[last]
-            halves = family.stacked == "halves"
-            part = Part(path, leaf.shape, column=None if halves else at, half=(at or 0) if halves else None)
-            groups[_hf_name([*modules, name], prefixes)][at or 0] = part
+            halves, size, order = family.stacked == "halves", leaf.shape[-1], at or 0
+            columns = None if at is None else slice(at, None, 2)
+            columns = slice(order * size, (order + 1) * size) if halves else columns
+            groups[_hf_name([*modules, name], prefixes)][order] = Part(path, leaf.shape, None, columns, halves)
         elif len(leaf.shape) == 3:  # experts, stored as one tensor or as one tensor per expert
             for e in range(leaf.shape[0]):
                 name, half = _STACKED[last] if stacked else (f"{e}.{last}.weight", 0)
@@ -150,10 +146,9 @@ def _hf_name(modules: Sequence[str], prefixes: tuple[str, str]) -> str:
 
 def _stored_shape(parts: tuple[Part, ...], *, stacked: bool) -> tuple[int, ...]:
     first = parts[0].shape
-    if parts[0].column is not None:
-        return *first[:-1], 2 * first[-1]
-    if parts[0].half is not None:
-        return first[0], len(parts) * first[2], first[1]
+    if parts[0].columns is not None:
+        last = len(parts) * first[-1]
+        return (first[0], last, first[1]) if parts[0].turned else (*first[:-1], last)
     columns = (first[0],) if parts[0].transposed else first[1:]
     if parts[0].path[-1] == "conv1d":  # PyTorch's depthwise filters have an additional axis of length 1
         columns = (1, *columns)

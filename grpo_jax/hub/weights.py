@@ -95,6 +95,20 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
             raise ValueError(f"config key {key!r} is {value:,}, but the weights have {most:,} {what}.")
 
 
+def differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    """Describe how names and shapes of arrays differ from those that are wanted. Returns "" if they are equal."""
+    problems = {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": [name for name in found if name not in wanted],
+        "of the wrong shape": [
+            f"{name} has shape {list(found[name])}, not {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and found[name] != shape
+        ],
+    }
+    return "; ".join(f"{what}: {some(names)}" for what, names in problems.items() if names)
+
+
 def check_tensors(
     directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], raw: Json, *, tied: bool
 ) -> list[str]:
@@ -106,20 +120,9 @@ def check_tensors(
     inside = {name for name in stored if name.startswith(prefixes) or not has_vision(raw)}
     spare = {name for name in inside if any(re.fullmatch(pattern, name) for pattern in family_of(raw).spare)}
     others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and name not in spare]
-    problems = {
-        "missing": [name for name in wanted if name not in stored],
-        "unexpected": [name for name in others if name in inside],
-        "of the wrong shape": [
-            f"{name} has shape {list(stored[name].shape)}, not {list(shape)}"
-            for name, shape in wanted.items()
-            if name in stored and stored[name].shape != shape
-        ],
-    }
-    found = [f"{what}: {some(names)}" for what, names in problems.items() if names]
-    if found:
-        raise ValueError(
-            f"name_or_directory {str(directory)!r}: config.json does not match the weights: {'; '.join(found)}."
-        )
+    found = {name: x.shape for name, x in stored.items() if name in wanted or (name in inside and name in others)}
+    if problems := differences(wanted, found):
+        raise ValueError(f"name_or_directory {str(directory)!r}: config.json does not match the weights: {problems}.")
     check_read({name: stored[name] for name in wanted})
     return others
 
@@ -138,15 +141,9 @@ def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.
     # The parts of experts are in order, so the last one has the number of experts.
     parts = [part for tensor in plan for part in tensor.parts]
     wanted = {part.path: part.shape if part.expert is None else (part.expert + 1, *part.shape) for part in parts}
-    problems = [f"{'/'.join(path)} is missing" for path in wanted if path not in leaves]
-    problems += [f"{'/'.join(path)} is unexpected" for path in leaves if path not in wanted]
-    problems += [
-        f"{'/'.join(path)} has shape {leaves[path].shape}, not {shape}"
-        for path, shape in wanted.items()
-        if path in leaves and leaves[path].shape != shape
-    ]
-    if problems:
-        raise ValueError(f"policy.params does not match policy.config: {some(problems)}.")
+    shapes = {"/".join(path): leaf.shape for path, leaf in leaves.items()}
+    if problems := differences({"/".join(path): shape for path, shape in wanted.items()}, shapes):
+        raise ValueError(f"policy.params does not match policy.config: {problems}.")
 
 
 def read_params(
@@ -165,7 +162,7 @@ def read_params(
             source = dataclasses.replace(source, shape=(math.prod(tensor.shape[:2]), tensor.shape[2]))
         for part in tensor.parts:
             sources.setdefault(part.path, []).append(Source(source, first, part))
-            first += 0 if part.stacked else part.rows
+            first += part.rows if part.columns is None else 0
     shapes = {path: leaf.shape for path, leaf in flatten_dict(abstract).items()}
     for path, shape in shapes.items():
         check_quantizable(path, shape, [source.part for source in sources[path]], quantize)
@@ -187,10 +184,8 @@ def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) 
         for start in range(0, part.rows, step):
             count = min(step, part.rows - start)
             block = tensor.rows(first + start, count)
-            block = block if part.column is None else block[..., part.column :: 2]
-            if part.half is not None:
-                size = part.shape[-1]
-                block = block[:, part.half * size : (part.half + 1) * size].swapaxes(-1, -2)
+            block = block.swapaxes(-1, -2) if part.turned else block
+            block = block if part.columns is None else block[..., part.columns]
             if part.transposed:
                 out[:, start : start + count] = block.reshape(count, -1).T
             else:
