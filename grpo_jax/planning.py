@@ -15,12 +15,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sft import Config, SFTConfig, config_class
+from grpo_jax.config.sft import Config, config_class
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.quantize import without_quantization
@@ -36,16 +36,14 @@ from grpo_jax.run.images import encode_call
 from grpo_jax.run.memory import abstract_arrays, added_bytes, decide_checkpointing, rollout_call
 from grpo_jax.run.placement import with_settings
 from grpo_jax.run.prepare import derive_run
-from grpo_jax.run.run import BaseRun
+from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Batch, Json, Params, PromptImages
+from grpo_jax.types import Batch, Json, Params, PromptImages, as_argument
 from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.summary import short_number
-
-AnyRun = TypeVar("AnyRun", bound=BaseRun)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,16 +250,14 @@ def _check(raw: Json, config: Config, loading: Loading) -> None:
 class AbstractRun:
     """A run of `train` or `sft` with abstract arrays, which have shapes and shardings but no values.
 
-    `memory` is the memory of a device in bytes, or None if unknown. `base` is the adapters' frozen base model.
-    `batch` is an update's batch. `rollout` is the largest decode program, or None for `sft`. `encode` is the program
-    that encodes images, or None for text-only prompts.
+    `memory` is the memory of a device in bytes, or None if unknown. `batch` is an update's batch. `rollout` is the
+    largest decode program, or None for `sft`. `encode` is the program that encodes images, or None for text-only
+    prompts.
     """
 
     run: BaseRun
-    mesh: jax.sharding.Mesh
     memory: float | None
     state: TrainState
-    base: Params | None
     batch: Batch
     rollout: functools.partial[object] | None
     encode: functools.partial[Any] | None
@@ -289,12 +285,15 @@ class AbstractRun:
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, used, mesh)
         policy = Policy(model, params, config=raw)
         encode = encode_call(raw, config.compute_dtype, mesh) if images else None
-        if isinstance(config, GRPOConfig):
-            run, rollout = _grpo_run(policy, config, mesh, prompt_length, memory, encode)
-        else:
-            run, rollout = _with_images(_sft_run(policy, config, mesh), encode), None
+        run = _derive(policy, config, mesh, prompt_length)
+        if encode is not None:
+            run = _with_images(run)
+        rollout = None
+        if isinstance(run, Run):
+            run = decide_checkpointing(run, memory)
+            rollout = rollout_call(run, params)
         state, batch = abstract_arrays(run)
-        return cls(run, mesh, memory, state, base, batch, rollout, encode)
+        return cls(run, memory, state, batch, rollout, encode)
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """Lower the largest program of each phase."""
@@ -305,20 +304,19 @@ class AbstractRun:
 
     def plan(self, device: str, *, donate: bool) -> Plan:
         """Compile the programs and build the plan. `device` is the device kind that it reports."""
-        config, held, costs = self.run.config, self.held(donate=donate), dict[str, ProgramCost]()
-        params_size = device_bytes((self.state.params, self.base), self.mesh)
+        config, mesh, held, costs = self.run.config, self.run.mesh, self.held(donate=donate), dict[str, ProgramCost]()
         for phase, lowered in self.lowered().items():
-            cost = compile_program(lowered, params_size)
+            cost = compile_program(lowered, self._params_size())
             costs[phase] = cost._replace(peak=sum(held.values()) + self.added(phase, cost))
         recomputes, coef = bool(config.gradient_checkpointing), config.distillation_coef
         note = f"distillation_coef = {coef}: the teacher's params and forward passes are not included" if coef else ""
-        return Plan(device, self.mesh.size, self.memory, held, costs, recomputes, note)
+        return Plan(device, mesh.size if mesh else 1, self.memory, held, costs, recomputes, note)
 
     def held(self, *, donate: bool) -> dict[str, int]:
         """Return the bytes per device that are in use during the whole run, keyed by part."""
         state = self.state
         parts = {
-            "base": self.base,
+            "base": getattr(self.run.policy.model, "base", None),
             "params": state.params,
             "master params": state.master_params,
             "optimizer": state.opt_state,
@@ -328,7 +326,11 @@ class AbstractRun:
             "policy": None if donate else state.params,
             "tower": self.encode and self.encode.args[1],
         }
-        return {name: size for name, tree in parts.items() if (size := device_bytes(tree, self.mesh))}
+        return {name: size for name, tree in parts.items() if (size := device_bytes(tree, self.run.mesh))}
+
+    def _params_size(self) -> int:
+        """Return the bytes per device of the params and the adapters' frozen base model."""
+        return device_bytes((as_argument(self.run.policy.model), self.state.params), self.run.mesh)
 
     def added(self, phase: str, cost: ProgramCost) -> int:
         """Return the bytes per device that a phase needs in addition to `held`."""
@@ -339,9 +341,8 @@ class AbstractRun:
         if phase == "update":
             return added_bytes(self.run, self.state, self.batch, cost)
         # Decoding reads rounded copies of some params, while the params themselves remain in memory.
-        params_size = device_bytes((self.state.params, self.base), self.mesh)
         kept, given = (_shard_bytes(tree) for tree in copies(self.run.policy.model, self.state.params))
-        return max(given, cost.arguments - params_size + kept) + cost.temporaries
+        return max(given, cost.arguments - self._params_size() + kept) + cost.temporaries
 
 
 def _shard_bytes(tree: Params) -> int:
@@ -350,36 +351,23 @@ def _shard_bytes(tree: Params) -> int:
     return sum(math.prod(shape) * x.dtype.itemsize for shape, x in shapes)
 
 
-def _grpo_run(
-    policy: Policy,
-    config: GRPOConfig,
-    mesh: jax.sharding.Mesh,
-    prompt_length: int | None,
-    memory: float | None,
-    encode: functools.partial[Any] | None,
-) -> tuple[BaseRun, functools.partial[object] | None]:
-    if prompt_length is None:
-        raise ValueError("prompt_length is missing; pass the length in tokens that prompts are padded to.")
-    rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
-    run = _with_images(derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh), encode)
-    run = decide_checkpointing(run, memory)
-    return run, rollout_call(run, policy.params)
-
-
-def _with_images(run: AnyRun, encode: functools.partial[Any] | None) -> AnyRun:
-    """Add the features of P image tokens to each prompt if `encode` is not None."""
-    if encode is None:
-        return run
-    p, config = run.prompt_length, run.policy.model.config
-    features: Any = jax.ShapeDtypeStruct((1, p, config.hidden_size), config.dtype)
-    feature_index: Any = jax.ShapeDtypeStruct((1, p), "int32")
-    positions: Any = jax.ShapeDtypeStruct((1, 3, p), "int32") if config.rope.sections else None
-    return dataclasses.replace(run, images=PromptImages(features, feature_index, positions))
-
-
-def _sft_run(policy: Policy, config: SFTConfig, mesh: jax.sharding.Mesh) -> BaseRun:
+def _derive(policy: Policy, config: Config, mesh: jax.sharding.Mesh, prompt_length: int | None) -> BaseRun:
+    if isinstance(config, GRPOConfig):
+        if prompt_length is None:
+            raise ValueError("prompt_length is missing; pass the length in tokens that prompts are padded to.")
+        rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
+        return derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh)
     if config.max_length is None:
         raise ValueError("max_length must be set to plan a run; use the length of the longest example in tokens.")
     examples = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
     context = policy.model.config.max_position_embeddings
     return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length, context=context)
+
+
+def _with_images(run: BaseRun) -> BaseRun:
+    """Add the features of P image tokens to each prompt."""
+    p, config = run.prompt_length, run.policy.model.config
+    features: Any = jax.ShapeDtypeStruct((1, p, config.hidden_size), config.dtype)
+    feature_index: Any = jax.ShapeDtypeStruct((1, p), "int32")
+    positions: Any = jax.ShapeDtypeStruct((1, 3, p), "int32") if config.rope.sections else None
+    return dataclasses.replace(run, images=PromptImages(features, feature_index, positions))
