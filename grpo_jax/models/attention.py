@@ -17,7 +17,6 @@ attention. Softmax and all sums are computed in float32 regardless of the comput
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
 
 import chex
@@ -28,6 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from grpo_jax.messages import one_line
 from grpo_jax.models.context import Prefix, Segments, num_slots
 from grpo_jax.models.fused import fused_attention
+from grpo_jax.models.sharding import dividing_axes
 from grpo_jax.models.splash import splash_attention
 from grpo_jax.models.tiles import MASKED, NO_PROMPT, Kernel, TileMask, find_tiles
 
@@ -334,9 +334,3 @@ def mosaic_fault(device: jax.Device, head_dim: int) -> str | None:
     except Exception as error:
         return one_line(error)
     return None if largest <= 0.02 else f"their values differ by {largest:.1%}"
-
-
-def dividing_axes(size: int, mesh: Mesh, *names: str) -> tuple[str, ...] | None:
-    """Return the named axes that exist in the mesh, or None if their device count does not divide `size`."""
-    names = tuple(name for name in names if name in mesh.shape)
-    return names if size % math.prod(mesh.shape[name] for name in names) == 0 else None

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.layers import ACTIVATIONS, MLP, Quantized, kernel_of, linear, rows_for, tokens_of, unit_rms
 from grpo_jax.models.ragged import has_kernel, ragged_dot
+from grpo_jax.models.sharding import dividing_axes
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Params
 
@@ -73,14 +74,9 @@ class Experts(nn.Module):
         def devices(axes: tuple[str, ...]) -> int:
             return math.prod(mesh.shape[name] for name in axes)
 
-        def divisible_axes(size: int, *axes: str) -> tuple[str, ...]:
-            """Return the axes with more than one device, or () if their device count does not divide `size`."""
-            axes = tuple(name for name in axes if mesh.shape.get(name, 1) > 1)
-            return axes if size % devices(axes) == 0 else ()
-
         # Each device sorts its own tokens, since XLA's partitioner cannot shard a sort and would gather all tokens.
-        inner, width = divisible_axes(c.expert_size, "tensor"), divisible_axes(c.hidden_size, "fsdp")
-        rows, of_data = divisible_axes(groups, "data", "fsdp"), divisible_axes(groups, "data")
+        inner, width = dividing_axes(c.expert_size, mesh, "tensor"), dividing_axes(c.hidden_size, mesh, "fsdp")
+        rows, of_data = dividing_axes(groups, mesh, "data", "fsdp"), dividing_axes(groups, mesh, "data")
         # With too few channels per device for a GPU kernel, every token would be multiplied by all experts' matrices.
         channels, outer = c.expert_size // devices(inner), c.hidden_size
         lost = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)

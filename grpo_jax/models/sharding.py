@@ -257,6 +257,12 @@ def shard_count(mesh: Mesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompts(mesh))
 
 
+def dividing_axes(size: int, mesh: Mesh, *names: str) -> tuple[str, ...]:
+    """Return the named axes with more than one device, or () if their device count does not divide `size`."""
+    names = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
+    return names if size % math.prod(mesh.shape[name] for name in names) == 0 else ()
+
+
 def split(tree: Params, mesh: Mesh | None) -> Params:
     """Put arrays [B, ...] on the devices, sharded along B, or replicated if the devices do not divide B."""
     return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
@@ -282,16 +288,9 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
 
 def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) -> NamedSharding:
     """Return the sharding that `constrain` applies to an array of this shape, as XLA's partitioner normalizes it."""
-
-    def fits(size: int, axis: str | None) -> bool:
-        return axis is not None and mesh.shape.get(axis, 1) > 1 and size % mesh.shape[axis] == 0
-
-    prompts = tuple(name for name in _prompts(mesh) if mesh.shape[name] > 1)
-    if shape[0] % shard_count(mesh):
-        prompts = ()
-    first = prompts if len(prompts) > 1 else prompts[0] if prompts else None
-    spec = [first, *(axis if fits(size, axis) else None for size, axis in zip(shape[1:], axes, strict=False))]
-    while spec and spec[-1] is None:
+    others = (axis and dividing_axes(size, mesh, axis) for size, axis in zip(shape[1:], axes, strict=False))
+    spec = [dividing_axes(shape[0], mesh, "data", "fsdp"), *others]
+    while spec and not spec[-1]:
         spec.pop()
     return NamedSharding(mesh, PartitionSpec(*spec))
 

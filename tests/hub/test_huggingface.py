@@ -203,21 +203,6 @@ def cut(directory):
     path.write_bytes(path.read_bytes()[:-10])
 
 
-def header(change):
-    """Return a function that changes one tensor's entry in the header of the weights."""
-
-    def spoil(directory):
-        path = directory / "model.safetensors"
-        raw = path.read_bytes()
-        start = 8 + int.from_bytes(raw[:8], "little")
-        entries = json.loads(raw[8:start])
-        change(next(entry for name, entry in entries.items() if name != "__metadata__"))
-        text = json.dumps(entries).encode()
-        path.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
-
-    return spoil
-
-
 BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
 
 
@@ -226,8 +211,8 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
     (text("config.json", "{"), r"config\.json is not valid JSON"),
     (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
         r"does not contain model\.safetensors\. Convert the .* to safetensors: pytorch_model\.bin"),
-    (cut, r"is truncated: it ends before the end of tensor '"),
-    (text("model.safetensors", "PK and more"), r"is not a safetensors file"),
+    (cut, r"model\.safetensors: SafetensorError: Error while deserializing header"),
+    (text("model.safetensors", "PK and more"), r"model\.safetensors: SafetensorError: Error while deserializing header"),
     (config(architectures=["MambaForCausalLM"]),
         r"must contain one of Qwen2ForCausalLM, .*; got \['MambaForCausalLM'\]"),
     (tensors(lambda found: {k: v for k, v in found.items() if "layers.1.mlp.up" not in k}),
@@ -251,9 +236,6 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
     (text("config.json", "[]"), r"/config\.json contains \[\], not a JSON object"),
     (text("generation_config.json", '{"eos_token_id": ["</s>"]}'),
         r"generation_config\.json: 'eos_token_id' must be a token id"),
-    (header(lambda entry: entry.pop("dtype")), r"model\.safetensors: tensor 'model.*': 'dtype' is missing"),
-    (header(lambda entry: entry.update(shape=[96, "16"])), r"safetensors: tensor '.*': invalid shape \[96, '16'\]"),
-    (header(lambda entry: entry.update(data_offsets=[0, 4])), r"tensor '.*': 4 bytes do not match "),
 ])  # fmt: skip
 def test_message_names_the_problem_of_a_directory(spoil, message, checkpoint):
     spoil(checkpoint)
