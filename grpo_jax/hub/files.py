@@ -167,14 +167,11 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(start - 8))
+    header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         if entry["dtype"] not in STORED:
-            raise ValueError(
-                f"{path}: tensor {name!r} must have a dtype among {', '.join(STORED)}; got {entry['dtype']}."
-            )
+            raise ValueError(f"{path}: tensor {name!r} has the dtype {entry['dtype']}, which is not supported.")
         offset = start + entry["data_offsets"][0]
         tensors[name] = _in_file(path, tuple(entry["shape"]), STORED[entry["dtype"]], offset)
     return tensors
