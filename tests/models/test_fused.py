@@ -116,7 +116,7 @@ def test_fused_model_has_the_plain_log_probs_and_gradients():
         return jax.value_and_grad(lambda params: completion_log_probs(model, params, PROMPTS, rows).sum() / 100)(params)
 
     expected, reference = of(model, params)
-    for kind in KINDS:
+    for kind in KINDS[1:]:  # `test_shared_kv` compares a model with "tiles"
         value, grads = of(Transformer(dataclasses.replace(model.config, attention=kind)), params)
         np.testing.assert_allclose(value, expected, rtol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, reference)

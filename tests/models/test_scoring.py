@@ -41,10 +41,9 @@ def whole_logits(model, params, tokens, temperature=1.0, lists=LISTS):
 WEIGHTS = np.random.default_rng(5).standard_normal((3, 4, 6), np.float32)
 
 
-@pytest.mark.parametrize(("chunk", "temperature"), [(1024, 1.0), (7, 0.5)])
-def test_log_probs_equal_full_logits_in_value_and_gradient(chunk, temperature, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", chunk)
+def test_log_probs_equal_full_logits_in_value_and_gradient_in_one_chunk_and_in_several(monkeypatch):
     model, params = tiny_model(layers=1)
+    rows, temperature = completions(), 0.5
 
     def value_and_grad(log_probs):
         def weighted(params):
@@ -54,13 +53,14 @@ def test_log_probs_equal_full_logits_in_value_and_gradient(chunk, temperature, m
         (_, l), grads = jax.jit(jax.value_and_grad(weighted, has_aux=True))(params)
         return l, grads
 
-    rows = completions()
-    l, grads = value_and_grad(lambda *of: completion_log_probs(*of, PROMPTS, rows, temperature=temperature))
     alone = lambda *of: jnp.where(rows.mask, whole_logits(*of, rows.tokens, temperature), 0)
     expected, expected_grads = value_and_grad(alone)
-    np.testing.assert_allclose(l, expected, atol=1e-5)
-    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    jax.tree.map(close, grads, expected_grads)
+    for chunk in (1024, 7):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+        l, grads = value_and_grad(lambda *of: completion_log_probs(*of, PROMPTS, rows, temperature=temperature))
+        np.testing.assert_allclose(l, expected, atol=1e-5)
+        close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+        jax.tree.map(close, grads, expected_grads)
 
 
 def test_gradient_of_a_bfloat16_head_is_summed_in_float32():
