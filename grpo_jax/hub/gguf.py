@@ -21,7 +21,7 @@ from grpo_jax.hub.files import POINTER, Checkpoint, StoredTensor, computed, is_f
 from grpo_jax.hub.gguf_header import NEEDS, Architecture, Header, read_header, read_tokenizer
 from grpo_jax.hub.policy import tokenizer_files
 from grpo_jax.hub.tensors import Tensor, tensor_plan
-from grpo_jax.hub.weights import differences
+from grpo_jax.hub.weights import shape_differences
 from grpo_jax.messages import one_line, some
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.types import Json
@@ -191,7 +191,7 @@ def _find_tensors(
         module, kind = tensor.name.rsplit(".", 1)
         wanted[f"{names.get_name(module) or module}.{kind}"] = tensor
     shapes = {key: file.shape for key, file in files.items() if key not in _FACTORS}
-    if problems := differences({key: tensor.shape for key, tensor in wanted.items()}, shapes):
+    if problems := shape_differences({key: tensor.shape for key, tensor in wanted.items()}, shapes):
         raise ValueError(f"the tensors do not match architecture {name!r}: {problems}.")
     return {each.name: _as_in_hugging_face(each.name, files[key], row, config) for key, each in wanted.items()}
 

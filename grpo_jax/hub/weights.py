@@ -95,7 +95,7 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
             raise ValueError(f"config key {key!r} is {value:,}, but the weights have {most:,} {what}.")
 
 
-def differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+def shape_differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
     """Describe how names and shapes of arrays differ from those that are wanted. Returns "" if they are equal."""
     problems = {
         "missing": [name for name in wanted if name not in found],
@@ -121,7 +121,7 @@ def check_tensors(
     spare = {name for name in inside if any(re.fullmatch(pattern, name) for pattern in family_of(raw).spare)}
     others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and name not in spare]
     found = {name: x.shape for name, x in stored.items() if name in wanted or (name in inside and name in others)}
-    if problems := differences(wanted, found):
+    if problems := shape_differences(wanted, found):
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json does not match the weights: {problems}.")
     check_read({name: stored[name] for name in wanted})
     return others
@@ -142,7 +142,7 @@ def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.
     parts = [part for tensor in plan for part in tensor.parts]
     wanted = {part.path: part.shape if part.expert is None else (part.expert + 1, *part.shape) for part in parts}
     shapes = {"/".join(path): leaf.shape for path, leaf in leaves.items()}
-    if problems := differences({"/".join(path): shape for path, shape in wanted.items()}, shapes):
+    if problems := shape_differences({"/".join(path): shape for path, shape in wanted.items()}, shapes):
         raise ValueError(f"policy.params does not match policy.config: {problems}.")
 
 
