@@ -33,8 +33,6 @@ STORED = {
 }  # fmt: skip
 """Mapping from dtype names in a safetensors header to NumPy dtypes."""
 
-FLOAT32 = STORED["F32"]
-
 READ = ("F32", "F16", "BF16")
 """Supported dtypes of stored parameters, by their names in `STORED`."""
 
@@ -121,7 +119,7 @@ class StoredTensor:
 
 
 def computed(
-    file: Path, shape: tuple[int, ...], rows: Callable[[int, int], np.ndarray], dtype: np.dtype = FLOAT32
+    file: Path, shape: tuple[int, ...], rows: Callable[[int, int], np.ndarray], dtype: np.dtype = STORED["F32"]
 ) -> StoredTensor:
     """Return a tensor whose rows are computed on demand by `rows(first, count)`."""
     width = math.prod(shape[1:])

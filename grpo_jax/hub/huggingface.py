@@ -48,8 +48,6 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Json, Tokenizer
 
-WEIGHT_FILES = ("model.safetensors.index.json", "*.safetensors")
-
 ModelName = str | os.PathLike[str] | Json
 """The name of a model on the hub, a directory, or a config.json (its path or its content)."""
 
@@ -327,8 +325,11 @@ def find_checkpoint(
         if revision is not None:
             raise ValueError(f"revision is {revision!r}, but {str(file)!r} is a GGUF file; omit revision.")
         return file
-    more = ("generation_config.json", *WEIGHT_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES) if weights else ()
-    return find_files("name_or_directory", name_or_directory, ("config.json", *more), revision)
+    patterns = ["config.json"]
+    if weights:
+        patterns += ["generation_config.json", "model.safetensors.index.json", "*.safetensors"]
+        patterns += [*TOKENIZER_FILES, *PROCESSOR_FILES]
+    return find_files("name_or_directory", name_or_directory, patterns, revision)
 
 
 def find_files(

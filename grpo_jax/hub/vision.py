@@ -34,21 +34,6 @@ from grpo_jax.types import Json, Params
 if TYPE_CHECKING:
     from PIL import Image
 
-_IDEFICS3: Mapping[str, tuple[str, ...]] = {
-    "proj": ("model.connector.modality_projection.",),
-    "": ("model.vision_model.",),
-}
-TOWERS: dict[str, Mapping[str, tuple[str, ...]]] = {
-    "Gemma3ForConditionalGeneration": {
-        "mm_": ("multi_modal_projector.", "model.multi_modal_projector."),
-        "": tuple(f"{a}vision_tower.{b}" for a in ("", "model.") for b in ("vision_model.", "")),
-    },
-    "Idefics3ForConditionalGeneration": _IDEFICS3,
-    "SmolVLMForConditionalGeneration": _IDEFICS3,
-    "Qwen2_5_VLForConditionalGeneration": {"": ("visual.", "model.visual.")},
-}
-"""Supported architectures, with a dict from the start of a param's path to possible prefixes of its tensor's name."""
-
 _RENAMED = {
     r"(attn|blocks|layers|merger|mlp)_": r"\1.", r"^layers": "encoder.layers", r"^patch_embed\b": "patch_embed.proj",
     r"^(patch|position)_embedding": r"embeddings.\1_embedding",
@@ -162,7 +147,7 @@ def _stored_name(policy: Policy, path: tuple[str, ...]) -> str:
     for pattern, replacement in _RENAMED.items():
         module = re.sub(pattern, replacement, module)
     name = (module + SUFFIXES.get(path[-1], f".{path[-1]}")).removeprefix(".")
-    parts = TOWERS[_architecture(policy.config)]
+    parts, *_ = ARCHITECTURES[_architecture(policy.config)]
     prefixes = next(prefixes for start, prefixes in parts.items() if path[0].startswith(start))
     return next((prefix + name for prefix in prefixes if prefix + name in policy.extra_tensors), prefixes[0] + name)
 
@@ -170,8 +155,10 @@ def _stored_name(policy: Policy, path: tuple[str, ...]) -> str:
 def _architecture(raw: Json) -> str:
     """Return a model's architecture. Raises ValueError if its images are not supported."""
     name = " ".join(raw.get("architectures") or ["a model without 'architectures' in its config.json"])
-    if name not in TOWERS:
-        raise ValueError(f"{name} does not support images in prompts; use one of these models: {', '.join(TOWERS)}.")
+    if name not in ARCHITECTURES:
+        raise ValueError(
+            f"{name} does not support images in prompts; use one of these models: {', '.join(ARCHITECTURES)}."
+        )
     return name
 
 
@@ -281,13 +268,19 @@ class _Qwen2VL(ImageProcessor):
         return found + np.int32(index - position)
 
 
-PROCESSORS: dict[str, tuple[str, type[ImageProcessor]]] = {
-    "Gemma3ForConditionalGeneration": ("Gemma3ImageProcessor", ImageProcessor),
-    "Idefics3ForConditionalGeneration": ("Idefics3ImageProcessor", _Idefics3),
-    "SmolVLMForConditionalGeneration": ("SmolVLMImageProcessor", _Idefics3),
-    "Qwen2_5_VLForConditionalGeneration": ("Qwen2VLImageProcessor", _Qwen2VL),
+_IDEFICS3 = {"proj": ("model.connector.modality_projection.",), "": ("model.vision_model.",)}
+_GEMMA3 = {
+    "mm_": ("multi_modal_projector.", "model.multi_modal_projector."),
+    "": tuple(f"{a}vision_tower.{b}" for a in ("", "model.") for b in ("vision_model.", "")),
 }
-"""Maps architectures to (name of the image processor's class in transformers, class in this module)."""
+ARCHITECTURES: dict[str, tuple[Mapping[str, tuple[str, ...]], str, type[ImageProcessor]]] = {
+    "Gemma3ForConditionalGeneration": (_GEMMA3, "Gemma3ImageProcessor", ImageProcessor),
+    "Idefics3ForConditionalGeneration": (_IDEFICS3, "Idefics3ImageProcessor", _Idefics3),
+    "SmolVLMForConditionalGeneration": (_IDEFICS3, "SmolVLMImageProcessor", _Idefics3),
+    "Qwen2_5_VLForConditionalGeneration": ({"": ("visual.", "model.visual.")}, "Qwen2VLImageProcessor", _Qwen2VL),
+}
+"""Supported architectures: possible prefixes of a tower's tensors by the start of a param's path, the name of the image
+processor's class in transformers, and the class in this module."""
 
 
 def load_processor(policy: Policy) -> ImageProcessor:
@@ -298,7 +291,7 @@ def load_processor(policy: Policy) -> ImageProcessor:
     """
     policy.check_tokenizer()
     raw, decode, tower = policy.config, policy.tokenizer.decode, tower_config(policy.config)
-    name, kind = PROCESSORS[raw["architectures"][0]]
+    _, name, kind = ARCHITECTURES[_architecture(raw)]
     plain, nested = (json.loads(policy.files.get(file, b"{}")) for file in PROCESSOR_FILES)
     settings = nested.get("image_processor") or plain  # transformers 5 writes only processor_config.json
     if not settings:
