@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 import warnings
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
+import optax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Resume
@@ -74,6 +77,7 @@ def run_identity(
         "sources": reward_sources(run.reward_fns, run.interaction),
         "frozen": fingerprint((as_argument(model), getattr(data.image_encoder, "params", None))),
         "optimizer": "the caller's" if custom_optimizer else "the config's",
+        "update_rule": _update_rule(run.optimizer) if custom_optimizer else None,
         "sampler": "generate" if run.sampler is None else "the caller's",
         "functions": {name: source_of(function) for name, function in functions.items() if function is not None},
         "teacher": None if run.teaching is None else run.teaching.identity,
@@ -89,6 +93,15 @@ def run_identity(
             "cores": count_cores() if [x.platform for x in devices] == ["cpu"] else None,
         },
     }
+
+
+def _update_rule(optimizer: optax.GradientTransformation) -> str | None:
+    """Hash an optimizer's jaxpr, which contains its constants. Returns None if it requires the policy's own params."""
+    params = {"w": np.zeros((2, 2), np.float32)}
+    with contextlib.suppress(Exception):
+        jaxpr = str(jax.make_jaxpr(optimizer.update)(params, optimizer.init(params), params))
+        return hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", jaxpr).encode()).hexdigest()
+    return None
 
 
 def with_saved_recomputation(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
@@ -160,6 +173,8 @@ def warn_of_changes(saved: Json, current: Json) -> None:
                 " use them may change from this step on",
                 stacklevel=2,
             )
+    if saved["versions"] == current["versions"] and saved["update_rule"] != current["update_rule"]:
+        warnings.warn("optimizer: it differs from the run's, for example in its learning rate", stacklevel=2)
     rounding = [name for name, rule in _RULES.items() if rule == "rounding"]
     old, new = (
         which["versions"] | which["machine"] | {name: which["config"].get(name) for name in rounding}

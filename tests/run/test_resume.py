@@ -176,7 +176,7 @@ def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,)
     run = SimpleNamespace(
         config=config, data=encoded(token_ids, rows), policy=tiny_policy().replace(model=model or tiny_policy().model),
         total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1), reward_fns=reward_fns,
-        interaction=answered(tools, environments), sampler=None, teaching=None,
+        interaction=answered(tools, environments), sampler=None, teaching=None, optimizer=optimizer,
         advantage_fn=SimpleNamespace(function=(functions or {}).get("advantage_fn")),
         updater=SimpleNamespace(surrogate=(functions or {}).get("surrogate")),
     )
@@ -362,6 +362,14 @@ def test_changed_columns_warn():
     evaluated = lambda answer: about(eval_ids=[[5]], eval_rows=[{"prompt": "p", "answer": answer}])
     with pytest.warns(UserWarning, match="eval_dataset: the prompts match the run's, but the values of answer differ"):
         warn_of_changes(evaluated(1), evaluated(2))
+
+
+@pytest.mark.quick
+def test_changed_constant_of_an_optimizer_warns():
+    schedule = lambda steps: about(optimizer=optax.adam(optax.linear_schedule(0.1, 0, steps)))
+    warn_of_changes(schedule(5), schedule(5))
+    with pytest.warns(UserWarning, match="optimizer: it differs from the run's, for example in its learning rate"):
+        warn_of_changes(schedule(5), schedule(6))
 
 
 @pytest.mark.quick
