@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ import numpy as np
 
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import show
+from grpo_jax.text.calls import parse_arguments
 from grpo_jax.text.completions import common_length, special_tokens
 from grpo_jax.text.images import ImageSource, assign_images, encode_texts, has_images, image_parts
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, template_messages
@@ -286,7 +286,9 @@ class _Encoder:
         return _Example(ids, [all(mask[i] for mask in used) for i in range(len(ids))])
 
     def encode_messages(self, row: Row, columns: tuple[str, ...], where: str) -> _Example:
-        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+        tools = parse_arguments(row.get("tools") or None)  # "" and [] stand for no tools
+        if isinstance(tools, str):
+            raise ValueError(f"{where} has {show(tools)} as 'tools'; use a list of schemas, or one as JSON")
         keywords: Json = {**(self.config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
         keywords = {**keywords, "tools": tools} if tools else keywords
         whole = [message for name in columns for message in row[name]]

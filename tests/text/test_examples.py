@@ -104,6 +104,9 @@ def test_learned_part_of_messages():
 def test_unsupported_templates_and_rows_are_refused():
     with pytest.raises(ValueError, match=r"up to message 1 differently on their own .*generation %\} … "):
         learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
+    assert learned([{"messages": TALK, "tools": ""}], chatting(CHAT))
+    with pytest.raises(ValueError, match="dataset row 0 has 'add' as 'tools'; use a list of schemas, or one as JSON"):
+        learned([{"messages": TALK, "tools": "add"}], chatting(CHAT))
     with pytest.raises(ValueError, match="dataset row 0 contains no assistant tokens"):
         learned([{"messages": TALK[:1]}], chatting(CHAT), assistant_only_loss=True)
     with pytest.raises(ValueError, match="assistant_only_loss=True requires messages in dataset row 0"):
