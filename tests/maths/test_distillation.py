@@ -45,7 +45,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_value_and_gradient_equal_the_closed_forms(kind):
     of = lambda theta: divergence(jax.nn.log_softmax(theta), jnp.log(jnp.asarray(Q)), kind=kind, alpha=0.3)
-    value, gradient = jax.value_and_grad(of)(jnp.asarray(THETA, jnp.float32))
+    value, gradient = jax.jit(jax.value_and_grad(of))(jnp.asarray(THETA, jnp.float32))
     np.testing.assert_allclose(value, VALUES[kind], atol=1e-6)
     np.testing.assert_allclose(gradient, GRADIENTS[kind], atol=1e-6)
 
@@ -61,7 +61,7 @@ def test_sampled_divergence_is_the_reverse_kl_in_expectation(old):
         far = sampled_divergence(l, l_old, jnp.log(jnp.asarray(Q))[:, None], jnp.ones((5, 1)))
         return jnp.sum(jnp.asarray(drawn_by) * far[:, 0])
 
-    value, gradient = jax.value_and_grad(of)(jnp.asarray(THETA, jnp.float32))
+    value, gradient = jax.jit(jax.value_and_grad(of))(jnp.asarray(THETA, jnp.float32))
     np.testing.assert_allclose(value, VALUES["reverse_kl"], atol=1e-6)
     np.testing.assert_allclose(gradient, GRADIENTS["reverse_kl"], atol=1e-6)
 
@@ -78,7 +78,7 @@ def test_divergences_ignore_the_effect_of_a_token_on_later_states():
             visits = jnp.concatenate([jnp.ones(1), jax.lax.stop_gradient(jnp.exp(log_p[0]))])
             return jnp.sum(visits * per_state(log_p))
 
-        return jax.grad(of)(jnp.asarray(logits, jnp.float32))
+        return jax.jit(jax.grad(of))(jnp.asarray(logits, jnp.float32))
 
     def sampled(log_p):
         ones = jnp.ones(log_p.shape)
@@ -90,7 +90,7 @@ def test_divergences_ignore_the_effect_of_a_token_on_later_states():
 
     full = expected(lambda log_p: divergence(log_p, log_q))
     np.testing.assert_allclose(expected(sampled), full, atol=1e-6)
-    assert np.abs(jax.grad(whole)(jnp.asarray(logits, jnp.float32)) - full).max() > 1e-2
+    assert np.abs(jax.jit(jax.grad(whole))(jnp.asarray(logits, jnp.float32)) - full).max() > 1e-2
 
 
 def test_jsd_converges_to_either_kl():
@@ -138,7 +138,7 @@ def test_divergence_is_finite_for_excluded_tokens(kind):
 def test_masked_tokens_do_not_affect_the_distillation_loss():
     l, mask = jnp.array([[-1.0, jnp.nan]]), jnp.array([[1, 0]])
     of = lambda l: distillation_loss_terms(sampled_divergence(l, l, jnp.array([[-2.0, jnp.inf]]), mask), mask)[0]
-    value, gradient = jax.value_and_grad(of)(l)
+    value, gradient = jax.jit(jax.value_and_grad(of))(l)
     assert float(value) == pytest.approx(1.0)
     np.testing.assert_array_equal(gradient, [[1.0, 0.0]])
 
@@ -159,7 +159,7 @@ def test_losses_of_parts_add_up_to_the_loss_of_the_batch(loss_type):
 
 
 def assert_golden(name, function):
-    value, gradient = jax.value_and_grad(function)(jnp.asarray(GOLDEN["logits"]))
+    value, gradient = jax.jit(jax.value_and_grad(function))(jnp.asarray(GOLDEN["logits"]))
     np.testing.assert_allclose(value, GOLDEN[name], rtol=1e-5)
     np.testing.assert_allclose(gradient, GOLDEN[f"{name}/gradient"], atol=1e-6)
 
@@ -202,5 +202,5 @@ def test_sampled_divergence_has_the_gradient_of_trl():
         far = sampled_divergence(take(jax.nn.log_softmax(logits)), None, take(TEACHER), GOLDEN["mask"])
         return distillation_loss_terms(far, COMPARED, loss_type="grpo")[0]
 
-    gradient = jax.grad(of)(jnp.asarray(GOLDEN["logits"]))
+    gradient = jax.jit(jax.grad(of))(jnp.asarray(GOLDEN["logits"]))
     np.testing.assert_allclose(gradient, GOLDEN["sdpo_sampled/gradient"], atol=1e-6)

@@ -43,7 +43,7 @@ def reference_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=No
 @pytest.mark.parametrize("vocab", [7, 100])
 def test_processed_distribution_equals_its_definition(name, vocab):
     logits = np.random.default_rng(vocab).normal(size=vocab) * 2
-    probs = jax.nn.softmax(process_logits(jnp.array(logits), Sampling(**SETTINGS[name])))
+    probs = jax.jit(lambda x: jax.nn.softmax(process_logits(x, Sampling(**SETTINGS[name]))))(logits)
     np.testing.assert_allclose(probs, reference_distribution(logits, **SETTINGS[name]), atol=2e-6)
 
 
