@@ -23,6 +23,22 @@ def in_few_colors(picture):
     return base64.b64encode(out.getvalue()).decode()
 
 
+def in_one_text(outputs, directory):
+    """Join the lines that rich prints, each an output with HTML, to plain text with paths relative to `directory`."""
+    from nbformat.v4 import new_output
+
+    joined = []
+    for output in outputs:
+        if "<pre" in output.get("data", {}).get("text/html", ""):
+            text = output["data"]["text/plain"].replace(f"{directory}/", "").replace(str(Path.home()), "~")
+            output = new_output("stream", text=text)
+        if joined and output["output_type"] == joined[-1]["output_type"] == "stream":
+            joined[-1]["text"] += output["text"]
+        else:
+            joined.append(output)
+    return joined
+
+
 def executed(notebook, directory):
     """Run a notebook in a directory and return it with its outputs."""
     import nbformat
@@ -34,7 +50,7 @@ def executed(notebook, directory):
     for cell in made.cells:
         cell.metadata = {}
         if cell.cell_type == "code":  # drop warnings, which depend on the installed packages
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs = in_one_text((one for one in cell.outputs if one.get("name") != "stderr"), directory)
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 output["data"]["image/png"] = in_few_colors(output["data"]["image/png"])
