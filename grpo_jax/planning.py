@@ -33,7 +33,7 @@ from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.programs import copies
 from grpo_jax.run.images import encode_call
-from grpo_jax.run.memory import abstract_arrays, added_bytes, decide_checkpointing, rollout_call
+from grpo_jax.run.memory import abstract_arrays, added_bytes, decide_checkpointing, rollout_call, update_calls
 from grpo_jax.run.placement import with_settings
 from grpo_jax.run.prepare import derive_run
 from grpo_jax.run.run import BaseRun, Run
@@ -41,7 +41,6 @@ from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Batch, Json, Params, PromptImages, as_argument
-from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.summary import short_number
 
@@ -242,7 +241,7 @@ def _last_error(stderr: str) -> str:
 
 def _check(raw: Json, config: Config, loading: Loading) -> None:
     """Raise ValueError if `train` would reject the model or the settings on the devices of the mesh."""
-    raise_all("this plan", list(config.device_problems(math.prod((config.mesh or {}).values()))))
+    raise_all("this plan", list(config.device_problems()) if isinstance(config, GRPOConfig) else [])
     loading.check(raw)
 
 
@@ -360,8 +359,7 @@ def _derive(policy: Policy, config: Config, mesh: jax.sharding.Mesh, prompt_leng
     if config.max_length is None:
         raise ValueError("max_length must be set to plan a run; use the length of the longest example in tokens.")
     examples = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
-    context = policy.model.config.max_position_embeddings
-    return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length, context=context)
+    return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length)
 
 
 def _with_images(run: BaseRun) -> BaseRun:

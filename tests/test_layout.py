@@ -184,4 +184,4 @@ def test_test_files_have_a_quick_test_and_distinct_names():
     files = [*Path(__file__).parent.rglob("*.py")]
     assert len({path.name for path in files}) == len(files)
     slow = {path.name for path in files if path.name.startswith("test_") and "mark.quick" not in path.read_text()}
-    assert slow == {"test_two_processes.py", "test_training_variants.py", "test_rehearse.py"}, "whole runs"
+    assert slow == {"test_two_processes.py", "test_rehearse.py"}, "whole runs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -12,7 +13,7 @@ import numpy as np
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.rollout.generate import generate
+from grpo_jax.run.collect import sample
 from grpo_jax.run.images import with_encoder, without_image_token
 from grpo_jax.run.placement import shape_of, with_settings
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
@@ -89,34 +90,29 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bo
 
 def _answer(policy: Policy, config: GRPOConfig, row: Row, index: int) -> str:
     """Sample, print and return a completion for a row's prompt. `index` is folded into the PRNG key."""
-    data = encode_rows(policy, [row], config, None, "the prompt,")
+    data = encode_rows(policy, config, None, [row], "the prompt,")
     data = with_encoder(policy, {"": data}, params=policy.params)[""]
     policy = without_image_token(policy) if data.images else policy
     check_tokens(policy, data, 1)
     if index == 0:
         kwargs = config.chat_template_kwargs
         warn_of_tokens(data, policy, "the prompt", ends=TurnEnds.of(config), template_kwargs=kwargs)
-    ids, shape, most = data.token_ids, shape_of(policy), config.max_completion_length
-    printer = Printer(policy.tokenizer, preceding_text(policy.tokenizer, row["prompt"], ids[0]))
-    completions = generate(
-        policy.model,
+    (ids,), shape = data.token_ids, shape_of(policy)
+    if shape is not None:
+        most = min(config.max_completion_length, shape.max_position_embeddings - len(ids))
+        config = dataclasses.replace(config, max_completion_length=most)
+    printer = Printer(policy.tokenizer, preceding_text(policy.tokenizer, row["prompt"], ids))
+    completions = sample(
+        policy,
         policy.params,
-        data.prompts([0], length=-(-len(ids[0]) // config.padding) * config.padding),
+        data,
+        [0],
         jax.random.key(config.seed),
-        num_generations=1,
-        max_completion_length=most if shape is None else min(most, shape.max_position_embeddings - len(ids[0])),
-        temperature=config.eval_temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        eos_token_ids=policy.eos_token_ids,
-        stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
-        max_turn_length=config.max_turn_length,
-        tokenizer=policy.tokenizer,
-        pad_token_id=policy.pad_token_id,
+        dataclasses.replace(config, num_generations_eval=1),
         prompt_indices=np.array([index]),
+        prompt_length=config.padded(len(ids)),
+        evaluation=True,
         on_tokens=printer,
-    )
+    ).completions
     printer(np.asarray(completions.tokens), np.asarray(completions.mask), whole=True)
     return printer.text

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from grpo_jax.cli.keys import GROUPS
 from grpo_jax.messages import nearest
+from grpo_jax.run import distributed
 
 COMMANDS = {
     "init": "Create a small example run to edit: a RUN.yaml, ten rows, a reward function and a tiny model.",
@@ -97,7 +98,7 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
     resume = add("resume", "RUN_DIR [OPTIONS]")
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run started by `grpo-jax train`")
     for command in (train, resume):
-        _add_processes(command)
+        distributed.add_flags(command)
 
     plan = add("plan", "[RUN.yaml] [OPTIONS]")
     plan_help = "the run; if omitted, --model and other keys describe it"
@@ -127,17 +128,6 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
     from_trl.add_argument("script", metavar="SCRIPT.yaml", help=script_help)
     from_trl.add_argument("--out", metavar="RUN.yaml", help="output file; default standard output")
     return parser, commands.choices
-
-
-def _add_processes(parser: _Parser) -> None:
-    """Add the same flags as `run.distributed.add_flags`, which cannot be used here since its module imports jax."""
-    detected = "use several processes, detected from Slurm, TPU pods, Kubernetes or MPI"
-    parser.add_argument("--distributed", choices=["auto"], help=detected)
-    address = "use several processes; address of process 0"
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help=address)
-    parser.add_argument("--num-processes", type=int, metavar="N", help="with --coordinator: number of processes")
-    index = "with --coordinator: index of this process, from 0 to N - 1"
-    parser.add_argument("--process-id", type=int, metavar="I", help=index)
 
 
 def _version() -> str:
@@ -180,7 +170,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from grpo_jax.cli import commands
     from grpo_jax.rewards.contract import RewardError
-    from grpo_jax.run import distributed
 
     try:
         getattr(commands, arguments.command.replace("-", "_"))(arguments)

@@ -231,9 +231,9 @@ class GRPOConfig(Settings):
         """Number of completions per prompt in evaluation."""
         return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
 
-    def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Compute the batch sizes for `num_devices` devices. None uses the size of `mesh`, or 1 without a mesh."""
-        shards, group = self.data_shards(num_devices), self.num_generations
+    def sizes(self) -> Sizes:
+        """Compute the batch sizes for the devices in `mesh`, or for one device without a mesh."""
+        shards, group = self.data_shards(), self.num_generations
         raise_all("GRPOConfig", list(self.split_problems(shards)))
         micro = self.per_device_train_batch_size * shards
         steps = self.steps_per_generation or self.gradient_accumulation_steps
@@ -252,11 +252,11 @@ class GRPOConfig(Settings):
             micro_completions=micro_completions,
         )
 
-    def max_prompts(self, num_devices: int | None = None) -> int | None:
+    def max_prompts(self) -> int | None:
         """Return the maximum number of prompts, with refills, used in `max_steps` steps, or None if it is not set."""
         if self.max_steps <= 0:
             return None
-        sizes = self.sizes(num_devices)
+        sizes = self.sizes()
         iterations = math.ceil(self.max_steps / sizes.updates)
         return iterations * sizes.prompts * (1 + MAX_REFILLS if self.dynamic_sampling else 1)
 
@@ -307,13 +307,12 @@ class GRPOConfig(Settings):
                 f" completions ({product}); {nearest_sizes(batch, lambda size: size % update == 0)}"
             )
 
-    def device_problems(self, num_devices: int) -> Iterator[str]:
-        """Yield error messages about batch sizes and a mesh that are incompatible with the number of devices."""
-        shards, group = self.data_shards(num_devices), self.num_generations
+    def device_problems(self) -> Iterator[str]:
+        """Yield error messages about batch sizes that are incompatible with the mesh."""
+        shards, group = self.data_shards(), self.num_generations
         yield from self.split_problems(shards)
         if shards > 1 and self.rollout_batch_size is not None and self.rollout_batch_size < shards * group:
             yield (
                 f"{shown(self, 'rollout_batch_size')}: must hold a group of num_generations = {group} for each of"
                 f" the {shards} devices that prompts are sharded over; use {shards * group} or more, or None"
             )
-        yield from super().device_problems(num_devices)

@@ -213,42 +213,29 @@ class Settings:
         values = dataclasses.asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def sizes(self, num_devices: int | None = None) -> Sizes:
-        """Compute the batch sizes for `num_devices` devices. None uses the size of `mesh`, or 1 without a mesh."""
+    def sizes(self) -> Sizes:
+        """Compute the batch sizes for the devices in `mesh`, or for one device without a mesh."""
         raise NotImplementedError
 
-    def data_shards(self, num_devices: int | None = None) -> int:
+    def data_shards(self) -> int:
         """Return the number of shards that prompts are split into: the devices divided by the size of "tensor"."""
-        mesh = self.mesh or {}
-        devices = math.prod(mesh.values()) if num_devices is None else num_devices
-        return max(devices // mesh.get("tensor", 1), 1)
+        return math.prod(size for axis, size in (self.mesh or {}).items() if axis != "tensor")
 
-    def device_problems(self, num_devices: int) -> Iterator[str]:
-        """Yield error messages about settings that are incompatible with the number of devices."""
-        if self.mesh is not None and math.prod(self.mesh.values()) != num_devices:
-            product = " × ".join(str(size) for size in self.mesh.values())
-            yield (
-                f"{shown(self, 'mesh')}: specifies {product} devices, but this run has {num_devices}; use sizes whose"
-                f" product is {num_devices}, or None for one device"
-            )
-
-    def total_steps(self, num_rows: int, num_devices: int | None = None) -> int:
+    def total_steps(self, num_rows: int) -> int:
         """Return the number of optimizer steps: `max_steps`, or the steps in ceil(epochs × rows / B) iterations."""
         if self.max_steps > 0:
             return self.max_steps
-        sizes = self.sizes(num_devices)
+        sizes = self.sizes()
         return math.ceil(round(self.num_train_epochs * num_rows / sizes.prompts, 9)) * sizes.updates
 
     def total_warmup_steps(self, total_steps: int) -> int:
         """Return the number of warm-up steps. `warmup_steps` below 1 is a fraction of `total_steps`, rounded up."""
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)
 
-    @property
-    def padding(self) -> int:
-        """Padding granularity in tokens: prompts or examples are padded to a multiple of it."""
-        if isinstance(self.pad_to_multiple_of, int):
-            return self.pad_to_multiple_of
-        return 32 if self.pad_to_multiple_of == "auto" else 1
+    def padded(self, length: int) -> int:
+        """Round the length of a prompt or example in tokens up to a multiple of `pad_to_multiple_of`."""
+        multiple = 32 if self.pad_to_multiple_of == "auto" else self.pad_to_multiple_of or 1
+        return -(-length // multiple) * multiple
 
     def logs_at(self, step: int) -> bool:
         """Return whether to log metrics after this optimizer step. The last step is always logged."""

@@ -88,9 +88,9 @@ class SFTConfig(Settings):
         """T, the length of completions in batch arrays. An example's first token is its prompt and is not predicted."""
         return (self.max_length or 2) - 1
 
-    def sizes(self, num_devices: int | None = None) -> Sizes:
+    def sizes(self) -> Sizes:
         """Compute the batch sizes in examples, or in blocks if `packing` is True."""
-        micro = self.per_device_train_batch_size * self.data_shards(num_devices)
+        micro = self.per_device_train_batch_size * self.data_shards()
         count = micro * self.gradient_accumulation_steps
         return Sizes(
             prompts=count,

@@ -5,8 +5,8 @@ checkpoints/40/   params   the trained params, the only part needed for export
                   rest     the other fields of `TrainState`: optimizer, old policy, reference, master params, key, …
                   batch    the current batch, if not all of its updates are done
                   ahead    completions for the next iteration, already sampled from an earlier policy (`rollout_ahead`)
-                  told     their engine's metrics and, with several turns, their transcript, as UTF-8 encoded JSON
-                  JSON metadata: the host-side counters and the run's description (`resume.run_identity`)
+                  JSON metadata: the host-side counters, the run's description (`resume.run_identity`), and the
+                           transcript of the completions in `ahead`
 ```
 
 The teacher and the adapters' frozen base model are not stored, but resuming checks that they are unchanged.
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from grpo_jax.config.sft import Config
 from grpo_jax.messages import one_line
@@ -45,7 +44,7 @@ from grpo_jax.watch.monitor import Progress
 
 RESUME = ("auto", "must", "never", "changed")
 
-_OPTIONAL = {"batch": Batch, "ahead": Completions, "told": jax.Array}
+_OPTIONAL = {"batch": Batch, "ahead": Completions}
 
 
 class Restored(NamedTuple):
@@ -57,7 +56,7 @@ class Restored(NamedTuple):
     progress: Progress | None = None
     batch: Batch | None = None
     prefetched: Completions | None = None
-    transcript: np.ndarray | None = None
+    transcript: Json | None = None
 
 
 class Checkpoints:
@@ -120,7 +119,7 @@ class Checkpoints:
         progress: Progress,
         batch: Batch | None,
         prefetched: Completions | None = None,
-        transcript: np.ndarray | None = None,
+        transcript: Json | None = None,
     ) -> None:
         """Wait for the previous save, then start writing a checkpoint. Does nothing if this step is already saved."""
         if self._checkpointer is None:
@@ -133,10 +132,11 @@ class Checkpoints:
         self.wait()
         _trim_heap()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        pending = dict(zip(_OPTIONAL, (batch, prefetched, transcript), strict=True))
+        pending = dict(zip(_OPTIONAL, (batch, prefetched), strict=True))
         arrays |= {name: split(tree, mesh_of(state.params)) for name, tree in pending.items() if tree is not None}
         shapes = {name: shapes_of(tree) for name, tree in pending.items()}
-        metadata = {"run": self._identity, "progress": dataclasses.asdict(progress), **shapes}
+        counters = {"progress": dataclasses.asdict(progress), "transcript": transcript}
+        metadata = {"run": self._identity, **counters, **shapes}
         self._metrics = progress.metrics
         with self._as_os_error(progress.step):
             response = self._checkpointer.save_checkpointables_async(
@@ -296,8 +296,8 @@ class Checkpoints:
         with context:
             found = ocp.load_checkpointables(self._directory / str(step), wanted)
         state = found["rest"].replace(params=found["params"])
-        batch, prefetched, transcript = (fetch(found.get(name)) for name in _OPTIONAL)
-        return Restored(state, Progress(**stored["progress"]), batch, prefetched, transcript)
+        batch, prefetched = (fetch(found.get(name)) for name in _OPTIONAL)
+        return Restored(state, Progress(**stored["progress"]), batch, prefetched, stored.get("transcript"))
 
     def _rename_unreadable(self, unreadable: Mapping[int, str], good: int) -> None:
         """Rename unreadable checkpoints and warn. Otherwise, the run could not save these steps again."""

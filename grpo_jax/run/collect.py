@@ -29,15 +29,20 @@ from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, compute_rewards, means_of
 from grpo_jax.rewards.contract import TrainerState, check_metrics, reward_names
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.rollout.generate import generate
+from grpo_jax.rollout.generate import OnTokens, generate
 from grpo_jax.run.policy_checks import check_positions
-from grpo_jax.run.rollout_result import RolloutResult
-from grpo_jax.run.rollout_rewards import completion_records, gather_rewards, refill_groups, rollout_metrics
+from grpo_jax.run.rollout_result import (
+    RolloutResult,
+    completion_records,
+    gather_rewards,
+    refill_groups,
+    rollout_metrics,
+)
 from grpo_jax.run.run import Run
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.text.rows import is_conversation
-from grpo_jax.types import Batch, Completions, Params, Prompts, RewardFn, Tokenizer
+from grpo_jax.types import Batch, Completions, Json, Params, Prompts, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
 
 if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
@@ -87,8 +92,8 @@ class OnDemandRollouts:
         """Mark the current iteration as completed: advance `cursor` to `next_cursor`."""
         self.cursor = self.next_cursor
 
-    def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
-        """Return the prefetched completions and their transcript as arrays for a checkpoint, or (None, None)."""
+    def to_checkpoint(self) -> tuple[Completions | None, Json | None]:
+        """Return the prefetched completions and their transcript for a checkpoint, or (None, None)."""
         return None, None
 
     def close(self) -> None:
@@ -279,12 +284,14 @@ def sample(
     interaction: Interaction | None = None,
     sampler: Sampler | None = None,
     interrupt: Callable[[], None] = lambda: None,
+    on_tokens: OnTokens | None = None,
 ) -> RolloutResult:
     """Sample completions for the rows of `data` at `row_indices`, with `generate` or with the engine `sampler`.
 
     The sampling keys are derived from `prompt_indices` [B]. P is `prompt_length`, or larger if an environment makes a
     prompt longer. `evaluation` selects the evaluation settings. `interaction` has the tools and environments for
     multi-turn completions. `interrupt` is called every few tokens. An exception that it raises stops the sampling.
+    `on_tokens` is passed to `generate`.
     """
     ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     generate_fn: Callable[..., Completions] = generate
@@ -316,6 +323,7 @@ def sample(
             batch_size=None if evaluation else config.rollout_batch_size,
             answer_turn=answer_turn,
             interrupt=interrupt,
+            on_tokens=on_tokens,
             on_host=True,
         )
 
@@ -325,7 +333,7 @@ def sample(
     else:
         from grpo_jax.run.multi_turn import sample_episodes
 
-        result = sample_episodes(interaction, complete, data, row_indices, g, prompt_length, config.padding)
+        result = sample_episodes(interaction, complete, data, row_indices, g, prompt_length)
     return result._replace(metrics=dict(getattr(sampler, "last_metrics", {})))
 
 

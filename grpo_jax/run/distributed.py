@@ -16,8 +16,6 @@ import os
 import sys
 from types import TracebackType
 
-import jax
-
 SILENCE = 30
 """Seconds without a heartbeat after which a process is considered dead (JAX's default is 100)."""
 
@@ -26,12 +24,13 @@ _statuses: list[int] = []  # exit status, if an error ends this process
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `start` reads to a script's parser."""
-    group = parser.add_argument_group("multi-process runs")
-    detected = "detect the processes from Slurm, a TPU pod, Kubernetes or MPI"
-    group.add_argument("--distributed", choices=["auto"], help=detected)
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0; the same in all processes")
-    group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-    group.add_argument("--process-id", type=int, metavar="I", help="index of this process, from 0 to N - 1")
+    detected = "use several processes, detected from Slurm, TPU pods, Kubernetes or MPI"
+    parser.add_argument("--distributed", choices=["auto"], help=detected)
+    address = "use several processes; address of process 0"
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help=address)
+    parser.add_argument("--num-processes", type=int, metavar="N", help="with --coordinator: number of processes")
+    index = "with --coordinator: index of this process, from 0 to N - 1"
+    parser.add_argument("--process-id", type=int, metavar="I", help=index)
 
 
 def start(arguments: argparse.Namespace) -> None:
@@ -68,6 +67,8 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         most = num_processes - 1
         raise ValueError(f"process_id must be from 0 to {most} with {num_processes} processes; got {process_id}")
+    import jax  # not at the top: `add_flags` must not load it
+
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=SILENCE)
@@ -84,6 +85,8 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
 
 def end_by_error(status: int = 1) -> None:
     """Make this process exit without waiting for the others. By default, JAX waits for five minutes."""
+    import jax
+
     if jax.distributed.is_initialized():
         _statuses.append(status)
 
@@ -101,6 +104,8 @@ def _leave() -> None:
 
 def _explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Print an uncaught exception as Python does, followed by a hint to check the other processes for the cause."""
+    import jax
+
     end_by_error(130 if issubclass(kind, KeyboardInterrupt) else 1)
     sys.__excepthook__(kind, error, traceback)
     print(

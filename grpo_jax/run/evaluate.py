@@ -22,7 +22,7 @@ from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.images import check_text_only, with_encoder, without_image_token
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
 from grpo_jax.run.prepare import encode_rows
-from grpo_jax.run.rollout_rewards import completion_records, gather_rewards, join_rewards
+from grpo_jax.run.rollout_result import completion_records, gather_rewards, join_rewards
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, named_datasets
@@ -145,7 +145,7 @@ def evaluate_rows(
     interaction = turns.make_interaction(
         policy.tokenizer, policy.eos_token_ids, rows, config, tools=tools, environment_factory=environment_factory
     )
-    encoded = {name: encode_rows(policy, some, config, interaction, "dataset") for name, some in by_part.items()}
+    encoded = {name: encode_rows(policy, config, interaction, some, "dataset") for name, some in by_part.items()}
     data = join_prompts(with_encoder(policy, encoded, mesh_of(params), params))
     policy = policy if data.images is None else without_image_token(policy)
     fns = turns.with_environments(as_list(reward_fns), interaction)
@@ -210,7 +210,7 @@ def evaluate_encoded(
                 key,
                 config,
                 prompt_indices=np.array(at),
-                prompt_length=-(-longest // config.padding) * config.padding,
+                prompt_length=config.padded(longest),
                 evaluation=True,
                 interaction=interaction,
                 sampler=sampler,

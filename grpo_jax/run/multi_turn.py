@@ -33,13 +33,12 @@ def sample_episodes(
     rows: Sequence[int],
     num_generations: int,
     prompt_length: int,
-    padding: int,
 ) -> RolloutResult:
     """Sample multi-turn completions for the given rows of `data`. `complete` calls `generate` or an engine."""
     reset_rows = [data.rows[i] for i in rows]
     with Episodes(interaction, reset_rows, num_generations, rows) as episodes:
         reset_rows = episodes.reset(reset_rows)
-        prompts = episode_prompts(interaction, data, rows, reset_rows, length=prompt_length, padding=padding)
+        prompts = episode_prompts(interaction, data, rows, reset_rows, length=prompt_length)
         episodes.set_prompts(reset_rows, prompts)
         completions = complete(prompts, episodes)
         tokens, mask = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (completions.tokens, completions.mask))
@@ -49,17 +48,11 @@ def sample_episodes(
 
 
 def episode_prompts(
-    interaction: Interaction,
-    data: EncodedPrompts,
-    rows: Sequence[int],
-    reset_rows: Sequence[Row],
-    *,
-    length: int,
-    padding: int,
+    interaction: Interaction, data: EncodedPrompts, rows: Sequence[int], reset_rows: Sequence[Row], *, length: int
 ) -> Prompts:
     """Return encoded prompts for `reset_rows`. Prompts that an environment's `reset` changed are encoded again.
 
-    P is `length` if all prompts fit, else the longest prompt's length rounded up to a multiple of `padding`.
+    P is `length` if all prompts fit, else the longest prompt's padded length.
     """
     ids = []
     for i, row in zip(rows, reset_rows, strict=True):
@@ -75,7 +68,7 @@ def episode_prompts(
                 argument="after reset,",
             ).token_ids[0]
         ids.append(encoded)
-    longest = -(-max(map(len, ids)) // padding) * padding
+    longest = interaction.config.padded(max(map(len, ids)))
     return data.prompts(rows, length=max(length, longest), token_ids=ids)
 
 

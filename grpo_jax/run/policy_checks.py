@@ -1,12 +1,15 @@
-"""Validation of policies and tokenized rows, shared by `train`, `sft`, `evaluate` and `chat`."""
+"""Validation of policies, tokenized rows and settings, shared by `train`, `sft`, `evaluate` and `chat`."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from grpo_jax.config.checks import position_problems
+from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.fields import nearest_sizes
+from grpo_jax.config.settings import shown
+from grpo_jax.config.sft import Config
 from grpo_jax.messages import show
 from grpo_jax.models.layers import is_quantized
 from grpo_jax.policy import Policy
@@ -74,10 +77,77 @@ def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: in
 
 def check_positions(policy: Policy, longest_prompt: int, max_completion_length: int, prefix: str = "") -> None:
     """Raise ValueError if prompts and completions need more positions than the policy's model has."""
+    for problem in _position_problems(policy, longest_prompt, max_completion_length):
+        raise ValueError(prefix + problem)
+
+
+def _position_problems(policy: Policy, longest_prompt: int, max_completion_length: int) -> Iterator[str]:
+    """Yield an error message if prompts and completions need more positions than the policy's model has."""
     shape = shape_of(policy)
-    if shape is not None:
-        for problem in position_problems(longest_prompt, max_completion_length, shape.max_position_embeddings):
-            raise ValueError(prefix + problem)
+    if shape is None or longest_prompt + max_completion_length <= shape.max_position_embeddings:
+        return
+    left = shape.max_position_embeddings - longest_prompt
+    fix = (
+        f"use {left} or less, or shorter prompts"
+        if left > 0
+        else "the prompts leave no room for completions: shorten them, drop long ones (max_prompt_length with"
+        ' on_long_prompt="drop"), or use a model with a longer context'
+    )
+    yield (
+        f"max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens, this"
+        f" exceeds the model's {shape.max_position_embeddings} positions; {fix}"
+    )
+
+
+def run_problems(
+    policy: Policy, config: Config, *, longest: int, has_eval_data: bool, num_reward_fns: int = 0
+) -> list[str]:
+    """Return an error message for each setting that is incompatible with a run's data, devices or model.
+
+    `longest` is the number of tokens in the longest prompt or, for SFT, the longest example.
+    """
+    shape, problems = shape_of(policy), list[str]()
+    if isinstance(config, GRPOConfig):
+        problems += config.device_problems()
+        problems += _sampling_problems(config, num_reward_fns, has_eval_data=has_eval_data)
+        problems += _position_problems(policy, longest, config.max_completion_length)
+    elif shape is not None and longest > shape.max_position_embeddings:
+        problems.append(
+            f"{shown(config, 'max_length')}: the longest example has {longest} tokens, but the model has only"
+            f" {shape.max_position_embeddings} positions; use max_length={shape.max_position_embeddings} or less"
+        )
+    by_evaluation = (config.metric_for_best_model or "").startswith("eval/")
+    if not has_eval_data and (config.eval_steps is not None or by_evaluation):
+        name = "metric_for_best_model" if config.eval_steps is None else "eval_steps"
+        function = "train" if isinstance(config, GRPOConfig) else "sft"
+        problems.append(f"{shown(config, name)}: needs an evaluation dataset; pass eval_dataset to {function}")
+    if config.router_aux_loss_coef and (shape is None or not shape.num_experts):
+        name = "router_aux_loss_coef"
+        problems.append(f"{shown(config, name)}: the model is not a mixture of experts; set it to None")
+    return problems
+
+
+def check_best_metric(config: Config, names: Iterable[str]) -> None:
+    """Raise ValueError if `metric_for_best_model` is an evaluation metric whose name is not in `names`."""
+    metric, known = config.metric_for_best_model or "", [f"eval/{name}" for name in names]
+    if metric.startswith("eval/") and metric not in known:
+        raise ValueError(f"metric_for_best_model must be an evaluation metric ({', '.join(known)}); got {metric!r}")
+
+
+def _sampling_problems(config: GRPOConfig, num_reward_fns: int, *, has_eval_data: bool) -> Iterator[str]:
+    """Yield error messages about the number of reward weights and the evaluation batch size."""
+    if config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
+        functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns != 1)}"
+        yield (
+            f"{shown(config, 'reward_weights')}: got {len(config.reward_weights)} weights for {functions};"
+            " pass one weight per function, or None for 1.0 each"
+        )
+    batch, group = config.per_device_eval_batch_size, config.eval_generations
+    if has_eval_data and batch % group:
+        yield (
+            f"{shown(config, 'per_device_eval_batch_size')}: must be a multiple of the group size {group}"
+            f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
+        )
 
 
 def warn_of_tokens(

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import optax
 
-from grpo_jax.config.checks import check_best_metric, run_problems
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.config.sft import SFTConfig
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import ErrorList, show
 from grpo_jax.models.devices import compute_dtype, memory_of
-from grpo_jax.models.sharding import mesh_of
 from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import arguments_of, as_list, check_reward_fns, eval_names, reward_names
-from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.images import check_text_only, with_encoder, with_tower
+from grpo_jax.rollout.ends import BY_EOS, TurnEnds
+from grpo_jax.run.images import Encoded, check_text_only, with_encoder, with_tower
 from grpo_jax.run.kept_programs import keep_programs
-from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
-from grpo_jax.run.policy_checks import check_ends, check_is_policy, check_policy, check_tokens, warn_of_tokens
+from grpo_jax.run.placement import place_policy, run_mesh, with_settings
+from grpo_jax.run.policy_checks import (
+    check_best_metric,
+    check_ends,
+    check_is_policy,
+    check_policy,
+    check_tokens,
+    run_problems,
+    warn_of_tokens,
+)
 from grpo_jax.run.run import Run
 from grpo_jax.text.images import load_processor_if_needed
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
@@ -38,6 +44,8 @@ if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.rollout.interaction import Interaction
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.teacher import Scorer
+
+_Config = TypeVar("_Config", GRPOConfig, SFTConfig)
 
 
 def prepare(
@@ -90,7 +98,7 @@ def prepare(
     errors.check(check_text_only, rows, "teacher", teacher)
     # If the environments failed to load, do not also report missing reward functions.
     if fns is not None and (fns or interaction is not None or environment_factory is None):
-        fns = _check_functions(fns, rows, config, interaction, errors, required=teacher is None)
+        fns, config = _check_functions(fns, rows, config, interaction, errors, required=teacher is None)
     errors.check(_check_best_metric, config, fns or (), named_datasets(eval_dataset))
     checked_fn = None
     if advantage_fn is not None or surrogate is not None:
@@ -98,12 +106,13 @@ def prepare(
 
         errors.check(check_surrogate, surrogate, config)
         checked_fn = errors.check(check_advantage_fn, advantage_fn, config, len(fns or ()) or 1)
-    policy, config, mesh, encoded = _encode(policy, config, rows, fns or (), interaction, errors)
+    encode = functools.partial(encode_rows, policy, config, interaction)
+    num_fns = len(fns or ()) or len(errors[:1])  # invalid functions are already reported
+    policy, config, mesh, encoded = encode_and_place(policy, config, rows, encode, errors, num_reward_fns=num_fns)
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     if isinstance(teacher, Policy):
         check_tokens(teacher, encoded["dataset"], config.max_completion_length, prefix="teacher: ")
         teacher = place_policy(teacher.replace(model=with_settings(teacher.model, config, devices, mesh)), mesh)
-    encoded = with_encoder(policy, encoded, mesh)
     data, *eval_data = encoded.values()
     run = dataclasses.replace(
         derive_run(policy, config, data, mesh=mesh, optimizer=optimizer, surrogate=surrogate, teacher=teacher),
@@ -113,56 +122,45 @@ def prepare(
         sampler=sampler,
         advantage_fn=None if checked_fn is None else dataclasses.replace(checked_fn, config=config),
     )
-    if config.gradient_checkpointing is not None:
-        return run
     from grpo_jax.run.memory import decide_checkpointing
 
     local = next((device for device in devices if device.process_index == jax.process_index()), None)
     return decide_checkpointing(run, None if local is None else memory_of(local))
 
 
-def _encode(
+def encode_and_place(
     policy: Policy,
-    config: GRPOConfig,
+    config: _Config,
     rows: Mapping[str, Sequence[Row] | None],
-    reward_fns: Sequence[RewardFn],
-    interaction: Interaction | None,
+    encode: Callable[[Sequence[Row], str], Encoded],
     errors: ErrorList,
-) -> tuple[Policy, GRPOConfig, jax.sharding.Mesh | None, dict[str, EncodedPrompts]]:
+    *,
+    num_reward_fns: int = 0,
+) -> tuple[Policy, _Config, jax.sharding.Mesh | None, dict[str, Encoded]]:
     """Tokenize the datasets, add a trained vision tower, and place the policy on the run's devices.
 
-    Returns the policy and the config for these devices, their mesh, and the encoded datasets keyed by argument name.
-    Raises all collected `errors` together with any errors in tokens, sizes and devices.
+    `rows` and the encoded datasets are keyed by argument name. `encode` takes a dataset's rows and its name. Returns
+    the policy and the config for these devices, their mesh, and the encoded datasets. Raises all collected `errors`
+    together with any errors in tokens, sizes and devices.
     """
     mesh, config = errors.check(run_mesh, policy, config) or (None, config)
-    encoded = {}
-    for name, given in rows.items() if policy.tokenizer is not None else ():  # `check_policy` reports a missing one
-        found = errors.check(encode_rows, policy, given, config, interaction, name) if given else None
-        if found is not None:
-            encoded[name] = found
+    given = {name: part for name, part in rows.items() if part and policy.tokenizer is not None}
+    checked = {name: errors.check(encode, part, name) for name, part in given.items()}
+    encoded = {name: part for name, part in checked.items() if part is not None}
     policy = errors.check(functools.partial(with_tower, freeze=config.freeze_vision), policy, encoded) or policy
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
-    if interaction is not None:
-        from grpo_jax.rollout.interaction import environment_weights
-
-        config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
     policy = policy.replace(model=with_settings(policy.model, config, devices, mesh))
-    shape = shape_of(policy)
-    problems = run_problems(
-        config,
-        num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
-        num_reward_fns=len(reward_fns) or len(errors[:1]),  # invalid functions are already reported
-        has_eval_data=len(rows) > 1,
-        longest_prompt=max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1),
-        context_length=None if shape is None else shape.max_position_embeddings,
-        num_experts=0 if shape is None else shape.num_experts,
+    longest = max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1)
+    errors.raise_together(
+        run_problems(policy, config, longest=longest, has_eval_data=len(rows) > 1, num_reward_fns=num_reward_fns)
     )
-    errors.raise_together(problems)
+    ends = TurnEnds.of(config) if isinstance(config, GRPOConfig) else BY_EOS
     for name, part in encoded.items():
-        warn_of_tokens(part, policy, name, ends=TurnEnds.of(config), template_kwargs=config.chat_template_kwargs)
+        warn_of_tokens(part, policy, name, ends=ends, template_kwargs=config.chat_template_kwargs)
     keep_programs()  # must precede the first compilation
-    return place_policy(policy, mesh), config, mesh, encoded
+    policy = place_policy(policy, mesh)
+    return policy, config, mesh, with_encoder(policy, encoded, mesh)
 
 
 def derive_run(
@@ -178,8 +176,7 @@ def derive_run(
 ) -> Run:
     """Build a `Run` from validated arguments, without rewards and evaluation data. Params may be abstract."""
     if prompt_length is None:
-        longest = max(map(len, data.token_ids))
-        prompt_length = -(-longest // config.padding) * config.padding
+        prompt_length = config.padded(max(map(len, data.token_ids)))
     sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
@@ -227,10 +224,9 @@ def check_optimizer(optimizer: object) -> None:
 def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list[Row]:
     """Load the training rows. A stream is read only as far as the run needs, unless prompts may be dropped."""
     check_finite(dataset, "dataset", config.max_steps)
-    mesh = mesh_of(policy.params) if config.mesh is None else None
     try:
-        most = config.max_prompts(None if mesh is None else mesh.size)
-    except ValueError:  # batch size not divisible; reported later by `run_problems`
+        most = run_mesh(policy, config)[1].max_prompts()
+    except ValueError:  # invalid mesh or batch size not divisible; reported later
         most = 1
     return load_rows(dataset, max_rows=None if config.on_long_prompt == "drop" else most)
 
@@ -243,20 +239,21 @@ def _check_functions(
     errors: ErrorList,
     *,
     required: bool,
-) -> list[RewardFn]:
-    """Validate reward functions against the datasets. Returns them, followed by the environments' rewards."""
+) -> tuple[list[RewardFn], GRPOConfig]:
+    """Validate reward functions against the datasets. Returns them and the config, with the environments' rewards."""
     own_columns: Sequence[str] = ()
     if interaction is not None:
-        from grpo_jax.rollout.interaction import REWARD_COLUMNS, with_environments
+        from grpo_jax.rollout.interaction import REWARD_COLUMNS, environment_weights, with_environments
 
         reward_fns, own_columns = with_environments(reward_fns, interaction), REWARD_COLUMNS
+        config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
         if config.rollout_ahead:  # prefetched completions have no environments
             own_columns = [name for name in own_columns if name != "environments"]
     readable = {name: part for name, part in rows.items() if part} or {"dataset": []}
     for name, part in readable.items() if reward_fns or required else ():
         columns, argument = [*part[0], *own_columns] if part else None, "the dataset" if name == "dataset" else name
         errors.check(functools.partial(check_reward_fns, reward_fns, columns, argument=argument, rows=part))
-    return reward_fns
+    return reward_fns, config
 
 
 def _check_best_metric(config: GRPOConfig, fns: Sequence[RewardFn], eval_datasets: Mapping[str, Dataset]) -> None:
@@ -291,7 +288,7 @@ def _make_interaction(
 
 
 def encode_rows(
-    policy: Policy, rows: Sequence[Row], config: GRPOConfig, interaction: Interaction | None, argument: str
+    policy: Policy, config: GRPOConfig, interaction: Interaction | None, rows: Sequence[Row], argument: str
 ) -> EncodedPrompts:
     """Tokenize a dataset's prompts and check their token ids."""
     data = encode_prompts(

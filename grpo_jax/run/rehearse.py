@@ -18,13 +18,12 @@ from grpo_jax.models.devices import compile_program
 from grpo_jax.models.sharding import committed, device_bytes, lower_call
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import OnDemandRollouts, collect
-from grpo_jax.run.memory import rollout_call
+from grpo_jax.run.memory import rollout_call, update_calls
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Run, new_state
+from grpo_jax.run.session import name_not_finite
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Batch, RewardFn, as_argument
-from grpo_jax.update.not_finite import name_not_finite
-from grpo_jax.update.programs import update_calls
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
 from grpo_jax.watch.monitor import Phases

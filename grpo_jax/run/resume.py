@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import inspect
 import itertools
 import json
 import re
+import textwrap
+import types
 import warnings
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,19 +28,16 @@ from grpo_jax.config.fields import Resume
 from grpo_jax.config.sft import SFTConfig, config_class
 from grpo_jax.messages import show, some
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.sharding import fetch
 from grpo_jax.models.streams import count_cores, devices_of
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.rewards.contract import reward_names
-from grpo_jax.run.function_sources import fingerprint, reward_sources, source_of
-from grpo_jax.run.run import BaseRun
+from grpo_jax.rewards.contract import function_name, reward_names
+from grpo_jax.run.run import BaseRun, Run, SFTRun
 from grpo_jax.text.images import image_bytes
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Json, Model, as_argument
+from grpo_jax.types import Json, Model, Params, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions, read_settings
-
-if TYPE_CHECKING:
-    from grpo_jax.rollout.interaction import Interaction
 
 _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 
@@ -45,42 +47,32 @@ _DERIVED = {"dtype", "remat", "remat_on_cpu", "initializer_range", "attention", 
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
 
-def run_identity(
-    run: BaseRun, state: TrainState, *, eos_token_ids: Sequence[int] = (), eval_data: Sequence[EncodedPrompts] = ()
-) -> dict[str, Any]:
+def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
     """Describe everything that affects a run's results, as a JSON object that is stored in each checkpoint.
 
     Datasets are hashed per column, frozen arrays by their first elements, and the caller's functions by their source.
-    `eos_token_ids` are the tokens that end sampled completions.
     """
+    eval_data = [*run.eval_data.values()] if isinstance(run, SFTRun) else [x for x in [run.eval_data] if x is not None]
+    eos_token_ids = () if isinstance(run, SFTRun) else run.policy.eos_token_ids  # they end sampled completions
     config, data, model, sizes = run.config, run.data, run.policy.model, run.config.sizes()
-    custom_optimizer, advantage_fn, devices = run.schedule is None, run.advantage_fn, devices_of(state)
-    functions = {
-        "advantage_fn": None if advantage_fn is None else advantage_fn.function,
-        "surrogate": run.updater.surrogate,
-    }
+    custom_optimizer, devices = run.schedule is None, devices_of(state)
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
         "config": json.loads(json.dumps(config.to_dict())),
         "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
-        "dataset": _prompts([data]),
-        "columns": _columns(data),
+        "dataset": _hash_rows([data]),
         "evaluation": {
-            **(_prompts(eval_data) if eval_data else {}),
+            **_hash_rows(eval_data),
             "num_generations_eval": config.eval_generations,
             "temperature_eval": config.eval_temperature,
         },
-        "eval_columns": _columns(eval_data[0]) if eval_data else {},
-        **_turns(run.interaction),
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
-        "reward_fns": reward_names(run.reward_fns),
-        "sources": reward_sources(run.reward_fns, run.interaction),
+        "functions": _functions(run),
         "frozen": fingerprint((as_argument(model), getattr(data.image_encoder, "params", None))),
         "optimizer": "the caller's" if custom_optimizer else "the config's",
         "update_rule": _update_rule(run.optimizer) if custom_optimizer else None,
         "sampler": "generate" if run.sampler is None else "the caller's",
-        "functions": {name: source_of(function) for name, function in functions.items() if function is not None},
-        "teacher": None if run.teaching is None else run.teaching.identity,
+        "teacher": _teacher(run),
         "state": {
             jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
             for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -120,39 +112,36 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
     kinds = [config_class(which["config"]).__name__ for which in (current, saved)]
     if kinds[0] != kinds[1]:
         return [f"config: {kinds[0]}, but the run has {kinds[1]}"]
-    turns = list(_turn_differences(saved, current))
-    lines = [*_config_differences(saved, current, step), *turns]
+    lines = [*_config_differences(saved, current, step)]
+    for argument in saved["functions"] | current["functions"]:
+        names, other = (", ".join(which["functions"].get(argument, ())) or "none" for which in (current, saved))
+        if names != other:
+            lines.append(f"{argument}: {names}, but the run has {other}")
     rows, now = saved["dataset"]["rows"], current["dataset"]["rows"]
     if rows != now:
         lines.append(f"dataset: {now} rows, but the run has {rows}")
-    elif saved["dataset"] != current["dataset"] and not turns:  # prompts contain the tools' schemas
+    elif saved["dataset"]["prompts"] != current["dataset"]["prompts"]:
         lines.append(f"dataset: the prompts or their order differ from the saved run's ({now} rows in both)")
     lines += _evaluation_differences(saved, current)
-    for name in ("reward_fns", "optimizer", "sampler"):
+    for name in ("optimizer", "sampler", "teacher"):
         if saved[name] != current[name]:
-            lines.append(f"{name}: {show(current[name])}, but the run has {show(saved[name])}")
+            lines.append(f"{name}: {current[name]}, but the run has {saved[name]}")
     if saved["frozen"] != current["frozen"]:
         lines.append("policy: the frozen base model or vision tower differs from the run's")
     old, new = saved["policy"], current["policy"]
     for name in (name for name in _changed(old, new) if name in old and name in new):  # a field may be new or removed
         lines.append(f"policy: {name} = {show(new[name])}, but the run has {show(old[name])}")
-    old, new = saved["functions"], current["functions"]
-    for name in _changed(old, new):
-        ours, theirs = (functions[name]["name"] if name in functions else "None" for functions in (new, old))
-        source = "; its source or bound arguments have changed" if ours == theirs else ""
-        lines.append(f"{name}: {ours}, but the run has {theirs}{source}")
-    lines += _teacher_differences(saved["teacher"] or {}, current["teacher"] or {})
     # The state's arrays are determined by the above, so they are compared only if nothing else differs.
     return lines or _state_differences(saved["state"], current["state"])
 
 
 def changed_functions(saved: Json, current: Json, *, accept: bool = False) -> list[str]:
-    """Return one line per reward function, tool or environment whose source changed. If `accept`, warn instead."""
+    """Return one line per function, tool or environment whose source changed. If `accept`, warn instead."""
     names = [
         f"{argument}: the source of {name}"
-        for argument, sources in current["sources"].items()
+        for argument, sources in current["functions"].items()
         for name, source in sources.items()
-        if saved["sources"].get(argument, {}).get(name, source) != source
+        if saved["functions"].get(argument, {}).get(name, source) != source
     ]
     if accept and names:
         warnings.warn(f"the run continues with changed functions ({'; '.join(names)})", stacklevel=2)
@@ -162,12 +151,9 @@ def changed_functions(saved: Json, current: Json, *, accept: bool = False) -> li
 
 def warn_of_changes(saved: Json, current: Json) -> None:
     """Warn about changes that may affect a resumed run's results: columns, versions, machine, batch sizes."""
-    for argument, prompts, columns in (
-        ("dataset", "dataset", "columns"),
-        ("eval_dataset", "evaluation", "eval_columns"),
-    ):
-        names = _changed(saved[columns], current[columns])
-        if names and saved[prompts].get("prompts") == current[prompts].get("prompts"):
+    for argument, part in (("dataset", "dataset"), ("eval_dataset", "evaluation")):
+        names = _changed(saved[part]["columns"], current[part]["columns"])
+        if names and saved[part]["prompts"] == current[part]["prompts"]:
             warnings.warn(
                 f"{argument}: the prompts match the run's, but the values of {', '.join(names)} differ. Rewards that"
                 " use them may change from this step on",
@@ -203,7 +189,7 @@ def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
         rule, line = _RULES.get(name), f"{name} = {show(new[name])}, but the run has {show(old[name])}"
         if rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
-        if name == "chat_template_kwargs" and not (current["tools"] or current["environments"]):
+        if name == "chat_template_kwargs" and "tools" not in current["functions"]:
             continue  # prompts are compared, so a date that the template writes can be set after the start
         if rule == "rounding" and saved["sizes"] == current["sizes"]:
             continue
@@ -218,26 +204,6 @@ def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
             yield f"{line} and is already at step {step}"
 
 
-def _teacher_differences(old: Json, new: Json) -> Iterator[str]:
-    """Yield a line for the first difference between two teachers' identities, which are empty without a teacher."""
-    for name in ("kind", "scorer"):
-        if old.get(name) != new.get(name):
-            yield f"teacher: {show(new.get(name))}, but the run has {show(old.get(name))}"
-            return
-    if old.get("params") != new.get("params"):
-        yield "teacher: its params differ from the run's"
-
-
-def _turn_differences(saved: Json, current: Json) -> Iterator[str]:
-    """Yield a line for each difference in tools, environments and the environments' methods."""
-    for kind, argument in (("tools", "tools"), ("environments", "environment_factory"), ("methods", "environments")):
-        old, new = saved[kind], current[kind]
-        if old.keys() != new.keys():
-            yield f"{argument}: {some(sorted(new), 9) or 'none'}, but the run has {some(sorted(old), 9) or 'none'}"
-        elif names := _changed(old, new):
-            yield f"{argument}: the schema of {', '.join(names)} differs from the run's"
-
-
 def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:
     """Yield a line for each difference in the evaluations that select the best checkpoint."""
     name = current["config"]["metric_for_best_model"]
@@ -248,30 +214,31 @@ def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:
     for setting in ("num_generations_eval", "temperature_eval"):
         if old[setting] != new[setting]:
             yield f"{setting} = {show(new[setting])}, but the run has {show(old[setting])}{compared}"
-    if old.get("rows") != new.get("rows"):
-        yield f"eval_dataset: {new.get('rows')} rows, but the run has {old.get('rows')}{compared}"
-    elif old.get("prompts") != new.get("prompts"):
+    if old["rows"] != new["rows"]:
+        yield f"eval_dataset: {new['rows']} rows, but the run has {old['rows']}{compared}"
+    elif old["prompts"] != new["prompts"]:
         yield f"eval_dataset: its {new['rows']} prompts differ from the run's{compared}"
 
 
 def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Describe up to three changed arrays from the first part of the state with changes. Returns [] if none changed."""
-    parts = {
-        ".params": "policy: its params differ",
-        ".opt_state": "optimizer: its state differs",
-        "": "state: its arrays differ",
-    }
-    for prefix, part in parts.items():
-        paths = [path for path in _changed(old, new) if path.startswith(prefix)]
-        if paths:
-            arrays = [f"{x.lstrip('.')} {new.get(x, '(none)')} instead of {old.get(x, '(none)')}" for x in paths]
-            return [f"{part} from the run's: {some(arrays, 3)}"]
-    return []
+    """Describe up to three changed arrays of the state, params first. Returns [] if none changed."""
+    paths = sorted(_changed(old, new), key=lambda path: not path.startswith(".params"))
+    arrays = [f"{x.lstrip('.')} {new.get(x, '(none)')} instead of {old.get(x, '(none)')}" for x in paths]
+    return [f"state: its arrays differ from the run's: {some(arrays, 3)}"] if arrays else []
 
 
-def _prompts(datasets: Sequence[EncodedPrompts]) -> Json:
-    """Return the number of prompts in the datasets and a hash of their tokens and images."""
+def _hash_rows(datasets: Sequence[EncodedPrompts]) -> Json:
+    """Return the number of prompts in the datasets, a hash of their tokens and images, and a hash of each column.
+
+    Values of columns that are neither JSON nor arrays are hashed by their types. The columns of `Examples` are not
+    hashed, because no function reads them.
+    """
     tokens = hashlib.sha256()
+    columns: dict[str, hashlib._Hash] = {}
+
+    def plain(value: object) -> object:
+        return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
     for data in datasets:
         for ids in data.token_ids:
             tokens.update(array("q", [len(ids), *ids]).tobytes())
@@ -281,43 +248,12 @@ def _prompts(datasets: Sequence[EncodedPrompts]) -> Json:
             tokens.update(array("q", block).tobytes())
         for image in itertools.chain(*(data.images or ())):
             tokens.update(image_bytes(image))
-    return {"rows": sum(len(data.token_ids) for data in datasets), "prompts": tokens.hexdigest()}
-
-
-def _turns(interaction: Interaction | None) -> dict[str, Json]:
-    """Return the schemas of the tools and the environments' methods, and the environments' names."""
-    if interaction is None:
-        return {"tools": {}, "environments": {}, "methods": {}}
-    kinds = interaction.kinds
-    schemas = {
-        "tools": {name: tool.schema for name, tool in interaction.tools.items()},
-        "environments": {
-            kind.__name__ if name is None else f"{name}: {kind.__name__}": None for name, kind in kinds.items()
-        },
-        "methods": {
-            f"{kinds[name].__name__}.{method}": tool.schema
-            for name, methods in interaction.own_tools.items()
-            for method, tool in methods.items()
-        },
-    }
-    return json.loads(json.dumps(schemas, default=str))
-
-
-def _columns(data: EncodedPrompts) -> dict[str, str]:
-    """Hash each column's values (or their types, if they are neither JSON nor arrays), keyed by column name.
-
-    The dict is empty for `Examples`, because no function reads their columns.
-    """
-    hashes: dict[str, hashlib._Hash] = {}
-
-    def plain(value: object) -> object:
-        return value.tolist() if hasattr(value, "tolist") else type(value).__name__
-
-    for i, row in enumerate(data.rows if data.masks is None else ()):
-        for name in row.keys() - {"prompt"}:
-            text = json.dumps([i, row[name]], default=plain, skipkeys=True)
-            hashes.setdefault(name, hashlib.sha256()).update(text.encode())
-    return {name: found.hexdigest() for name, found in hashes.items()}
+        for i, row in enumerate(data.rows if data.masks is None else ()):
+            for name in row.keys() - {"prompt"}:
+                text = json.dumps([i, row[name]], default=plain, skipkeys=True)
+                columns.setdefault(name, hashlib.sha256()).update(text.encode())
+    hashes = {name: found.hexdigest() for name, found in columns.items()}
+    return {"rows": sum(len(data.token_ids) for data in datasets), "prompts": tokens.hexdigest(), "columns": hashes}
 
 
 def _settings(model: Model) -> Json:
@@ -327,3 +263,94 @@ def _settings(model: Model) -> Json:
     lora = {"scale": model.scale, "dropout": model.dropout} if isinstance(model, LoraModel) else {}
     shape = dataclasses.asdict(dataclasses.replace(model.config, mesh=None))
     return json.loads(json.dumps({name: x for name, x in shape.items() if name not in _DERIVED} | lora))
+
+
+def _teacher(run: BaseRun) -> str:
+    """Identify the teacher by its params or, for a scorer, by its class."""
+    if run.teaching is None:
+        return "none"
+    if run.teaching.teacher is None:
+        return f"a scorer ({type(run.teaching.scorer).__name__})"
+    return f"a policy (params {fingerprint(run.teaching.teacher)[:8]})"
+
+
+def fingerprint(tree: Params) -> str:
+    """Return a hash of each array's first elements."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
+    return digest.hexdigest()
+
+
+# The caller's functions -----------------------------------------------------------------------------------------------
+
+
+def _functions(run: BaseRun) -> dict[str, dict[str, str]]:
+    """Hash the sources of the caller's functions, keyed by the argument to `train` and by name."""
+    names, interaction = reward_names(run.reward_fns), run.interaction
+    found = {"reward_fns": {name: hash_source(fn) for name, fn in zip(names, run.reward_fns, strict=True)}}
+    advantage_fn = None if run.advantage_fn is None else run.advantage_fn.function
+    for argument, fn in (("advantage_fn", advantage_fn), ("surrogate", run.updater.surrogate)):
+        found[argument] = {} if fn is None else {function_name(fn): hash_source(fn)}
+    if interaction is not None:
+        found["tools"] = {name: hash_source(tool.function) for name, tool in interaction.tools.items()}
+        found["environment_factory"] = {
+            kind.__name__ if key is None else f"{key}: {kind.__name__}": hash_source(kind)
+            + hash_source(interaction.factories[key])
+            for key, kind in interaction.kinds.items()
+        }
+    return found
+
+
+def hash_source(function: Any, seen: set[int] | None = None) -> str:
+    """Hash the source of a function, class or callable object without comments, and of the functions that it uses.
+
+    The latter are found in partials, attributes, closures and globals from the same module. Values are hashed only if
+    they are arguments of a partial or fields of a dataclass. Base classes are not hashed. For this package's functions,
+    the name replaces the source, which differs between versions.
+    """
+    seen = set() if seen is None else seen
+    seen.add(id(function))
+    partial, named = isinstance(function, functools.partial), hasattr(function, "__qualname__")
+    kind = function if named else type(function)
+    shipped = partial or _is_shipped(kind)
+    used: list[object] = [] if named else [*getattr(function, "__dict__", {}).values()]
+    if partial:
+        used = [function.func, *function.args, *function.keywords.values()]
+    elif hasattr(function, "__code__"):
+        used = [*map(function.__globals__.get, _names_in(function.__code__))]
+        used = [one for one in used if getattr(one, "__module__", None) == function.__module__]
+        with contextlib.suppress(ValueError):  # empty closure cell
+            used += [cell.cell_contents for cell in function.__closure__ or ()]
+    elif isinstance(kind, type) and not shipped:
+        used += vars(kind).values()
+    has_settings = partial or (not named and dataclasses.is_dataclass(function))
+    found = [kind.__qualname__ if shipped else _source(kind)]
+    for one in used:
+        if isinstance(one, types.FunctionType | types.MethodType | functools.partial) or _is_shipped(type(one)):
+            found += [] if id(one) in seen else [hash_source(one, seen)]
+        elif has_settings and isinstance(one, str | int | float | re.Pattern):
+            found.append(repr(one))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _source(function: Any) -> str:
+    """Return the source of a function or class without comments, or its name if the source is not available."""
+    try:
+        source = inspect.getsource(function)
+        with contextlib.suppress(SyntaxError):  # a lambda's source may be part of an expression
+            source = ast.unparse(ast.parse(textwrap.dedent(source)))
+    except (OSError, TypeError):
+        return str(function.__qualname__)
+    return source
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    """Return the names of the globals and attributes that a code object uses, in code order."""
+    inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names_in(one)]
+    return [*code.co_names, *inner]
+
+
+def _is_shipped(kind: object) -> bool:
+    """Return whether a function or class is defined in this package."""
+    return str(getattr(kind, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]

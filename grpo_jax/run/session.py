@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
-from grpo_jax.config.checks import check_best_metric
-from grpo_jax.messages import one_line
-from grpo_jax.models.sharding import gather_objects
+from grpo_jax.maths.checks import masked
+from grpo_jax.messages import one_line, show
+from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.run.checkpoint import RESUME, Checkpoints, Restored
 from grpo_jax.run.kept_programs import keep_programs
-from grpo_jax.run.run import BaseRun
+from grpo_jax.run.policy_checks import check_best_metric
+from grpo_jax.run.resume import run_identity
+from grpo_jax.run.run import BaseRun, Run, SFTRun
 from grpo_jax.run.run_dir import check_shared, locked, write_policy_files
 from grpo_jax.run.signals import Interrupted, StopSignals
-from grpo_jax.types import Batch, Json, Params
-from grpo_jax.update.not_finite import name_not_finite
+from grpo_jax.types import Batch, Params
 from grpo_jax.update.state import TrainState
+from grpo_jax.update.step import Updater
 from grpo_jax.watch.monitor import Callback, Monitor, Progress
 from grpo_jax.watch.writer import Line
 
@@ -51,18 +54,19 @@ def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None
 
 @contextlib.contextmanager
 def open_session(
-    run: BaseRun,
+    run: Run | SFTRun,
     run_dir: str | Path | None,
-    identity: Json | None,
+    state: TrainState,
     callbacks: Sequence[Callback] = (),
     hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
     """Open a run's `Session` in a `with` block, which defers SIGTERM and SIGINT unless `run_dir` is None.
 
     All processes write checkpoints together. Only process 0 locks the directory, logs, publishes and calls `callbacks`.
-    A checkpoint belongs to this run if it matches `identity` (`resume.run_identity`). `hints` is a function that
-    takes a line of metrics and returns a list of messages.
+    `state` is the state at step 0, whose shapes are compared with a checkpoint's. `hints` is a function that takes a
+    line of metrics and returns a list of messages. If a signal ended the run, exits (see `StopSignals.leave`).
     """
+    identity = None if run_dir is None else run_identity(run, state)
     first = jax.process_index() == 0
     own_dir = run_dir if first else None
     publisher = None
@@ -77,7 +81,10 @@ def open_session(
         Checkpoints(run_dir, run.config, identity) as checkpoints,
         Monitor(own_dir, run.config, callbacks=callbacks if first else (), hints=hints, quiet=not first) as monitor,
     ):
-        yield Session(run, own_dir, monitor, signals, checkpoints, publisher)
+        session = Session(run, own_dir, monitor, signals, checkpoints, publisher)
+        yield session
+    if session.signalled():
+        signals.leave()
 
 
 @dataclasses.dataclass
@@ -211,7 +218,7 @@ class Session:
         completions = transcript = None
         if self.source is not None:
             self.progress.in_progress = self.source.in_progress
-            completions, transcript = self.source.checkpoint_arrays()
+            completions, transcript = self.source.to_checkpoint()
         self.checkpoints.save(state, self.progress, batch, completions, transcript)
 
     def save_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
@@ -256,7 +263,43 @@ class Session:
                 self.publisher.end(state.params, draw=self.monitor.write_report)
         return state
 
-    def exit_if_signalled(self) -> None:
-        """Raise SystemExit if a signal ended the run (see `StopSignals.leave`). Call it after closing the session."""
-        if self.signalled():
-            self.signals.leave()
+
+def name_not_finite(
+    updater: Updater, params: Params, batch: Batch, metrics: Mapping[str, float], tokenizer: Any = None
+) -> str:
+    """Describe the first non-finite value found in a skipped update, with its prompt and completion.
+
+    Searches the advantages, then the log-probs of the sampler, the old policy, the references and `params`, and finally
+    the metrics. `params` are the params before the update. With several processes, all of them must call this.
+    """
+    batch = fetch(batch)
+    used = batch.mask if batch.advantages.ndim == 3 else batch.mask.any(axis=-1)
+    inputs = {
+        "the advantage": np.where(used, batch.advantages, 0),
+        "the sampler's log-prob": batch.sampling_log_probs,
+        "the old log-prob": batch.old_log_probs,
+        "the reference's log-prob": batch.ref_log_probs,
+        "the initial policy's log-prob": batch.initial_log_probs,
+        "the policy's log-prob": fetch(updater.log_probs(params, batch.prompts, batch.tokens, batch.mask)),
+    }
+    for name, values in inputs.items():
+        if values is None:
+            continue
+        # The loss bounds log-probs of −inf, but not advantages.
+        array = np.asarray(values if name == "the advantage" else masked(values, batch.mask))
+        if not np.isfinite(array).all():
+            at = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+            where = ", ".join(f"{axis} {i}" for axis, i in zip(("prompt", "completion", "token"), at, strict=False))
+            return f"{name} is {array[at]} at {where} of the batch{_texts(batch, at[0], at[1], tokenizer)}"
+    names = ("policy_loss", "kl_in_loss", "loss", "grad_norm")
+    bad = next(name for name in names if not np.isfinite(metrics.get(name, 0.0)))
+    return f"the metric {bad} is {metrics[bad]}, although all advantages and log-probs in the batch are finite"
+
+
+def _texts(batch: Batch, prompt: int, completion: int, tokenizer: Any) -> str:
+    """Return the decoded prompt and completion in parentheses, or "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    read = batch.prompts.tokens[prompt, : batch.prompts.lengths[prompt]]
+    drawn = batch.tokens[prompt, completion][batch.mask[prompt, completion]]
+    return f" (prompt {show(tokenizer.decode(read))}, completion {show(tokenizer.decode(drawn))})"

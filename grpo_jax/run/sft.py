@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,19 +12,14 @@ import jax
 import numpy as np
 import optax
 
-from grpo_jax.config.checks import check_best_metric, sft_problems
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import ErrorList
-from grpo_jax.models.devices import compute_dtype
 from grpo_jax.models.packing import balanced_order, lengths_of
-from grpo_jax.models.sharding import committed, fetch, mesh_of, shard_count
-from grpo_jax.models.streams import devices_of
+from grpo_jax.models.sharding import committed, fetch, shard_count
 from grpo_jax.policy import Policy
-from grpo_jax.run.images import with_encoder, with_tower
-from grpo_jax.run.placement import place_policy, run_mesh, shape_of, with_settings
-from grpo_jax.run.policy_checks import check_policy, check_tokens, warn_of_tokens
-from grpo_jax.run.prepare import check_optimizer
-from grpo_jax.run.resume import run_identity
+from grpo_jax.run.placement import run_mesh, shape_of
+from grpo_jax.run.policy_checks import check_best_metric, check_is_policy, check_policy, check_tokens
+from grpo_jax.run.prepare import check_optimizer, encode_and_place
 from grpo_jax.run.run import SFTRun, new_state
 from grpo_jax.run.session import check_run_dir, open_session
 from grpo_jax.text.examples import Examples, encode_examples, load_examples
@@ -103,10 +97,7 @@ def sft(
     check_run_dir(run, run_dir, resume)
     state = committed(new_state(run, donate=donate))
     run.policy.release_params()
-    identity = None
-    if run_dir is not None:
-        identity = run_identity(run, state, eval_data=[*run.eval_data.values()])
-    with open_session(run, run_dir, identity, callbacks) as session:
+    with open_session(run, run_dir, state, callbacks) as session:
         state = session.start(state, resume, donate=donate).state
         if donate:
             policy.release_params()
@@ -126,7 +117,6 @@ def sft(
                 session.evaluate_if_due(state)
                 session.save_if_due(state)
         state = session.end(state)
-    session.exit_if_signalled()
     return state
 
 
@@ -143,46 +133,25 @@ def prepare_sft(
         raise ValueError(
             f"config must be an SFTConfig; got {type(config).__name__}. SFTConfig.from_dict converts a dict."
         )
-    if isinstance(policy, Policy):
-        policy.check_held()
+    check_is_policy(policy)
+    policy.check_held()
     errors = ErrorList()
     errors.check(check_policy, policy)
     errors.check(check_optimizer, optimizer)
-    mesh = mesh_of(getattr(policy, "params", None))  # the config's takes precedence
-    rows = {"dataset": errors.check(_rows, dataset, config, "dataset", None if mesh is None else mesh.size)}
+    rows = {"dataset": errors.check(_rows, policy, dataset, config, "dataset")}
     for name, source in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
-        rows[argument] = errors.check(_rows, source, config, argument)
+        rows[argument] = errors.check(_rows, policy, source, config, argument)
     if eval_dataset is not None:
         losses = [f"{part}/loss" if part else "loss" for part in named_datasets(eval_dataset)]
         errors.check(check_best_metric, config, losses)
     errors.raise_together()
-    found = {name: some for name, some in rows.items() if some is not None}
-    encoded = {name: errors.check(_encode, policy, some, config, name) for name, some in found.items()}
-    mesh, config = errors.check(run_mesh, policy, config) or (None, config)
-    images = {name: some for name, some in encoded.items() if some is not None}
-    policy = errors.check(functools.partial(with_tower, freeze=config.freeze_vision), policy, images) or policy
-    longest = max((len(ids) for some in encoded.values() if some is not None for ids in some.token_ids), default=2)
-    shape = shape_of(policy)
-    context = None if shape is None else shape.max_position_embeddings
-    problems = sft_problems(
-        config,
-        num_devices=mesh.size if mesh else math.prod((config.mesh or {}).values()),
-        has_eval_data=eval_dataset is not None,
-        longest=longest,
-        context_length=context,
-        num_experts=0 if shape is None else shape.num_experts,
-    )
-    errors.raise_together(problems)
-    data, *held_out = [examples for examples in encoded.values() if examples is not None]
-    for argument, examples in zip(encoded, (data, *held_out), strict=True):
-        warn_of_tokens(examples, policy, argument, template_kwargs=config.chat_template_kwargs)
-    devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
-    config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
-    policy = place_policy(policy.replace(model=with_settings(policy.model, config, devices, mesh)), mesh)
-    data, *held_out = with_encoder(policy, dict(enumerate((data, *held_out))), mesh).values()
+    encode = functools.partial(_encode, policy, config)
+    policy, config, mesh, encoded = encode_and_place(policy, config, rows, encode, errors)
+    longest = max(len(ids) for some in encoded.values() for ids in some.token_ids)
+    data, *held_out = encoded.values()
     eval_data = dict(zip(named_datasets(eval_dataset), held_out, strict=True))
-    return derive_sft(policy, config, data, eval_data, mesh=mesh, longest=longest, context=context, optimizer=optimizer)
+    return derive_sft(policy, config, data, eval_data, mesh=mesh, longest=longest, optimizer=optimizer)
 
 
 def derive_sft(
@@ -193,10 +162,10 @@ def derive_sft(
     *,
     mesh: jax.sharding.Mesh | None,
     longest: int,
-    context: int | None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Build the run from validated arguments. Params may be abstract. `longest` and `context` are in tokens."""
+    """Build the run from validated arguments. Params may be abstract. `longest` is an example's length in tokens."""
+    shape = shape_of(policy)
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
     # Maximum number of rows in a batch, rounded up to whole micro-batches. Blocks may repeat across an epoch boundary.
     repeats = -(-sizes.prompts // len(data.blocks)) + 1
@@ -207,16 +176,16 @@ def derive_sft(
     parts = (data, *eval_data.values())
     if images := data.image_encoder is not None:
         starts = [start for some in parts for start in some.starts]
-        start, shared = -(-max(starts) // config.padding) * config.padding, 0
+        start, shared = config.padded(max(starts)), 0
         ends = (len(ids) for some in parts for ids in some.token_ids)
         rest = max(end - own for end, own in zip(ends, starts, strict=True))
     else:
         shared = min(some.shared for some in parts) if is_cached(policy.model) else 0
         start = max(1, shared)
         rest = longest - start
-    length = -(-rest // config.padding) * config.padding
-    if context is not None:  # each example fits
-        length = min(length, context if images else context - start)
+    length = config.padded(rest)
+    if shape is not None:  # each example fits
+        length = min(length, shape.max_position_embeddings - (0 if images else start))
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
     updater = choose_updater(
@@ -244,20 +213,20 @@ def derive_sft(
     )
 
 
-def _rows(dataset: Dataset, config: SFTConfig, argument: str, num_devices: int | None = None) -> list[Row]:
+def _rows(policy: Policy, dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
     """Load the rows of a dataset. Without packing, a training stream is read only as far as the run needs."""
     most = None
     if argument == "dataset":
         check_finite(dataset, argument, config.max_steps)
         if config.max_steps > 0 and not config.packing:
-            most = config.max_steps * config.sizes(None if config.mesh else num_devices).prompts
+            most = config.max_steps * run_mesh(policy, config)[1].sizes().prompts
     rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=most)
     if argument == "dataset" and config.shuffle_dataset:
         rows = [rows[i] for i in prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)]
     return rows
 
 
-def _encode(policy: Policy, rows: Sequence[Row], config: SFTConfig, argument: str) -> Examples:
+def _encode(policy: Policy, config: SFTConfig, rows: Sequence[Row], argument: str) -> Examples:
     """Tokenize rows and check the token ids against the model's vocabulary."""
     ends, packing = policy.eos_token_ids, config.packing and argument == "dataset"
     data = encode_examples(

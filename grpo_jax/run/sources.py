@@ -13,12 +13,10 @@ EngineRollouts      engine:  sample 1 from θ0 │ sample 2 from θ0 ───�
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import jax
-import numpy as np
 
 from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.streams import in_background
@@ -27,7 +25,7 @@ from grpo_jax.run.collect import OnDemandRollouts, sampling_key, sampling_params
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.run.run import Run
 from grpo_jax.run.signals import Interrupted
-from grpo_jax.types import Batch, Completions, Params
+from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Progress
 
@@ -71,8 +69,8 @@ class PrefetchedRollouts(OnDemandRollouts):
         """Mark the current iteration as completed. From now on, checkpoints store the prefetched completions."""
         self.cursor, self.prefetched = self.next_cursor, self._unconsumed
 
-    def checkpoint_arrays(self) -> tuple[Completions | None, np.ndarray | None]:
-        """Return `prefetched` as arrays, and its other parts as JSON bytes [n] uint8.
+    def to_checkpoint(self) -> tuple[Completions | None, Json | None]:
+        """Return the completions in `prefetched`, and its other parts as JSON values.
 
         These are an engine's metrics and, for multi-turn completions, episodes and prompts that environments changed.
         """
@@ -85,7 +83,7 @@ class PrefetchedRollouts(OnDemandRollouts):
             pairs = zip(self.prefetched.rows, rows, strict=True)
             stored["prompts"] = [None if mine is row else mine["prompt"] for mine, row in pairs]
             stored["episodes"] = [one.to_json() for one in self.prefetched.episodes]
-        return self.prefetched.completions, np.frombuffer(json.dumps(stored).encode(), np.uint8)
+        return self.prefetched.completions, stored
 
     def _has_next(self, state: TrainState) -> bool:
         """Return whether another iteration follows the current one."""
@@ -164,7 +162,7 @@ def rollout_source(
     state: TrainState,
     progress: Progress,
     completions: Completions | None = None,
-    transcript: np.ndarray | None = None,
+    transcript: Json | None = None,
     *,
     interrupt: Callable[[], None] = lambda: None,
 ) -> OnDemandRollouts:
@@ -182,11 +180,11 @@ def rollout_source(
     return source
 
 
-def _restored(run: Run, cursor: int, completions: Completions, transcript: np.ndarray | None) -> RolloutResult:
-    """Rebuild the rollout that `PrefetchedRollouts.checkpoint_arrays` converted to arrays."""
+def _restored(run: Run, cursor: int, completions: Completions, transcript: Json | None) -> RolloutResult:
+    """Rebuild the rollout from the results of `PrefetchedRollouts.to_checkpoint`."""
     data, indices = run.data, run.row_indices(cursor, run.sizes.prompts)
     rows = [data.rows[i] for i in indices]
-    stored = {} if transcript is None else json.loads(np.asarray(transcript).tobytes())
+    stored = transcript or {}
     metrics = stored.get("metrics", {})
     if run.interaction is None or "episodes" not in stored:
         prompts = data.prompts(indices, length=run.prompt_length)
@@ -196,8 +194,6 @@ def _restored(run: Run, cursor: int, completions: Completions, transcript: np.nd
 
     pairs = zip(rows, stored["prompts"], strict=True)
     rows = [row if prompt is None else {**row, "prompt": prompt} for row, prompt in pairs]
-    prompts = episode_prompts(
-        run.interaction, data, indices, rows, length=run.prompt_length, padding=run.config.padding
-    )
+    prompts = episode_prompts(run.interaction, data, indices, rows, length=run.prompt_length)
     episodes = [EpisodeRecord.from_json(one) for one in stored["episodes"]]
     return RolloutResult(rows, prompts, completions, episodes, metrics=metrics)

@@ -20,11 +20,10 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.messages import raise_all, show, some
 from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
-from grpo_jax.run.function_sources import fingerprint
 from grpo_jax.run.sampler import ROUNDING
-from grpo_jax.types import Batch, Completions, Json, Model, Prompts, TeacherLogProbs, as_argument
+from grpo_jax.types import Batch, Completions, Model, Prompts, TeacherLogProbs, as_argument
+from grpo_jax.update.objective import Teacher
 from grpo_jax.update.step import Updater
-from grpo_jax.update.teaching import Teacher
 
 
 class Scorer(Protocol):
@@ -47,13 +46,6 @@ class Teaching:
     teacher: Teacher | None = None
     updater: Updater | None = None
     scorer: Scorer | None = None
-
-    @property
-    def identity(self) -> Json:
-        """Description that checkpoints store and a resumed run must match."""
-        if self.teacher is None:
-            return {"kind": "scorer", "scorer": type(self.scorer).__name__}
-        return {"kind": "policy", "params": fingerprint((self.teacher.model, self.teacher.params))}
 
     def add_log_probs(self, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:
         """Add the teacher's log-probs to a batch on the host. With "full_logits", the batch is returned unchanged.

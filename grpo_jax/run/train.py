@@ -26,7 +26,7 @@ from grpo_jax.models.sharding import committed, fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.resume import run_identity, with_saved_recomputation
+from grpo_jax.run.resume import with_saved_recomputation
 from grpo_jax.run.run import Run, new_state
 from grpo_jax.run.session import Session, check_run_dir, open_session
 from grpo_jax.run.signals import Interrupted
@@ -78,7 +78,7 @@ def train(
         one process can use it at a time.
       resume: how to resume. "auto" resumes the run in `run_dir`, if any; the final state is bit-identical to an
         uninterrupted run's. "must" raises an error if there is no run, "never" if there is one. "changed" is like
-        "auto", but only warns if the source of a reward function, tool or environment has changed.
+        "auto", but only warns if the source of a function, tool or environment has changed.
       callbacks: functions called as `callback(step, metrics)` after every logged step (see `watch.Callback`). If one
         raises `watch.StopRun`, the run saves a checkpoint and stops.
       optimizer: optax transformation that replaces the config's AdamW, learning rate schedule and gradient clipping.
@@ -160,9 +160,7 @@ def train(
     donate = donate and getattr(teacher, "params", None) is not policy.params  # the teacher's params must stay intact
     state = committed(new_state(run, donate=donate))  # like restored arrays, for which the same programs are compiled
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
-    eos, eval_data = run.policy.eos_token_ids, [] if run.eval_data is None else [run.eval_data]
-    identity = None if run_dir is None else run_identity(run, state, eos_token_ids=eos, eval_data=eval_data)
-    with open_session(run, run_dir, identity, callbacks, Hints(run.config)) as session:
+    with open_session(run, run_dir, state, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
         if donate:  # only now, so that the caller's policy is intact if an earlier check fails
             policy.release_params()
@@ -197,7 +195,6 @@ def train(
                     session.evaluate_if_due(state, batch)
                     session.save_if_due(state, batch)
             state = session.end(state, batch)
-    session.exit_if_signalled()
     return state
 
 

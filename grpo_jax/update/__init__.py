@@ -1,3 +1,3 @@
 """Training updates: `objective` computes the loss, `step` updates any model on any mesh, `packed` avoids padding for
-this package's models, `state` and `optimizer` define the training state, and `not_finite` explains skipped updates.
+this package's models, and `state` and `optimizer` define the training state.
 """

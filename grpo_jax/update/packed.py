@@ -44,10 +44,9 @@ from grpo_jax.models.sharding import abstract_from, constrain, constrain_params,
 from grpo_jax.models.streams import count_streams, devices_of, in_background, run_in_streams, shared, wait_on_cpu
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
-from grpo_jax.update.objective import count_totals, loss_of, router_coef_of, sampling_of, vanishes_without_advantage
+from grpo_jax.update.objective import Teacher, count_totals, logit_statistic, loss_of, router_coef_of, sampling_of
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
-from grpo_jax.update.teaching import Teacher, logit_statistic
 
 CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Activations fit in cache."""
@@ -222,11 +221,6 @@ class PackedUpdater(Updater):
         rounds = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / streams)
         k = math.ceil(prompts / (rounds * streams))
         return streams, math.ceil(prompts / (k * streams)) * streams, k
-
-    @property
-    def omits_backward(self) -> bool:
-        """Whether zero-signal groups have no gradient, so that their backward pass is skipped."""
-        return self.skip_zero_signal and vanishes_without_advantage(self.model, self.config, self.surrogate)
 
     def has_gradient(self, batch: Batch) -> np.ndarray:
         """Return a mask [B] of prompts with at least one completion that has a gradient."""

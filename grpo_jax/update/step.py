@@ -24,9 +24,17 @@ from grpo_jax.models.lora import LoraModel, sync_adapters
 from grpo_jax.models.scoring import LogitStatistic, predicting_states, score_completions
 from grpo_jax.models.sharding import constrain_params, split
 from grpo_jax.types import Batch, Model, Params, Prompts
-from grpo_jax.update.objective import adapt_entropy_coef, count_totals, loss_of, router_coef_of, sampling_of
+from grpo_jax.update.objective import (
+    Teacher,
+    adapt_entropy_coef,
+    count_totals,
+    logit_statistic,
+    loss_of,
+    router_coef_of,
+    sampling_of,
+    vanishes_without_advantage,
+)
 from grpo_jax.update.state import TrainState, finish_update
-from grpo_jax.update.teaching import Teacher, logit_statistic
 
 
 class Updater(flax.struct.PyTreeNode):
@@ -57,6 +65,11 @@ class Updater(flax.struct.PyTreeNode):
     surrogate: Surrogate | None = flax.struct.field(pytree_node=False, default=None)
     teacher: Teacher | None = None
     skip_zero_signal: bool = flax.struct.field(pytree_node=False, default=True)
+
+    @property
+    def omits_backward(self) -> bool:
+        """Whether zero-signal groups have no gradient, so that their backward pass is skipped."""
+        return self.skip_zero_signal and vanishes_without_advantage(self.model, self.config, self.surrogate)
 
     def padded_length(self, longest: int) -> int:
         """Return the length to pad a batch to if its longest completion has `longest` tokens.

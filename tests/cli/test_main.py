@@ -1,6 +1,5 @@
 """The command line: help without importing JAX, RUN.yaml keys as options, and one-line errors."""
 
-import argparse
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from grpo_jax.cli.keys import RUN_KEYS
 from grpo_jax.cli.main import COMMANDS, KEYS, main, make_parsers, parse
 from grpo_jax.cli.named import find
 from grpo_jax.rewards import compute_rewards
-from grpo_jax.run import distributed
 
 pytestmark = pytest.mark.quick
 
@@ -91,13 +89,6 @@ def test_keys_may_have_hyphens_and_negative_values():
     assert (arguments.model, arguments.keys) == ("runs/x", {"model": "y"})
     assert (arguments.say, arguments.checkpoint) == (["a", "b"], None)
     assert parse(["train", "--max_steps", "3", "a.yaml"]).run == "a.yaml"
-
-
-def test_multi_process_flags_match_the_api():
-    parser = argparse.ArgumentParser(add_help=False)
-    distributed.add_flags(parser)
-    flags = lambda parser: {(*a.option_strings, a.dest, a.type or str) for a in parser._actions}
-    assert flags(parser) <= flags(make_parsers()[1]["train"])
 
 
 def test_interrupt_before_a_run_starts_has_no_traceback(monkeypatch, capsys):

@@ -137,7 +137,7 @@ def test_prefetching_does_not_change_the_completions():
         dataclasses.replace(run, config=dataclasses.replace(run.config, rollout_ahead=True)),
         state,
         progress,
-        *source.checkpoint_arrays(),
+        *source.to_checkpoint(),
     )
     changed = state.replace(params=tiny_policy(seed=1).params, step=jnp.int32(3))
     for again in (source, restored):

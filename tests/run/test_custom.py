@@ -10,13 +10,12 @@ import pytest
 from collecting import collected
 from test_collect import POLICY, ROWS, SMALL
 from test_collect import length_reward as length
+from test_generate import Bare
 from test_packed import OPTIMIZER, G, T, batch
-from test_updater import Bare
 from tiny import scored, tiny_model
 
 from grpo_jax import Completions, GRPOConfig, compute_advantages, train
 from grpo_jax.maths.surrogates import ppo
-from grpo_jax.models.sharding import make_mesh
 from grpo_jax.run.evaluate import EVALUATION
 from grpo_jax.run.prepare import prepare
 from grpo_jax.update.packed import choose_updater
@@ -39,18 +38,15 @@ def test_custom_functions_with_builtin_formulas_give_the_same_params():
     chex.assert_trees_all_close(plain, learn(advantage_fn=of_tokens, surrogate=reinforce), atol=2e-5)
 
 
-@pytest.mark.parametrize(("bare", "devices"), [(False, 2), (True, 0)])
-def test_gradient_weights_each_token_by_its_advantage(bare, devices):
-    """The gradient is −Σ m A ∇l / Σ m, whether packed or padded, in micro-batches and on a mesh."""
+def test_gradient_weights_each_token_by_its_advantage():
+    """The padded gradient in micro-batches is −Σ m A ∇l / Σ m. The packed gradient equals it (test_sequences.py)."""
     model, params = tiny_model(layers=1)
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(4, G, T)).astype(np.float32))
     b = batch().replace(advantages=weights, ref_log_probs=None)
     completions = Completions(b.tokens, b.mask, b.sampling_log_probs, b.mask[..., 0])
     loss = lambda params: -jnp.sum(weights * scored(model, params, b.prompts, completions), where=b.mask) / b.mask.sum()
     expected = jax.grad(loss)(params)
-    mesh = make_mesh({"data": devices}) if devices else None
-    how = {"micro_shape": (2, 2), "optimizer": OPTIMIZER, "mesh": mesh}
-    updater = choose_updater(Bare(model) if bare else model, CONFIG, **how)
+    updater = choose_updater(Bare(model), CONFIG, micro_shape=(2, 2), optimizer=OPTIMIZER)
     updater = dataclasses.replace(updater, config=dataclasses.replace(CONFIG, max_completion_length=T))
     state = create_state(jax.tree.map(np.array, params), OPTIMIZER, jax.random.key(0))
     grads, _ = updater.gradients(state, b)

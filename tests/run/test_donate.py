@@ -32,7 +32,7 @@ def live_bytes():
     return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
 
 
-def run(policy, **how):
+def run(policy, run_dir=None, **how):
     """Return the final state, and the peak memory during rewards in multiples of the policy's size, policy included."""
     one, before, held = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes(), []
 
@@ -40,19 +40,31 @@ def run(policy, **how):
         held.append((live_bytes() - before) / one + 1)  # the policy itself is part of `before`
         return lengths(completions)
 
-    return train(policy, ROWS, reward, config_of(), **how), max(held)
+    reward.__name__ = "reward"
+    return train(policy, ROWS, reward, config_of(**how), run_dir=run_dir, donate=run_dir is not None), max(held)
 
 
-@pytest.fixture(scope="module")
-def kept():
-    return run(fresh())
+def test_donation_saves_one_policy_and_does_not_change_a_resumed_run(tmp_path, monkeypatch):
+    """A run with donation, resumed after its first step, holds one policy less than a run without donation and has the
+    same result. It never holds two states. If no checkpoint can be read, the donated policy is not consumed.
+    """
+    kept, held = run(fresh())
+    assert 3.9 < held < 4.2, "the caller's params, the run's params and two moments"
+    assert 2.9 < run(fresh(), tmp_path, max_steps=1)[1] < 3.2
+    shutil.copytree(tmp_path, tmp_path / "torn")
+    (tmp_path / "torn" / "checkpoints" / "1" / "_CHECKPOINT_METADATA").write_text("{}")
+    load, loaded, policy = Checkpoints._load, [], fresh()
+    with pytest.raises(ValueError, match=r"none of its checkpoints can be read \(step 1: "):
+        run(policy, tmp_path / "torn")
+    one, before = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes()
 
+    def measured(*arguments):
+        loaded.append((live_bytes() - before) / one)
+        return load(*arguments)
 
-def test_donation_saves_one_policy_and_does_not_change_the_run(kept):
-    assert 3.9 < kept[1] < 4.2, "the caller's params, the run's params and two moments"
-    state, held = run(fresh(), donate=True)
-    assert 2.9 < held < 3.2
-    chex.assert_trees_all_equal(state, kept[0])
+    monkeypatch.setattr(Checkpoints, "_load", measured)
+    chex.assert_trees_all_equal(run(policy, tmp_path)[0], kept)
+    assert loaded[0] < 0.1, "the state at step 0 is still held while the checkpoint is read"
 
 
 def test_using_a_donated_policy_raises(tmp_path):
@@ -85,28 +97,6 @@ def test_rejected_run_does_not_consume_the_policy(tmp_path):
         with pytest.raises(ValueError, match=message):
             train(policy, ROWS, lengths, config_of(), donate=True, **refused)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
-
-
-def test_resumed_run_holds_one_state(kept, tmp_path, monkeypatch):
-    """A run without donation can be resumed with donation, and never holds two states. If no checkpoint can be read,
-    the donated policy is not consumed.
-    """
-    train(fresh(), ROWS, lengths, config_of(max_steps=1), run_dir=tmp_path)
-    shutil.copytree(tmp_path, tmp_path / "torn")
-    (tmp_path / "torn" / "checkpoints" / "1" / "_CHECKPOINT_METADATA").write_text("{}")
-    load, held, policy = Checkpoints._load, [], fresh()
-    with pytest.raises(ValueError, match=r"none of its checkpoints can be read \(step 1: "):
-        train(policy, ROWS, lengths, config_of(), run_dir=tmp_path / "torn", donate=True)
-    one, before = sum(x.nbytes for x in jax.tree.leaves(policy.params)), live_bytes()
-
-    def measured(*arguments):
-        held.append((live_bytes() - before) / one)
-        return load(*arguments)
-
-    monkeypatch.setattr(Checkpoints, "_load", measured)
-    state = train(policy, ROWS, lengths, config_of(), run_dir=tmp_path, donate=True)
-    chex.assert_trees_all_equal(state.params, kept[0].params)
-    assert held[0] < 0.1, "the state at step 0 is still held while the checkpoint is read"
 
 
 def test_neither_the_base_of_adapters_nor_the_teacher_is_donated():

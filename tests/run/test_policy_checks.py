@@ -7,12 +7,12 @@ import sys
 import warnings
 
 import pytest
-from tiny import EOS, tiny_policy, tiny_tokenizer
+from tiny import EOS, tiny_model, tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, SFTConfig, evaluate
 from grpo_jax.cli import chat
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.policy_checks import check_policy, warn_of_tokens
+from grpo_jax.run.policy_checks import check_policy, run_problems, warn_of_tokens
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.sft import prepare_sft
 from grpo_jax.text.examples import encode_examples
@@ -172,7 +172,7 @@ def test_every_entry_point_checks_the_policy_and_its_tokens(used, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "generate", stop)
+    monkeypatch.setattr(chat, "sample", stop)
     monkeypatch.setattr(sys.modules[evaluate.__module__], "evaluate_encoded", stop)
     strange = policy.replace(tokenizer=tokenizer_with(bos="!"), generation_config={"eos_token_id": 7})
     with warnings.catch_warnings(record=True) as caught, contextlib.suppress(KeyboardInterrupt):
@@ -182,3 +182,21 @@ def test_every_entry_point_checks_the_policy_and_its_tokens(used, monkeypatch):
     both = r"EOS token '<eos>' \(1\) is not in policy.eos_token_ids = \[7\].*'eos_token_id': \[1, 7\]"
     assert re.search(both, text)
     assert "start with two BOS tokens" in text
+
+
+def test_settings_that_do_not_match_the_run_are_reported_at_once():
+    """Other settings are in test_bad_inputs.py and test_sft.py."""
+
+    def found(policy=None, **settings):
+        config = GRPOConfig(max_completion_length=8, **settings)
+        counts = {"longest": 8, "num_reward_fns": 2}
+        return run_problems(policy or tiny_policy(), config, has_eval_data=False, **counts)
+
+    assert found() == found(reward_weights=[1, 2]) == found(router_aux_loss_coef=0) == []
+    assert len(found(eval_steps=1, reward_weights=[1])) == 2
+    (line,) = found(metric_for_best_model="eval/a", save_steps=None)
+    assert line.startswith("metric_for_best_model = 'eval/a': needs an evaluation dataset; pass eval_dataset to train")
+    (line,) = found(router_aux_loss_coef=0.01)
+    assert line.startswith("router_aux_loss_coef = 0.01: the model is not a mixture")
+    experts = tiny_model(num_experts=4, num_experts_per_token=2, expert_size=8, expert_layers=(True,), layers=1)[0]
+    assert found(tiny_policy().replace(model=experts), router_aux_loss_coef=0.01) == []

@@ -11,10 +11,9 @@ from grpo_jax.rewards.calls import Rewards, means_of
 from grpo_jax.rewards.contract import RUN_COLUMNS, RewardError
 from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord
-from grpo_jax.run import rollout_rewards as gathering
+from grpo_jax.run import rollout_result as gathering
 from grpo_jax.run.collect import call_reward_fns
-from grpo_jax.run.rollout_result import RolloutResult
-from grpo_jax.run.rollout_rewards import completion_records, gather_rewards
+from grpo_jax.run.rollout_result import RolloutResult, completion_records, gather_rewards
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Completions
 

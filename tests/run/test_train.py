@@ -12,7 +12,7 @@ import optax
 import pytest
 from tiny import scored, tiny_policy
 
-from grpo_jax import Batch, GRPOConfig, compute_advantages, generate, make_prompts, train
+from grpo_jax import Batch, GRPOConfig, add_lora, compute_advantages, generate, make_prompts, train
 from grpo_jax.rollout import decode as decode_module
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import new_state
@@ -38,12 +38,11 @@ def run(reward_fns=lower_case, policy=None, rows=ROWS, eval_dataset=None, run_di
     return train(policy or tiny_policy(), rows, reward_fns, config, **how)
 
 
-def test_runs_with_the_same_seed_are_bitwise_equal_and_leave_the_policy_unchanged():
+def test_runs_with_different_seeds_differ_and_leave_the_policy_unchanged():
+    """Runs with the same seed are bitwise equal (test_resume.py)."""
     policy = tiny_policy()
     before = jax.tree.map(np.array, policy.params)
-    one, two, other = run(beta=0.1, max_steps=2), run(beta=0.1, max_steps=2), run(beta=0.1, max_steps=2, seed=1)
-    chex.assert_trees_all_equal(one.params, two.params)
-    chex.assert_trees_all_equal(one.opt_state, two.opt_state)
+    one, other = run(beta=0.1, max_steps=2), run(beta=0.1, max_steps=2, seed=1)
     for state in (one, other):
         chex.assert_trees_all_equal(state.ref_params, before)
     chex.assert_trees_all_equal(policy.params, before)
@@ -94,11 +93,15 @@ def test_programs_compiled_in_advance_are_the_ones_that_run(monkeypatch):
 
 
 def test_state_holds_only_what_the_objective_reads():
-    """The state holds old, reference and initial params only if the objective reads them."""
+    """The state holds old, reference and initial params only if the objective reads them, and all of them as adapters
+    if adapters are trained.
+    """
+
+    def state_of(policy, **settings):
+        return new_state(prepare(policy, ROWS, lower_case, GRPOConfig(**SMALL, max_steps=4, **settings)))
 
     def held(**settings):
-        config = GRPOConfig(**SMALL, max_steps=4, **settings)
-        state = new_state(prepare(tiny_policy(), ROWS, lower_case, config))
+        state = state_of(tiny_policy(), **settings)
         return [tree is not None for tree in (state.old_params, state.ref_params, state.initial_params)]
 
     assert held() == [False, False, False]
@@ -109,6 +112,13 @@ def test_state_holds_only_what_the_objective_reads():
     synced = run(max_steps=2, **sync)
     chex.assert_trees_all_equal(synced.ref_params, synced.params)
     chex.assert_trees_all_equal(synced.initial_params, tiny_policy().params)
+    policy = add_lora(tiny_policy(), jax.random.key(0), rank=4)
+    state = state_of(policy, **sync | {"ref_model_mixup_alpha": 0.6})
+    size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+    assert size(state.initial_params) == size(policy.params) < 0.5 * size(policy.model.base)
+    assert size(state.opt_state) < 2.1 * size(policy.params)
+    widths = [x["layers_0"]["self_attn"]["q_proj"]["a"].shape[1] for x in (state.params, state.ref_params)]
+    assert widths[0] < widths[1], "the reference mixes weights, not factors (test_lora.py), so its rank is larger"
 
 
 def test_run_files_and_run_dir_lock(tmp_path):
@@ -149,20 +159,28 @@ def test_run_dir_is_absolute_and_may_be_in_the_home_directory(tmp_path, monkeypa
     assert not (tmp_path / "here" / "~").exists()
 
 
-def test_finished_run_called_again_says_so_and_keeps_its_report(tmp_path, capsys):
-    def call(**settings):
-        config = GRPOConfig(max_steps=2, max_completion_length=4, **settings)
-        state = train(tiny_policy(), [{"prompt": "ab"}], lambda completions: [0.0] * 8, config, run_dir=tmp_path)
-        return state, capsys.readouterr().err
+def test_finished_bfloat16_run_called_again_says_so_and_keeps_its_report(tmp_path, capsys):
+    policy = tiny_policy()
+    policy = policy.replace(params=jax.tree.map(lambda x: x.astype("bfloat16"), policy.params))
 
+    def call(**settings):
+        config = GRPOConfig(max_steps=2, max_completion_length=4, compute_dtype="bfloat16", **settings)
+        return train(policy, [{"prompt": "ab"}], length, config, run_dir=tmp_path), capsys.readouterr().err
+
+    length = lambda completions: [float(len(text)) for text in completions]
     state, _ = call(lr_scheduler_type="constant")
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"bfloat16"}
+    chex.assert_trees_all_equal(state.params, jax.tree.map(lambda x: x.astype("bfloat16"), state.master_params))
+    assert {x.dtype.name for x in jax.tree.leaves((state.opt_state, state.master_params)) if x.ndim} == {"float32"}
+    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), state.master_params, policy.params)
+    assert min(jax.tree.leaves(moved)) > 0
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in ("report.html", "report.png")}
     again, printed = call(lr_scheduler_type="constant")
     assert "complete: 2 of 2 steps; to train longer, raise max_steps; to start a new run" in printed
     assert "compiles" not in printed
     assert before == {name: (tmp_path / name).stat().st_mtime_ns for name in before}
     chex.assert_trees_all_equal(again.params, state.params)
-    for shown in (repr(state), repr(tiny_policy().replace(params=state.params))):
+    for shown in (repr(state), repr(policy.replace(params=state.params))):
         assert len(shown) < 120
         assert "7,264 parameters" in shown
 

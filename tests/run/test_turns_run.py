@@ -40,9 +40,9 @@ class Game:
         return float(sum(map(len, self.heard)) % 5)
 
 
-def run(fns=(), policy=POLICY, run_dir=None, **settings):
+def run(fns=(), policy=POLICY, run_dir=None, factory=Game, **settings):
     config = GRPOConfig(**SMALL | settings)
-    return logged(train, policy, ROWS, list(fns), config, environment_factory=Game, run_dir=run_dir)[1]
+    return logged(train, policy, ROWS, list(fns), config, environment_factory=factory, run_dir=run_dir)[1]
 
 
 def experience_of(factory=Game, fns=(), cursor=0, **settings):
@@ -51,12 +51,31 @@ def experience_of(factory=Game, fns=(), cursor=0, **settings):
     return found, state, collected(found, state, cursor)
 
 
+# Each letter is one of 258 tokens, so many turns end at a stop string, some at an EOS, and some at neither.
+STOP = [*"abcdefghijklmnop", "é", "Q", "R"]
+
+
+class Says(Game):
+    """A `Game` whose responses begin with a stop string."""
+
+    def respond(self, text):
+        response = super().respond(text)
+        return response and f"a{response}"
+
+
 def test_run_learns_from_sampled_tokens_and_logs_turns(tmp_path):
+    """A multi-turn run logs its turns, which end at an EOS, after a stop string, or are cut short and counted."""
+    texts = []
+
     def heard(environments, completions, environment_rewards):
-        assert all(isinstance(environment, Game) for environment in environments)
+        assert all(isinstance(environment, Says) for environment in environments)
+        texts.extend(text for environment in environments for text in environment.heard)
         return [float(len(environment.heard)) for environment in environments]
 
-    lines = run(fns=[heard], run_dir=tmp_path)
+    lines = run(fns=[heard], run_dir=tmp_path, factory=Says, stop=STOP, max_turn_length=9)
+    assert sum(text.endswith(tuple(STOP)) for text in texts) > 10
+    assert not any(part in text[:-1] for text in texts for part in STOP), "a turn continued after a stop string"
+    assert any(line["turns/cut_short"] > 0 for line in lines)
     for line in lines:
         assert line["sampler_gap"] < 2e-5
         assert 1 < line["turns/mean"] <= line["turns/max"] <= 4
@@ -64,7 +83,7 @@ def test_run_learns_from_sampled_tokens_and_logs_turns(tmp_path):
         assert line["tools/calls"] == line["tools/failures"] == line["environment/errors"] == 0
         drawn = line["completions/mean_length"] - line["completions/observation_tokens"]
         assert line["tokens"] == pytest.approx(8 * drawn), "the loss excludes observations, lengths include them"
-        assert np.isfinite(line["rewards/Game/mean"])
+        assert np.isfinite(line["rewards/Says/mean"])
         assert line["rewards/heard/mean"] == pytest.approx(line["turns/mean"], abs=1.0)
     kept = list(read_lines(tmp_path / "completions.jsonl"))
     assert len(kept) == 3 * 8
@@ -166,6 +185,20 @@ def test_incompatible_arguments_are_rejected_before_sampling():
         train(POLICY, ROWS, [], advantage_fn=lambda rewards, mask: rewards[..., 0], **how)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("change", "message"), [
+    ({"stop": ["a", "<eos>"]}, r"stop must not contain special tokens; got '<eos>'.*stop_token_ids=\[1\]"),
+    ({"stop_token_ids": [3, 258]}, "stop_token_ids must be less than the model's vocabulary size, 258; got 258"),
+    ({"sampler": lambda params: None}, "sampler must take stop and max_turn_length, which"),
+    ({"sampler": lambda params, stop: None}, "sampler must take max_turn_length, which"),
+])  # fmt: skip
+def test_invalid_stop_settings_are_rejected_before_sampling(change, message):
+    sampler, settings = change.get("sampler"), {"stop": STOP, "max_turn_length": 9} | change
+    settings.pop("sampler", None)
+    with pytest.raises(ValueError, match=message):
+        train(POLICY, ROWS, lambda completions: [0.0], GRPOConfig(**SMALL | settings), sampler=sampler)
+
+
 def test_text_from_reset_counts_towards_the_limits_of_prompts():
     class Long(Game):
         def reset(self, target, **row):
@@ -192,9 +225,7 @@ def test_prefetched_episodes_do_not_keep_their_environments():
     source = PrefetchedRollouts(found)
     collected(found, state, source=source)
     resumed = dataclasses.replace(found, config=dataclasses.replace(found.config, rollout_ahead=True))
-    second = collected(
-        found, state, source=rollout_source(resumed, state, Progress(cursor=2), *source.checkpoint_arrays())
-    )
+    second = collected(found, state, source=rollout_source(resumed, state, Progress(cursor=2), *source.to_checkpoint()))
     assert given == [True, False, False], "a run with rollout_ahead never passes environments"
     assert second.rows == alone.rows
     names = ["turns/mean", "environment/errors", "completions/observation_tokens", "rewards/Game/mean", "num_tokens"]

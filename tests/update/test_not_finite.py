@@ -13,7 +13,7 @@ from tiny import tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, Prompts, train
 from grpo_jax.run import collect
-from grpo_jax.update.not_finite import name_not_finite
+from grpo_jax.run.session import name_not_finite
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.writer import read_lines

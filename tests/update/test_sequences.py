@@ -56,11 +56,10 @@ VESPO = {"loss_type": "vespo", "temperature": 0.7, "top_k": 5}
 BNPO = {"loss_type": "bnpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5}
 
 
-@pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize(
-    ("learnt", "settings"),
-    [((), {}), ((2,), {}), ((0, 1, 2, 3), {}), ((0, 3), VESPO), ((1, 2), BNPO)],
-    ids=["none", "one", "all", "vespo", "bnpo"],
+    ("learnt", "settings", "streams"),
+    [((), {}, 2), ((2,), {}, 1), ((2,), {}, 2), ((0, 1, 2, 3), {}, 1), ((0, 3), VESPO, 2), ((1, 2), BNPO, 1)],
+    ids=["none", "one", "one, two streams", "all", "vespo", "bnpo"],
 )
 def test_step_with_zero_signal_groups_equals_train_step(monkeypatch, parts, learnt, settings, streams):
     """The step equals `train_step`, with backward passes only through prompts with a signal: none, some or all."""

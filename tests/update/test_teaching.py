@@ -20,11 +20,10 @@ from grpo_jax.models.scoring import Scores
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.types import as_argument
-from grpo_jax.update.objective import count_totals, loss_of
+from grpo_jax.update.objective import Teacher, count_totals, logit_statistic, loss_of
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater
-from grpo_jax.update.teaching import Teacher, logit_statistic
 
 B, V = 4, 24
 SGD = optax.sgd(1.0)  # params change by exactly minus the gradient
