@@ -52,7 +52,7 @@ from experiments.common import (
 )
 from grpo_jax import GRPOConfig, Policy, add_lora, from_pretrained, init_policy, merge_lora, save_pretrained, train
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.rewards.combine import from_row
+from grpo_jax.rewards.shipped import from_row
 from grpo_jax.run.placement import place_policy
 
 LONGEST_EXPRESSION = 100

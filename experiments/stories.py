@@ -40,7 +40,7 @@ from experiments.common import (
     use_compile_cache,
 )
 from grpo_jax import GRPOConfig, engines, from_pretrained, save_pretrained, train
-from grpo_jax.rewards.combine import from_row
+from grpo_jax.rewards.shipped import from_row
 from grpo_jax.run.kept_programs import user_cache
 
 # fmt: off

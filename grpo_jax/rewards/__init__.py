@@ -1,12 +1,11 @@
 """Reward functions.
 
-`contract`: names, arguments and checks. `outcomes`: validation of returned rewards. `calls`: function calls. `shipped`,
-`combine` and `answers`: built-in functions. `workers`: execution in worker processes.
+`contract`: names, arguments and checks. `outcomes`: validation of returned rewards. `calls`: function calls. `shipped`
+and `answers`: built-in functions. `workers`: execution in worker processes.
 """
 
 from grpo_jax.rewards.answers import final_number, number_reward, sole_number
 from grpo_jax.rewards.calls import Rewards, compute_rewards
-from grpo_jax.rewards.combine import from_row
 from grpo_jax.rewards.contract import RewardError, TrainerState, check_reward_fns, reward_names
 from grpo_jax.rewards.outcomes import PartialRewards
 from grpo_jax.rewards.shipped import (
@@ -14,6 +13,7 @@ from grpo_jax.rewards.shipped import (
     completion_text,
     format_reward,
     formula_reward,
+    from_row,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
 )

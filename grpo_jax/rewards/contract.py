@@ -110,14 +110,6 @@ def _bound(fn: Callable[..., object]) -> Mapping[str, object]:
     return fn.keywords if isinstance(fn, functools.partial) else {}
 
 
-def is_async(fn: Callable[..., object]) -> bool:
-    """Return whether `fn` is declared with `async def`, or its attribute `is_async` is true."""
-    if isinstance(fn, functools.partial):
-        return is_async(fn.func)
-    declared = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
-    return declared or bool(getattr(fn, "is_async", False))
-
-
 def check_reward_fns(
     reward_fns: RewardFn | Sequence[RewardFn],
     columns: Iterable[str] | None,

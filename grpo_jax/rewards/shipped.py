@@ -1,22 +1,28 @@
-"""Factories for built-in reward functions. The functions can be pickled for worker processes."""
+"""Built-in reward functions, and `from_row`. The functions can be pickled for worker processes."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
+import inspect
 import logging
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpo_jax.messages import import_extra, show
-from grpo_jax.rewards.outcomes import Failures, as_scores
+from grpo_jax.rewards.contract import function_name
+from grpo_jax.rewards.outcomes import Failures, PartialRewards, as_scores
 from grpo_jax.rewards.workers import isolated
 
 if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, RewardValues, Row
+
+ScoreFn = Callable[[str, "Row"], float | Awaitable[float | None] | None]
+"""A function that maps (completion, dataset row) to a reward, or to None if the completion is not scored."""
 
 
 def completion_text(completion: str | Messages) -> str:
@@ -24,6 +30,57 @@ def completion_text(completion: str | Messages) -> str:
     if isinstance(completion, str):
         return completion
     return "".join(message.get("content") or "" for message in completion)
+
+
+def from_row(fn: ScoreFn) -> RewardFn:
+    """Build a reward function from `fn(completion, row)`, which scores one completion.
+
+    `completion` is a string, even in conversations, and `row` is the dataset row with its `prompt`. An exception
+    affects only the completion being scored. If `fn` is asynchronous, all completions are scored concurrently.
+
+    Example:
+      >>> correct = from_row(lambda completion, row: float(completion == row["answer"]))
+      >>> correct(prompts=["1+1=", "2+2="], completions=["2", "5"], answer=["2", "4"])
+      [1.0, 0.0]
+    """
+    return _FromRow(fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FromRow:
+    fn: ScoreFn
+
+    @property
+    def __name__(self) -> str:
+        return function_name(self.fn)
+
+    def __call__(
+        self, *, completions: Sequence[str | Messages], **columns: Sequence[Any]
+    ) -> RewardValues | Awaitable[RewardValues]:
+        columns.pop("completion_ids", None)
+        columns = {"prompt": columns.pop("prompts")} | columns if "prompts" in columns else columns
+        outcomes: list[Any] = []
+        for index, completion in enumerate(completions):
+            row = {name: values[index] for name, values in columns.items()}
+            try:
+                outcomes.append(self.fn(completion_text(completion), row))
+            except (Exception, SystemExit) as error:
+                outcomes.append(error)
+        return _awaited(outcomes) if any(map(inspect.isawaitable, outcomes)) else _without_exceptions(outcomes)
+
+
+async def _awaited(outcomes: Sequence[Any]) -> list[Any]:
+    async def result(outcome: Any) -> Any:
+        return await outcome if inspect.isawaitable(outcome) else outcome
+
+    return _without_exceptions(await asyncio.gather(*map(result, outcomes), return_exceptions=True))
+
+
+def _without_exceptions(outcomes: list[Any]) -> list[Any]:
+    failures: Failures = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
+    if failures:
+        raise PartialRewards([None if i in failures else outcome for i, outcome in enumerate(outcomes)], failures)
+    return outcomes
 
 
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:

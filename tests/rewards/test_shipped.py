@@ -9,8 +9,8 @@ import pytest
 
 from grpo_jax.rewards import accuracy_reward, format_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
 from grpo_jax.rewards.calls import compute_rewards
-from grpo_jax.rewards.combine import from_row
 from grpo_jax.rewards.contract import RewardError, reward_names
+from grpo_jax.rewards.shipped import from_row
 from grpo_jax.rollout.tools import call_within
 
 pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.* were not scored")]

@@ -15,9 +15,9 @@ import pytest
 import worker_functions as functions
 
 from grpo_jax.rewards.calls import compute_rewards
-from grpo_jax.rewards.combine import from_row
 from grpo_jax.rewards.contract import RewardError, SetupError, TrainerState, check_reward_fns
 from grpo_jax.rewards.outcomes import PartialRewards
+from grpo_jax.rewards.shipped import from_row
 from grpo_jax.rewards.workers import isolated
 
 TIMEOUT = 1.0
