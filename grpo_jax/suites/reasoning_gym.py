@@ -7,17 +7,15 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from grpo_jax.messages import import_extra, nearest, show
-from grpo_jax.rewards.contract import arguments_of, call_selected
-from grpo_jax.rewards.outcomes import Failures, PartialRewards, as_scores
-from grpo_jax.rewards.shipped import completion_text
+from grpo_jax.rewards.outcomes import PartialRewards
+from grpo_jax.rewards.shipped import from_row
 from grpo_jax.rewards.workers import isolated
 from grpo_jax.suites.suite import Foreign, Suite
-from grpo_jax.types import Json, Messages, RewardValues
+from grpo_jax.types import Json, Messages, RewardValues, Row
 
 _PACKAGE = "reasoning-gym"
+_COLUMNS = ("question", "answer", "metadata", "task", "settings", "answer_tag")
 
 
 def reasoning_gym(
@@ -65,7 +63,7 @@ def reasoning_gym(
         for item in (dataset[index] for index in range(size))
     ]
     # Unpickling `extract_answer` in a worker imports reasoning-gym before the timeout starts.
-    score: Callable[..., Foreign] = functools.partial(_score, extract=utils.extract_answer)
+    score = from_row(functools.partial(_score, extract=utils.extract_answer))
     if timeout is not None:
         score = isolated(score, timeout=timeout, completions_per_call=1)
     return Suite(rows=rows, reward_fns=[_ByTask(score)])
@@ -78,13 +76,6 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
         near = nearest(task, factory.DATASETS)
         hint = f"did you mean {near!r}?" if near else "see reasoning_gym.factory.DATASETS"
         raise ValueError(f"reasoning-gym does not have the task {show(task)}; {hint}")
-    _, config = factory.DATASETS[task]
-    known = {field.name for field in dataclasses.fields(config)} - {"seed", "size"}
-    for name in settings:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near!r}?" if near else f"its settings are {', '.join(sorted(known)) or 'none'}"
-            raise ValueError(f"{task}.{name}: unknown setting; {hint}")
     try:
         json.dumps(settings)  # `_verifier` requires JSON
         return factory.create_dataset(task, **settings, size=size, seed=seed)
@@ -99,53 +90,37 @@ def _verifier(task: str, settings: str) -> Callable[[str | None, Json], float]:
     return _dataset(task, json.loads(settings), 1, 0).score_answer
 
 
-def _score(
-    completions: Sequence[str | Messages],
-    question: Sequence[str],
-    answer: Sequence[str],
-    metadata: Sequence[Json],
-    task: Sequence[str],
-    settings: Sequence[Json],
-    answer_tag: Sequence[str | None],
-    extract: Callable[..., str | None],
-) -> RewardValues:
-    """Compute rewards with reasoning-gym's verifiers, from completions and their dataset columns."""
-    values, failures = np.full(len(completions), np.nan), Failures()
-    columns = zip(completions, question, answer, metadata, task, settings, answer_tag, strict=True)
-    for index, (completion, asked, truth, about, name, task_settings, tag) in enumerate(columns):
-        text = completion_text(completion)
-        found = text.strip() if tag is None else extract(text, tag_name=tag)
-        try:
-            score = _verifier(name, json.dumps(task_settings, sort_keys=True))
-            values[index] = score(found, {"question": asked, "answer": truth, "metadata": about})
-        except Exception as error:
-            failures[index] = error
-    return as_scores(values, failures)
+def _score(completion: str, row: Row, *, extract: Callable[..., str | None]) -> float:
+    """Score a completion with the verifier of its row's task."""
+    tag = row["answer_tag"]
+    answer = completion.strip() if tag is None else extract(completion, tag_name=tag)
+    return _verifier(row["task"], json.dumps(row["settings"], sort_keys=True))(answer, row)
 
 
 @dataclasses.dataclass(frozen=True)
 class _ByTask:
-    """A reward function that calls `_score`, in this process or a worker, and logs rewards separately for each task."""
+    """A reward function that calls `score`, in this process or a worker, and logs rewards separately for each task."""
 
     score: Callable[..., Foreign]
     __name__ = "reasoning_gym"
 
     @property
     def reward_arguments(self) -> dict[str, bool]:
-        return arguments_of(self.score)
+        return dict.fromkeys(_COLUMNS, True)
 
     def __call__(
         self,
         *,
-        task: Sequence[str],
+        completions: Sequence[str | Messages],
         log_metric: Callable[[str, Foreign], None] = lambda *_: None,
         **columns: Sequence[object],
     ) -> RewardValues:
         try:
-            scores, failure = call_selected(self.score, {"task": task, **columns}), None
+            columns = {name: columns[name] for name in _COLUMNS}
+            scores, failure = self.score(completions=completions, **columns), None
         except PartialRewards as partial:
             scores, failure = partial.values, partial
-        for name, value in zip(task, scores, strict=True):
+        for name, value in zip(columns["task"], scores, strict=True):
             if value is not None:
                 log_metric(f"reasoning_gym/{name}", value)
         if failure is not None:

@@ -67,7 +67,7 @@ def test_answer_is_the_whole_completion_or_tagged():
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"task": "chain_sums"}, "does not have the task 'chain_sums'; did you mean 'chain_sum'"),
-    ({"task": "chain_sum", "max_term": 3}, "chain_sum.max_term: unknown setting; did you mean 'max_te"),
+    ({"task": "chain_sum", "max_term": 3}, "rejected chain_sum with {'max_term': 3} .*keyword argument 'max_term'"),
     ({"task": "chain_sum", "min_terms": 9}, "rejected chain_sum with {'min_terms': 9} .AssertionError: max_terms"),
     ({"task": ["chain_sum"]}, "does not have the task"),
     ({"task": "chain_sum", "size": 0}, "rejected chain_sum .*AssertionError"),
@@ -83,6 +83,6 @@ def test_failing_verifier_affects_one_completion():
     suite = reasoning_gym("letter_jumble", size=3, seed=1)
     columns = {name: [row[name] for row in suite.rows] for name in suite.rows[0] if name != "prompt"}
     columns["settings"][1] = {"no_such": 1}
-    with pytest.raises(PartialRewards, match="1 of 3: completion 1 raised ValueError: letter_jumble") as caught:
+    with pytest.raises(PartialRewards, match=r"1 of 3: completion 1 raised ValueError: .*letter_jumble") as caught:
         suite.reward_fns[0](completions=columns["answer"], **columns)
     assert caught.value.values == [1.0, None, 1.0]
