@@ -34,6 +34,9 @@ Params = Any
 Json = Mapping[str, Any]
 """A JSON object, such as the content of a config.json."""
 
+Foreign = Any
+"""Type of modules and objects from optional packages."""
+
 Row = dict[str, Any]
 """A dataset row: a dict from column names to values, with a `prompt` column."""
 
@@ -303,6 +306,20 @@ EnvironmentFactory = Callable[[], object]
 
 Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 """One factory for all rows, or a dict from values in the `environment` column to factories."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Tasks from an external package. Pass each field to `train` as the argument with the same name.
+
+    `rows` contains a dict with a `prompt` for each task. `reward_fns` is empty if environments return the rewards.
+    """
+
+    rows: list[Row]
+    reward_fns: list[RewardFn] = dataclasses.field(default_factory=list)
+    reward_weights: list[float] | None = None
+    tools: list[Callable[..., object]] | None = None
+    environment_factory: Environments | None = None
 
 
 AdvantageFn = Callable[..., jax.Array]

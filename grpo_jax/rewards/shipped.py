@@ -59,7 +59,7 @@ class _FromRow:
     ) -> RewardValues | Awaitable[RewardValues]:
         columns.pop("completion_ids", None)
         columns = {"prompt": columns.pop("prompts")} | columns if "prompts" in columns else columns
-        outcomes: list[Any] = []
+        outcomes = list[object]()
         for index, completion in enumerate(completions):
             row = {name: values[index] for name, values in columns.items()}
             try:
@@ -69,14 +69,14 @@ class _FromRow:
         return _awaited(outcomes) if any(map(inspect.isawaitable, outcomes)) else _without_exceptions(outcomes)
 
 
-async def _awaited(outcomes: Sequence[Any]) -> list[Any]:
-    async def result(outcome: Any) -> Any:
+async def _awaited(outcomes: Sequence[object]) -> RewardValues:
+    async def result(outcome: object) -> object:
         return await outcome if inspect.isawaitable(outcome) else outcome
 
     return _without_exceptions(await asyncio.gather(*map(result, outcomes), return_exceptions=True))
 
 
-def _without_exceptions(outcomes: list[Any]) -> list[Any]:
+def _without_exceptions(outcomes: Sequence[Any]) -> RewardValues:
     failures: Failures = {i: outcome for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
     if failures:
         raise PartialRewards([None if i in failures else outcome for i, outcome in enumerate(outcomes)], failures)

@@ -8,9 +8,8 @@ from typing import TypeGuard
 
 from grpo_jax.suites.openenv import openenv
 from grpo_jax.suites.reasoning_gym import reasoning_gym
-from grpo_jax.suites.suite import Suite
 from grpo_jax.suites.verifiers import verifiers
-from grpo_jax.types import Json
+from grpo_jax.types import Json, Suite
 
 __all__ = ["SUITES", "Suite", "is_suite", "openenv", "reasoning_gym", "suite_of", "verifiers"]
 

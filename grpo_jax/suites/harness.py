@@ -21,8 +21,7 @@ from typing import TypeAlias
 
 from grpo_jax.messages import import_extra, show
 from grpo_jax.rollout.tools import as_text
-from grpo_jax.suites.suite import Foreign
-from grpo_jax.types import Json, Message, Messages
+from grpo_jax.types import Foreign, Json, Message, Messages
 
 PACKAGE = "verifiers"
 V1 = "verifiers.v1"

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from grpo_jax.messages import import_extra, one_line, show
 from grpo_jax.rollout.tools import as_text
-from grpo_jax.suites.suite import Foreign, Suite
-from grpo_jax.types import Json, Messages
+from grpo_jax.types import Foreign, Json, Messages, Suite
 
 _PACKAGE = "openenv-core"
 _RETRY_SECONDS = 0.5

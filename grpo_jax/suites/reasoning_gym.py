@@ -8,11 +8,11 @@ import json
 from collections.abc import Callable, Sequence
 
 from grpo_jax.messages import import_extra, nearest, show
+from grpo_jax.rewards.contract import call_selected
 from grpo_jax.rewards.outcomes import PartialRewards
 from grpo_jax.rewards.shipped import from_row
 from grpo_jax.rewards.workers import isolated
-from grpo_jax.suites.suite import Foreign, Suite
-from grpo_jax.types import Json, Messages, RewardValues, Row
+from grpo_jax.types import Foreign, Json, Messages, RewardValues, Row, Suite
 
 _PACKAGE = "reasoning-gym"
 _COLUMNS = ("question", "answer", "metadata", "task", "settings", "answer_tag")
@@ -115,12 +115,12 @@ class _ByTask:
         log_metric: Callable[[str, Foreign], None] = lambda *_: None,
         **columns: Sequence[object],
     ) -> RewardValues:
+        inputs = {name: columns[name] for name in _COLUMNS}
         try:
-            columns = {name: columns[name] for name in _COLUMNS}
-            scores, failure = self.score(completions=completions, **columns), None
+            scores, failure = call_selected(self.score, {"completions": completions} | inputs), None
         except PartialRewards as partial:
             scores, failure = partial.values, partial
-        for name, value in zip(columns["task"], scores, strict=True):
+        for name, value in zip(inputs["task"], scores, strict=True):
             if value is not None:
                 log_metric(f"reasoning_gym/{name}", value)
         if failure is not None:

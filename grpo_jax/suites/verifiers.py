@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from grpo_jax.messages import import_extra, one_line
 from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites.harness import PACKAGE, V1, Conversation, Servers, policy_agent
-from grpo_jax.suites.suite import Foreign, Suite
-from grpo_jax.types import Json, Message, Messages, Row
+from grpo_jax.types import Foreign, Json, Message, Messages, Row, Suite
 
 
 def verifiers(taskset: str, *, size: int | None = None, env: str = "", **settings: object) -> Suite:
