@@ -110,7 +110,7 @@ class Episode:
         form, text = self._interaction.format, self._text(ids)
         parsed = Parsed(text, (), ())
         if form is not None and self._is_chat and self.tools:
-            whole = turn_text(ids, self._text, form, self._interaction.hidden)
+            whole = turn_text(ids, self._text, self._interaction.hidden)
             schemas = {name: tool.schema for name, tool in self.tools.items()}
             parsed = form.parse(whole, schemas=schemas, thinking=self._interaction.thinking)
         self._extend_context(ids)

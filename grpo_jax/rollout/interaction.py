@@ -40,7 +40,7 @@ class Interaction:
     tools: Mapping[str, Tool]  # functions available to all rows
     format: Format | None  # the chat template's format for tool calls
     thinking: bool  # whether the generation prompt opens a thinking block, so that turns start inside it
-    hidden: tuple[int, ...] | None = None  # special tokens to remove from the text before parsing
+    hidden: tuple[int, ...] = ()  # special tokens to remove from the text before parsing
 
     def name_of(self, row: Row) -> Hashable:
         """Return the key that selects a row's environment factory."""
@@ -138,7 +138,7 @@ def make_interaction(
         tools=functions,
         format=form,
         thinking=is_chat and template.opens_thinking,
-        hidden=None if form is None else hidden_ids(tokenizer, form),
+        hidden=() if form is None else hidden_ids(tokenizer, form),
     )
 
 

@@ -177,17 +177,16 @@ def tool_message(name: str, text: str) -> Message:
     return {"role": "tool", "name": name, "content": text}
 
 
-def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...] | None:
-    """Return the ids of special tokens to remove before parsing. Returns None if no marker is a special token."""
+def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...]:
+    """Return the ids of special tokens that `turn_text` removes before parsing: all but the format's markers."""
+    if form.keeps_special_tokens:
+        return ()
     special = special_tokens(tokenizer)
-    marks = {index for index, token in special.items() if any(marker in token for marker in form.markers)}
-    return tuple(sorted(special.keys() - marks)) if marks else None
+    return tuple(sorted(i for i, token in special.items() if not any(marker in token for marker in form.markers)))
 
 
-def turn_text(ids: np.ndarray, decode: Decode, form: Format, hidden: Sequence[int] | None) -> str:
-    """Decode a turn for `form.parse`. `hidden` is the result of `hidden_ids`."""
-    if hidden is None:
-        return decode(ids, skip_special_tokens=not form.keeps_special_tokens)
+def turn_text(ids: np.ndarray, decode: Decode, hidden: Sequence[int]) -> str:
+    """Decode a turn for `Format.parse`. `hidden` is the result of `hidden_ids`."""
     return decode(ids[~np.isin(ids, hidden)], skip_special_tokens=False)
 
 
@@ -208,7 +207,7 @@ def call_fault(template: ChatTemplate, form: Format) -> str:
             continue
         ids = np.array(tokenizer(text=written, add_special_tokens=False)["input_ids"], np.int32)
         ends = np.flatnonzero(np.isin(ids, template.eos_token_ids))
-        text = turn_text(ids[: ends[0] + 1] if len(ends) else ids, tokenizer.decode, form, hidden_ids(tokenizer, form))
+        text = turn_text(ids[: ends[0] + 1] if len(ends) else ids, tokenizer.decode, hidden_ids(tokenizer, form))
         parsed = form.parse(text, schemas=schemas, thinking=whole and template.opens_thinking)
         if [(one.name, parse_arguments(one.arguments)) for one in parsed.calls] == [(call.name, call.arguments)]:
             return ""

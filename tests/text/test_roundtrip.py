@@ -57,7 +57,6 @@ def test_call_of_each_family_is_parsed_back(name, tool, kwargs):
     """
     tokenizer, ends = family(name)
     assert lib.call_fault(ChatTemplate(tokenizer, kwargs, schemas(tool), ends), FORMATS[name]) == ""
-    assert lib.hidden_ids(tokenizer, FORMATS[name]) is None
     for other in FORMATS.keys() - {name}:
         assert "no call" in lib.call_fault(ChatTemplate(tokenizer, kwargs, schemas(add), ends), FORMATS[other]), other
 
@@ -103,7 +102,7 @@ def test_only_markers_among_special_tokens_reach_the_parser(name):
     turn = np.array(tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"], np.int32)
     assert turn[-1] == end
     assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # each call would be silently lost
-    read = lib.turn_text(turn, tokenizer.decode, interaction.format, interaction.hidden)
+    read = lib.turn_text(turn, tokenizer.decode, interaction.hidden)
     assert read + eos == text.removesuffix("\n")
     episode = Episode(interaction, CHAT, "row 0 of the dataset, completion 0", CachedTokenizer(tokenizer))
     episode.reset(CHAT)
