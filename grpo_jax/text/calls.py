@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -43,12 +43,6 @@ class Parsed:
     problems: tuple[str, ...] = ()
 
 
-class Parse(Protocol):
-    """Signature of `Format.parse`."""
-
-    def __call__(self, text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Format:
     """A syntax for tool calls.
@@ -56,25 +50,25 @@ class Format:
     Attributes:
       name: key of the format in `FORMATS`.
       recognize: function that returns whether a chat template uses this format.
-      parse: parser for one decoded turn. `schemas` maps tool names to schemas, for formats that do not distinguish
-        strings from numbers. `thinking` is True if the generation prompt opens <think>.
+      parse: function `parse(text, *, schemas=None, thinking=False)` that parses a decoded turn. `schemas` maps tool
+        names to schemas, for formats that do not distinguish strings from numbers. `thinking` is True if the generation
+        prompt opens <think>.
       keeps_special_tokens: whether special tokens delimit calls in this format, so that decoding must keep them.
       markers: strings that delimit calls and reasoning. They are kept even if they are special tokens.
     """
 
     name: str
     recognize: Callable[[str], bool]
-    parse: Parse
+    parse: Callable[..., Parsed]
     keeps_special_tokens: bool
     markers: tuple[str, ...] = ()
 
 
-class MalformedCall(ValueError):
-    """Raised for an invalid tool call. The message completes the sentence "A tool call could not be read: ..."."""
-
-
 def parse_json(text: str) -> Any:
-    """Parse untrusted JSON. Replaces lone surrogates. Infinity, NaN and over 100 nesting levels raise ValueError."""
+    """Parse untrusted JSON. Replaces lone surrogates. Infinity, NaN and over 100 nesting levels raise ValueError.
+
+    The message completes the sentence "A tool call could not be read: ...".
+    """
     try:
         value = json.loads(text, parse_constant=_not_finite, parse_float=_finite)
         if "\\ud" in text.lower():  # files and tokenizers reject lone surrogates
@@ -110,16 +104,13 @@ def parse_arguments(arguments: Any) -> Any:
 
 
 def parse_call(text: str) -> ToolCall:
-    """Parse a JSON object with `name` and `arguments` (or `parameters`). Raises `MalformedCall` for anything else."""
-    try:
-        value = parse_json(text)
-    except ValueError as error:
-        raise MalformedCall(str(error)) from None
+    """Parse a JSON object with `name` and `arguments` (or `parameters`). Raises ValueError for anything else."""
+    value = parse_json(text)
     if not isinstance(value, dict):
-        raise MalformedCall(f"it is {show(value)}, not a JSON object")
+        raise ValueError(f"it is {show(value)}, not a JSON object")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        raise MalformedCall("it lacks the 'name' of a tool")
+        raise ValueError("it lacks the 'name' of a tool")
     return ToolCall(name, value.get("arguments", value.get("parameters", {})))
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from grpo_jax.text.calls import Format, MalformedCall, Parsed, ToolCall, parse_call, parse_json, problem_message
+from grpo_jax.text.calls import Format, Parsed, ToolCall, parse_call, parse_json, problem_message
 from grpo_jax.types import Json
 
 MAX_CALLS = 64
@@ -52,7 +52,7 @@ def _parse_tagged(
             continue
         try:
             call, position = read(text, found.end(), schemas)
-        except MalformedCall as error:
+        except ValueError as error:
             problems.append(problem_message(str(error), form))
             position = _end_of(text, "</tool_call>", found.end())
         else:
@@ -80,7 +80,7 @@ def _read_hermes(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[To
     if end < 0 or not text.startswith("</tool_call>", _skip(text, end)):
         end = len(text) if close < 0 else close
         parse_call(text[start:end])  # report invalid JSON first
-        raise MalformedCall("it is not closed by </tool_call>")
+        raise ValueError("it is not closed by </tool_call>")
     return parse_call(text[start:end]), _skip(text, end) + len("</tool_call>")
 
 
@@ -101,7 +101,7 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolC
     """Parse <function=...>, its parameters and the closing tags."""
     function = _FUNCTION.match(text, start)
     if not function:
-        raise MalformedCall("there is no <function=...> after <tool_call>")
+        raise ValueError("there is no <function=...> after <tool_call>")
     name, position = function[1].strip(), function.end()
     schema = schemas.get(name) or {}
     properties = (schema.get("function", schema).get("parameters") or {}).get("properties") or {}
@@ -109,15 +109,15 @@ def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolC
     while parameter := _PARAMETER.match(text, position):
         end = _PARAMETER_END.search(text, parameter.end())
         if not end:
-            raise MalformedCall(f"<parameter={parameter[1]}> is not closed by </parameter>")
+            raise ValueError(f"<parameter={parameter[1]}> is not closed by </parameter>")
         key = parameter[1].strip()
         if key in arguments:
-            raise MalformedCall(f"the parameter {key!r} is given twice")
+            raise ValueError(f"the parameter {key!r} is given twice")
         arguments[key] = _value(text[parameter.end() : end.start()], properties.get(key))
         position = end.end()
     closing = _FUNCTION_END.match(text, position)
     if not closing:
-        raise MalformedCall("its parameters are not followed by </function> and </tool_call>")
+        raise ValueError("its parameters are not followed by </function> and </tool_call>")
     return ToolCall(name, arguments), closing.end()
 
 
@@ -156,7 +156,7 @@ def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinki
         return Parsed(_plain(text), (), (problem,) if "<function=" in written else ())
     try:
         call = parse_call(written)
-    except MalformedCall as error:
+    except ValueError as error:
         return Parsed(_plain(text), (), (problem_message(str(error), _LLAMA_FORM),))
     return Parsed(_plain(reasoning + (before if tag else "")).strip(), (call,))
 
@@ -198,7 +198,7 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
             continue
         try:
             calls.append(_addressed(recipient[1], body, end))
-        except MalformedCall as error:
+        except ValueError as error:
             problems.append(problem_message(str(error), _HARMONY_FORM))
             kept.append(_plain(header + body))
     return Parsed("\n\n".join(part for part in kept if part), tuple(calls), tuple(problems))
@@ -218,13 +218,10 @@ def _messages(text: str) -> Iterator[tuple[str, str, str]]:
 def _addressed(recipient: str, body: str, end: str) -> ToolCall:
     namespace, _, name = recipient.partition(".")
     if namespace != "functions" or not name:
-        raise MalformedCall(f"unknown recipient {recipient!r}; address tools as functions.tool")
+        raise ValueError(f"unknown recipient {recipient!r}; address tools as functions.tool")
     if end != "<|call|>":
-        raise MalformedCall("it is not closed by <|call|>")
-    try:
-        return ToolCall(name, parse_json(body) if body.strip() else {})
-    except ValueError as error:
-        raise MalformedCall(str(error)) from None
+        raise ValueError("it is not closed by <|call|>")
+    return ToolCall(name, parse_json(body) if body.strip() else {})
 
 
 # --- Formats in matching order: harmony and XML templates may also contain markers of later formats.

@@ -178,11 +178,6 @@ def _read_file(path: Path, argument: str) -> list[object]:
         raise ValueError(f"{argument}={str(path)!r} cannot be read as Parquet ({one_line(error)})") from error
 
 
-_UTF16 = "is UTF-16; convert it to UTF-8 (iconv -f utf-16 -t utf-8)"
-_MAGIC = {b"\x1f\x8b": "is compressed with gzip; decompress it (gunzip)", b"\xff\xfe": _UTF16, b"\xfe\xff": _UTF16}
-"""Maps the first bytes of common non-UTF-8 files to a problem and fix for the error message."""
-
-
 def _read_lines(path: Path, argument: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, with line breaks. Raises ValueError with the line number for invalid text."""
     with open(path, "rb") as lines:
@@ -190,12 +185,10 @@ def _read_lines(path: Path, argument: str) -> Iterator[str]:
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")  # allow a byte-order mark
             except UnicodeDecodeError as error:
-                for start, fix in _MAGIC.items() if number == 1 else ():
-                    if line.startswith(start):
-                        raise ValueError(f"{argument}: {str(path)!r} {fix}") from error
                 raise ValueError(
                     f"{argument}: line {number} of {str(path)!r} is not UTF-8 (byte {error.start} is"
-                    f" 0x{error.object[error.start]:02x}); convert the file (from Latin-1: iconv -f latin1 -t utf-8)"
+                    f" 0x{error.object[error.start]:02x}); decompress it, or convert it (from Latin-1:"
+                    " iconv -f latin1 -t utf-8)"
                 ) from error
 
 

@@ -133,11 +133,9 @@ def test_file_that_is_not_utf8_is_named_with_its_line(folder, name):
     line = 3 if name == "rows.csv" else 2
     with pytest.raises(ValueError, match=rf"dataset: line {line} of '{name}' is not UTF-8 \(byte .* 0xe9\)"):
         load_rows(name, **SHAPE)
-    utf16 = "question,solution".encode("utf-16")
-    for content, message in ((utf16, "is UTF-16.*iconv -f utf-16"), (gzip.compress(b"a"), "gunzip")):
-        (folder / name).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"dataset: '{name}' .*{message}"):
-            load_rows(name, **SHAPE)
+    (folder / name).write_bytes(gzip.compress(b"a"))
+    with pytest.raises(ValueError, match=rf"dataset: line 1 of '{name}' is not UTF-8 .*; decompress it, or convert it"):
+        load_rows(name, **SHAPE)
 
 
 @pytest.mark.parametrize(("name", "text", "message"), [
