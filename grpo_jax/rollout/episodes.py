@@ -31,7 +31,7 @@ from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord, Interacti
 from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
 from grpo_jax.rollout.turns import TRUNCATED
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message, turn_text
-from grpo_jax.text.completions import CachedTokenizer, PrecedingText, continuation, preceding_text
+from grpo_jax.text.completions import PrecedingText, continuation, preceding_text
 from grpo_jax.text.rows import is_conversation
 from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Messages, Prompts, Row
@@ -54,8 +54,8 @@ class _Failed(Exception):
 class Episode:
     """One completion with its environment. `where` describes its dataset row and index in error messages."""
 
-    def __init__(self, interaction: Interaction, row: Row, where: str, texts: CachedTokenizer):
-        self._interaction, self.where, self._texts = interaction, where, texts
+    def __init__(self, interaction: Interaction, row: Row, where: str):
+        self._interaction, self.where = interaction, where
         self._is_chat = is_conversation(row["prompt"])
         self.environment: Any = None  # object returned by the factory
         self.tools: Mapping[str, Tool] = interaction.tools
@@ -141,9 +141,9 @@ class Episode:
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """Decode a turn as the continuation of the preceding text."""
-        decode = functools.partial(self._texts.decode, skip_special_tokens=skip_special_tokens)
-        before = np.array(self.before.tokens, np.int32)
-        return self.before.prefill + continuation(decode(before), decode(np.append(before, ids)))
+        before, decode = tuple(self.before.tokens), self._interaction.decode
+        both = decode((*before, *map(int, ids)), skip_special_tokens)
+        return self.before.prefill + continuation(decode(before, skip_special_tokens), both)
 
     def _observation(self, parsed: Parsed) -> str | Messages | None:
         """Return the results of a turn's tool calls or the environment's response; None ends the completion."""
@@ -226,7 +226,7 @@ class Episode:
         if sum(map(len, _texts(observation))) > 1000 + MAX_CHARACTERS_PER_TOKEN * limit:
             return TRUNCATED
         if isinstance(observation, str):
-            return self._texts.encode(observation)
+            return self._interaction.encode(observation)
         tokenizer, eos = self._interaction.tokenizer, self._interaction.eos_token_ids
         kwargs = self._interaction.config.chat_template_kwargs
         return ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), eos).observation_ids(observation, drawn=drawn)
@@ -280,9 +280,9 @@ class Episodes:
         self._pool = ThreadPoolExecutor(min(MAX_WORKERS, len(rows) * num_generations), "grpo_jax-episode")
         self.local_rows, self._group = local_range(len(rows)), num_generations
         self._indices = range(self.local_rows.start * num_generations, self.local_rows.stop * num_generations)
-        self._tokenizer, texts = interaction.tokenizer, CachedTokenizer(interaction.tokenizer)
+        self._tokenizer = interaction.tokenizer
         self.all = [
-            Episode(interaction, row, f"row {number} of the dataset, completion {g}", texts)
+            Episode(interaction, row, f"row {number} of the dataset, completion {g}")
             for row, number in zip(rows, row_indices, strict=True)
             for g in range(num_generations)
         ]

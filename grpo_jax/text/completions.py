@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -97,24 +96,6 @@ def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[i
 def continuation(before: str, both: str) -> str:
     """Remove the common prefix with `before` from `both`: ("caf\ufffd", "café!") → "é!"."""
     return both[common_length(before, both) :]
-
-
-class CachedTokenizer:
-    """A caching tokenizer for environments that repeat the same strings in thousands of turns."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        @functools.lru_cache(1024)
-        def decode(ids: bytes, skip: bool) -> str:
-            return tokenizer.decode(np.frombuffer(ids, np.int32), skip_special_tokens=skip)
-
-        @functools.lru_cache(1024)
-        def encode(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-        self._decode, self.encode = decode, encode
-
-    def decode(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
-        return self._decode(np.asarray(ids, np.int32).tobytes(), skip_special_tokens)
 
 
 def _prefill(prompt: str | Messages) -> str:

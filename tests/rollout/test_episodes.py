@@ -22,7 +22,7 @@ from grpo_jax.rollout.interaction import (
 )
 from grpo_jax.rollout.turns import TRUNCATED
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
-from grpo_jax.text.completions import CachedTokenizer, preceding_text
+from grpo_jax.text.completions import preceding_text
 from grpo_jax.text.prompts import encode_prompts, make_prompts
 
 pytestmark = pytest.mark.quick
@@ -92,7 +92,7 @@ def shown_with(interaction, rows):
 
 
 def begun(interaction, row=ROW):
-    episode = Episode(interaction, row, "row 3 of the dataset, completion 1", CachedTokenizer(interaction.tokenizer))
+    episode = Episode(interaction, row, "row 3 of the dataset, completion 1")
     episode.reset(row)
     return episode
 

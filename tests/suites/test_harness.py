@@ -17,7 +17,6 @@ from grpo_jax.rollout.interaction import make_interaction
 from grpo_jax.rollout.tools import call_within
 from grpo_jax.suites import verifiers
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
-from grpo_jax.text.completions import CachedTokenizer
 
 pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
 SECONDS = 120.0
@@ -71,7 +70,7 @@ def test_tools_are_called_and_scored(own):
     row, (tokenizer, ends) = own.rows[0], family("hermes")
     interaction = make_interaction(tokenizer, ends, own.rows, GRPOConfig(), environment_factory=own.environment_factory)
     assert interaction.schemas(row) == own.environment_factory().tool_schemas
-    episode = Episode(interaction, row, "row 0", CachedTokenizer(tokenizer))
+    episode = Episode(interaction, row, "row 0")
     episode.reset(row)
     turns = [[("sum_add", {"n": 2})], [("sum_add", {"n": 2}), ("no", {"n": 1})], [("sum_add", {"n": 1})]]
     first, second, third = (episode.answer(ids(tokenizer, *calls), 400) for calls in turns)

@@ -8,7 +8,7 @@ from chat_families import CALL, FAMILIES, HERMES, LLAMA, add, family, tokenizer_
 from tokenizers import normalizers
 
 from grpo_jax import GRPOConfig
-from grpo_jax.rollout.episodes import CachedTokenizer, Episode
+from grpo_jax.rollout.episodes import Episode
 from grpo_jax.rollout.interaction import make_interaction
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text import calls as lib
@@ -104,7 +104,7 @@ def test_only_markers_among_special_tokens_reach_the_parser(name):
     assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # each call would be silently lost
     read = lib.turn_text(turn, tokenizer.decode, interaction.hidden)
     assert read + eos == text.removesuffix("\n")
-    episode = Episode(interaction, CHAT, "row 0 of the dataset, completion 0", CachedTokenizer(tokenizer))
+    episode = Episode(interaction, CHAT, "row 0 of the dataset, completion 0")
     episode.reset(CHAT)
     assert "\n3\n</tool_response>" in tokenizer.decode(episode.answer(turn, 200))
     assert (episode.counts.calls, episode.counts.failures) == (1, 0)
