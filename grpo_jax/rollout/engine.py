@@ -35,13 +35,12 @@ from grpo_jax.hub.peft import write_policy
 from grpo_jax.hub.tensors import layout_of, tensor_plan
 from grpo_jax.maths.log_probs import token_log_probs
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.maths.stops import Stops
 from grpo_jax.messages import one_line
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, shard_count
 from grpo_jax.policy import Policy
-from grpo_jax.rollout.draw import completion_keys
-from grpo_jax.rollout.ends import TurnEnds, stops_of
+from grpo_jax.rollout.draw import DecodeSettings, completion_keys
+from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, ConnectionLost, EngineError, Requests
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.rollout.table import Table
@@ -76,12 +75,9 @@ class _Request(NamedTuple):
 
     prompts: list[list[int]]
     seeds: list[int]
-    sampling: Sampling
-    stop: tuple[int, ...]
-    stops: Stops | None
+    settings: DecodeSettings
     max_completion_length: int
     max_turn_length: int
-    pad_token_id: int
     answer_turn: AnswerTurn | None
 
 
@@ -153,19 +149,19 @@ class Engine:
         """
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             self.set_params(policy, params)
-        ends = TurnEnds.read(stop, stop_token_ids, max_turn_length)
+        settings = decode_settings(
+            Sampling(temperature, top_k, top_p, min_p), eos_token_ids, pad_token_id, stop=stop,
+            stop_token_ids=stop_token_ids, tokenizer=tokenizer or policy.tokenizer,
+        )  # fmt: skip
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         data = jax.random.key_data(completion_keys(key, jnp.asarray(prompt_indices), num_generations))
         words = np.asarray(data).reshape(len(lengths) * num_generations, -1).tolist()
         batch = _Request(
             prompts=[tokens[b, :n].tolist() for b, n in enumerate(lengths) for _ in range(num_generations)],
             seeds=[row[0] << 32 | row[-1] for row in words],
-            sampling=Sampling(temperature, top_k, top_p, min_p),
-            stop=(*map(int, eos_token_ids), *(i for i in ends.stop_token_ids if i not in eos_token_ids)),
-            stops=stops_of(tokenizer or policy.tokenizer, ends.stop) if ends.stop else None,
+            settings=settings,
             max_completion_length=max_completion_length,
             max_turn_length=min(max_completion_length, max_turn_length or max_completion_length),
-            pad_token_id=pad_token_id,
             answer_turn=answer_turn,
         )
         table, problem = Table(len(words), max_completion_length, pad_token_id), None
@@ -183,7 +179,7 @@ class Engine:
     def _sample(self, batch: _Request, interrupt: Callable[[], None]) -> Table:
         """Sample all completions with one version of the weights."""
         begin, longest = time.monotonic(), max(map(len, batch.prompts)) + batch.max_completion_length
-        prepare = functools.partial(self._check_and_load, batch.sampling, longest)
+        prepare = functools.partial(self._check_and_load, batch.settings.sampling, longest)
 
         def restore() -> None:
             self._loaded = None
@@ -193,7 +189,7 @@ class Engine:
         for _ in range(MAX_RECOVERIES):
             requests.run([functools.partial(requests.send, prepare)], interrupt=interrupt)
             loaded = time.monotonic()
-            table = Table(len(batch.prompts), batch.max_completion_length, batch.pad_token_id)
+            table = Table(len(batch.prompts), batch.max_completion_length, batch.settings.pad_token_id)
             complete = functools.partial(self._complete, batch, table, requests)
             requests.run([functools.partial(complete, row) for row in range(len(table.lengths))], interrupt=interrupt)
             self.last_metrics |= {
@@ -220,9 +216,7 @@ class Engine:
                 batch.prompts[row] + table.tokens[row, :begin].tolist(),
                 most=min(left, batch.max_turn_length),
                 seed=(batch.seeds[row] + begin * SEED_STEP) % 2**63,
-                sampling=batch.sampling,
-                stop=batch.stop,
-                stops=batch.stops,
+                settings=batch.settings,
             )
             turn = requests.send(draw)
             table.append(row, turn.tokens, turn.log_probs)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.maths.stops import Stops
 from grpo_jax.messages import show, some
+from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused
 from grpo_jax.types import Json
 
@@ -89,7 +89,7 @@ class VLLM:
         # negative log-prob under the raw distribution.
         if sampling == Sampling() or sampling.temperature == 0:
             return
-        drawn = self.draw([1, 2, 3], most=1, seed=0, sampling=Sampling(top_k=1), stop=[], stops=None)
+        drawn = self.draw([1, 2, 3], most=1, seed=0, settings=DecodeSettings(sampling=Sampling(top_k=1)))
         if drawn.log_probs[0] < -1e-6:
             raise EngineError(
                 f"{self.url} returns log-probs that ignore temperature, top_k, top_p and min_p; start it with"
@@ -143,10 +143,9 @@ class VLLM:
         found = self._read("/weight_info", self.client.request("/weight_info"), {"weight_version": _TEXT})
         return bool(found["weight_version"] == version)
 
-    def draw(
-        self, ids: Sequence[int], *, most: int, seed: int, sampling: Sampling, stop: Sequence[int], stops: Stops | None
-    ) -> ServerTurn:
-        """Draw up to `most` tokens after `ids`, ending at a token in `stop` or a match of a stop string in `stops`."""
+    def draw(self, ids: Sequence[int], *, most: int, seed: int, settings: DecodeSettings) -> ServerTurn:
+        """Draw up to `most` tokens after `ids`."""
+        sampling, stop, stops = settings.sampling, settings.eos_token_ids, settings.stops
         body = {
             "prompt": list(ids),
             "max_tokens": most,

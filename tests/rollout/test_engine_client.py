@@ -8,8 +8,8 @@ import traceback
 
 import pytest
 
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.rollout import engine_client
+from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused
 from grpo_jax.rollout.engine_server import VLLM
 
@@ -136,7 +136,7 @@ def choices(**changes):
 
 
 def drawn(answer):
-    return VLLM(Answering(answer)).draw([3, 4], most=2, seed=0, sampling=Sampling(), stop=[], stops=None)
+    return VLLM(Answering(answer)).draw([3, 4], most=2, seed=0, settings=DecodeSettings())
 
 
 def scored(answer):
