@@ -36,7 +36,7 @@ class StandIn:
 
     Attributes:
       fault: `fault(path, body, n)` returns the fault for the n-th request: None, a status, "hang", "drop" (close the
-        connection), "abort", "alien" (a token outside the vocabulary) or "early" (end a completion without a reason).
+        connection), "abort" or "early" (end a completion without a reason).
       late: number of tokens drawn after a stop string.
       deaf_head: whether a reload leaves the head unchanged.
       drawn: (weight version, body) of each completion, in request order.
@@ -220,8 +220,6 @@ class _Handler(BaseHTTPRequestHandler):
             choice = content["choices"][0]
             choice["token_ids"], choice["finish_reason"] = choice["token_ids"][:1], "stop"
             choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:1]
-        if fault == "alien":
-            content["choices"][0]["token_ids"][0] = 10**6
         return self.send(status, content)
 
     def send(self, status, content):

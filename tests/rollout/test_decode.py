@@ -32,7 +32,7 @@ def dimensions(shapes):
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
-@pytest.mark.parametrize(("axes", "tied"), [({"fsdp": 8}, True), ({"data": 8}, True), (CUBE, True), (CUBE, False)])
+@pytest.mark.parametrize(("axes", "tied"), [({"fsdp": 8}, True), (CUBE, False)])
 def test_devices_exchange_neither_logits_nor_predicates(axes, tied):
     """In a decode step, devices exchange sums and one block of the vocabulary per completion, not all logits."""
     width, mesh = 48, make_mesh(axes)
@@ -41,7 +41,7 @@ def test_devices_exchange_neither_logits_nor_predicates(axes, tied):
     call = decode_call(model, place(random_params(model), mesh), 16, 8, **sizes, settings=DecodeSettings())
     text = lower_call(call).compile().as_text()
     collectives = COLLECTIVE.findall(text)
-    assert collectives or axes == {"data": 8}
+    assert collectives
     assert not any("pred" in shapes for shapes in collectives), "a step must not exchange predicates"
     of_the_head = {width // n for n in (1, 2, 4, 8)}
     for dims in (dims for shapes in collectives for dims in dimensions(shapes)):
@@ -75,9 +75,9 @@ def test_refill_keeps_the_cache_and_other_groups_in_place():
     prompts, keys, stream = stream_of(model, params)
     some = jax.tree.map(lambda x: x[:1], (prompts, keys))
     given = (as_argument(model), params, stream.replace(cache=()), *some, np.array([2]), 7)
-    compiled = refill.lower(*given, settings=DecodeSettings()).compile().memory_analysis()
+    program = refill.lower(*given, settings=DecodeSettings()).compile()
     arrays = sum(x.nbytes for x in jax.tree.leaves(stream.replace(cache=(), keys=None)))
-    assert compiled.alias_size_in_bytes >= arrays, "the other groups' prompts must not be copied"
-    new, _ = refill(*given, settings=DecodeSettings())
+    assert program.memory_analysis().alias_size_in_bytes >= arrays, "the other groups' prompts must not be copied"
+    new, _ = program(*given)
     assert new.start.tolist() == [0, 0, 7, 0]
     assert new.cache == ()
