@@ -103,14 +103,13 @@ def test_fault_affects_only_the_completions_of_its_call():
     fn.close()
 
 
-@pytest.mark.parametrize(
-    ("keywords", "sizes"), [({"workers": 2}, [2, 2, 2, 2]), ({"completions_per_call": 3}, [3, 3, 3, 1])]
-)
-def test_batch_is_split_and_each_call_receives_the_trainer_state(keywords, sizes):
-    fn = isolated(functions.whole_batch, timeout=10, **keywords)
-    scores, _ = score(fn, answer=0.5, trainer_state=TrainerState(global_step=7))
-    expected = [100 * size + len(text) + 7.5 for size, text in zip(sizes, COMPLETIONS, strict=True)]
-    np.testing.assert_array_equal(scores, expected)
+def test_batch_is_split_and_each_call_receives_the_trainer_state():
+    fn = isolated(functions.whole_batch, timeout=10, workers=2)
+    for per_call, sizes in ((None, [2, 2, 2, 2]), (3, [3, 3, 3, 1])):
+        fn._per_call = per_call  # `completions_per_call`, with the same workers
+        scores, _ = score(fn, answer=0.5, trainer_state=TrainerState(global_step=7))
+        expected = [100 * size + len(text) + 7.5 for size, text in zip(sizes, COMPLETIONS, strict=True)]
+        np.testing.assert_array_equal(scores, expected)
     fn.close()
 
 
@@ -138,9 +137,9 @@ def test_workers_are_fresh_interpreters_without_jax_and_are_replaced(monkeypatch
     assert wait_for(lambda: not is_alive(third)), "the worker must end with its function"
 
 
-def test_workers_ignore_termination_signals():
+def test_workers_ignore_termination_signals(misbehaving):
     """Workers ignore a SIGTERM, since the run needs their rewards to finish its step; their child processes do not."""
-    assert isolated(functions.is_told_to_end, timeout=10)(completions=["a"]) == [-signal.SIGTERM]
+    assert score(misbehaving, how="told to end")[0].tolist() == [-signal.SIGTERM] * 4
 
 
 def test_child_processes_are_killed_with_their_worker(tmp_path):
@@ -153,19 +152,15 @@ def test_child_processes_are_killed_with_their_worker(tmp_path):
     fn.close()
 
 
-def test_ctrl_c_leaves_no_reply_for_the_next_call(monkeypatch):
-    fn = isolated(functions.slow_when_long, timeout=10)
-    assert fn(completions=["a"]) == [1]
-
+def test_ctrl_c_leaves_no_reply_for_the_next_call(misbehaving, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("concurrent.futures.wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fn(completions=["aaaa"])
+        misbehaving(completions=["aaaa"], how=["well"])
     monkeypatch.undo()
-    assert fn(completions=["aa"]) == [2]
-    fn.close()
+    assert misbehaving(completions=["aa"], how=["well"]) == [2]
 
 
 def test_workers_end_when_the_parent_is_killed(tmp_path):
@@ -205,15 +200,12 @@ def test_isolated_takes_the_arguments_of_its_function():
         fn(completions=["a"], answer=[lambda: 1])
 
 
-def test_isolated_works_inside_and_around_combinators():
-    divided = isolated(from_row(functions.row_of_worker), timeout=10)
-    around = isolated(from_row(functions.row_of_worker_async), timeout=1.4)
+def test_isolated_functions_of_rows_are_scored_concurrently():
+    around = isolated(from_row(functions.row_of_worker), timeout=1.4)
     with pytest.raises(PartialRewards) as caught:
-        divided(prompts=["p"] * 3, completions=["x"] * 3, by=[1, 0, 3])
-    assert caught.value.values == [6, None, 2]
+        around(prompts=["p"] * 8, completions=["x"] * 8, by=[1, 0, 3, 6, 1, 1, 1, 1])
+    assert caught.value.values == [6, None, 2, 1, 6, 6, 6, 6]
     assert caught.value.failures == {1: "raised ZeroDivisionError: division by zero"}
-    assert around(prompts=["p"] * 8, completions=["x"] * 8, by=list(range(8))) == [*range(8)]
-    divided.close()
     around.close()
 
 
@@ -255,7 +247,11 @@ def test_a_function_that_workers_cannot_import_ends_the_run(tmp_path, monkeypatc
             score(fn, on_error="none")
 
 
-def test_function_defined_in_the_running_script_is_refused():
-    code = "from grpo_jax.rewards import isolated\ndef reward(completions): ...\nisolated(reward, timeout=1)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "fn='reward' is defined in the running script or notebook" in done.stderr
+@pytest.mark.quick
+def test_function_defined_in_the_running_script_is_refused(monkeypatch):
+    def reward(completions): ...
+
+    reward.__module__, reward.__qualname__ = "__main__", "reward"
+    monkeypatch.setattr(sys.modules["__main__"], "reward", reward, raising=False)
+    with pytest.raises(ValueError, match="fn='reward' is defined in the running script or notebook"):
+        isolated(reward, timeout=1.0)

@@ -23,11 +23,6 @@ def whole_batch(completions, answer, trainer_state=None):
     return [start + len(text) + truth for text, truth in zip(completions, answer, strict=True)]
 
 
-def slow_when_long(completions):
-    time.sleep(0.05 * len(completions[0]))
-    return length(completions)
-
-
 def is_told_to_end(completions):
     """Send SIGTERM to this process and to a child process, and return the child's exit code."""
     os.kill(os.getpid(), signal.SIGTERM)
@@ -46,13 +41,9 @@ def by_text(completions):
     return [misbehave([text], [text])[0] for text in completions]
 
 
-def row_of_worker(completion, row):
-    return 6 / row["by"]
-
-
-async def row_of_worker_async(completion, row):
+async def row_of_worker(completion, row):
     await asyncio.sleep(0.2)
-    return float(row["by"])
+    return 6 / row["by"]
 
 
 def starts_a_process(completions, pid_file):
@@ -107,6 +98,7 @@ ACTIONS = {
     "hang in C": lambda completions: re.match(r"(a+)+$", "a" * 64 + "b"),
     "hang deaf": hang_deaf,
     "slow async": lambda completions: asyncio.sleep(600),
+    "told to end": is_told_to_end,
     "a None": lambda completions: [None, *length(completions)[1:]],
     "nan": lambda completions: [float("nan"), *length(completions)[1:]],
     "huge text": lambda completions: "x" * 5_000_000,
