@@ -10,7 +10,7 @@ import numpy as np
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.messages import raise_all
 from grpo_jax.rollout.engine import Engine
-from grpo_jax.rollout.engine_client import MAX_REQUESTS, Client, EngineError, Requests
+from grpo_jax.rollout.engine_client import MAX_REQUESTS, Client, EngineError, Requests, run
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.types import Completions, Prompts, TeacherLogProbs, Tokenizer
 
@@ -148,6 +148,10 @@ class EngineScorer:
         longest = max(map(len, sequences)) + 1  # the server also samples a token, which is ignored
         look_up = functools.partial(self._server.look_up, longest)
         requests = Requests(self._server.client, restore=look_up)  # a restarted server may have a different model
-        requests.send(look_up)
         scores = [functools.partial(self._server.log_probs, ids, self.top_k or 0) for ids in sequences]
-        return requests.run([functools.partial(requests.send, score) for score in scores], self._at_once)
+
+        async def score_all() -> list[list[dict[int, float]]]:
+            await requests.send(look_up)
+            return await requests.run([functools.partial(requests.send, score) for score in scores], self._at_once)
+
+        return run(score_all())

@@ -12,6 +12,7 @@ model's. A batch is used for training only if the server held the run's weights 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -41,10 +42,10 @@ from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.ends import decode_settings
-from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, ConnectionLost, EngineError, Requests
+from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, ConnectionLost, EngineError, Requests, run
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.rollout.table import Table
-from grpo_jax.rollout.turns import AnswerTurn, wait_for
+from grpo_jax.rollout.turns import AnswerTurn
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
 
 if sys.platform != "win32":
@@ -167,7 +168,7 @@ class Engine:
         table, problem = Table(len(words), max_completion_length, pad_token_id), None
         if jax.process_index() == 0:
             try:
-                table = self._sample(batch, interrupt)
+                table = run(self._sample(batch), interrupt)
             except Exception as error:
                 if jax.process_count() == 1:
                     raise
@@ -176,29 +177,29 @@ class Engine:
             raise EngineError(problem)
         return table.to_completions(len(lengths), multi_turn=bool((table.mask.sum(-1) < table.lengths).any()))
 
-    def _sample(self, batch: _Request, interrupt: Callable[[], None]) -> Table:
+    async def _sample(self, batch: _Request) -> Table:
         """Sample all completions with one version of the weights."""
         begin, longest = time.monotonic(), max(map(len, batch.prompts)) + batch.max_completion_length
         prepare = functools.partial(self._check_and_load, batch.settings.sampling, longest)
 
-        def restore() -> None:
+        async def restore() -> None:
             self._loaded = None
-            prepare()
+            await prepare()
 
         requests = Requests(self._server.client, restore)
         for _ in range(MAX_RECOVERIES):
-            requests.run([functools.partial(requests.send, prepare)], interrupt=interrupt)
+            await requests.send(prepare)
             loaded = time.monotonic()
             table = Table(len(batch.prompts), batch.max_completion_length, batch.settings.pad_token_id)
             complete = functools.partial(self._complete, batch, table, requests)
-            requests.run([functools.partial(complete, row) for row in range(len(table.lengths))], interrupt=interrupt)
+            await requests.run([functools.partial(complete, row) for row in range(len(table.lengths))])
             self.last_metrics |= {
                 "sampler/seconds/hand_over": loaded - begin,
                 "sampler/seconds/sample": time.monotonic() - loaded,
                 "sampler/lost": float(requests.lost),
             }
             with contextlib.suppress(ConnectionLost):
-                if self._has_loaded():
+                if await self._has_loaded():
                     return table
             message = f"{self._server.url} was restarted and no longer holds the run's weights"
             if batch.answer_turn is not None:  # environments cannot answer the same turns twice
@@ -206,7 +207,7 @@ class Engine:
             warnings.warn(f"{message}; sampling the batch again", stacklevel=2)
         raise EngineError(f"{message}. {NOT_TRAINED}")
 
-    def _complete(self, batch: _Request, table: Table, requests: Requests, row: int) -> None:
+    async def _complete(self, batch: _Request, table: Table, requests: Requests, row: int) -> None:
         """Sample all turns of one completion, with the observations between them."""
         while True:
             begin = int(table.lengths[row])
@@ -218,7 +219,7 @@ class Engine:
                 seed=(batch.seeds[row] + begin * SEED_STEP) % 2**63,
                 settings=batch.settings,
             )
-            turn = requests.send(draw)
+            turn = await requests.send(draw)
             table.append(row, turn.tokens, turn.log_probs)
             table.ended[row] = turn.ended and batch.answer_turn is None
             left -= len(turn.tokens)
@@ -226,26 +227,26 @@ class Engine:
                 return
             answer = batch.answer_turn(row, np.array(turn.tokens, np.int32), left - 1)
             assert answer is not None, "a single process must answer all completions"
-            observation = wait_for(answer, requests.raise_if_stopped)
+            observation = await asyncio.wrap_future(answer)
             if observation is None:
                 table.ended[row] = True
             if observation is None or len(observation) >= left:
                 return
             table.observe(row, observation)
 
-    def _check_and_load(self, sampling: Sampling, longest: int) -> None:
+    async def _check_and_load(self, sampling: Sampling, longest: int) -> None:
         """Check the server, which may have been restarted with other flags, and load the weights if it lacks them."""
-        self._server.look_up(longest)
-        if self._loaded is not self._version or not self._has_loaded():
-            self._load()
-        self._server.check(sampling)
+        await self._server.look_up(longest)
+        if self._loaded is not self._version or not await self._has_loaded():
+            await self._load()
+        await self._server.check(sampling)
 
-    def _load(self) -> None:
+    async def _load(self) -> None:
         """Load the weights. Raises `EngineError` if the server's and the local log-probs for the probe differ."""
         version = self._version
         assert version is not None, "call `set_params` first"
-        self._server.load(version.name, version.directory, version.adapters)
-        gaps = self._gaps(version)
+        await self._server.load(version.name, version.directory, version.adapters)
+        gaps = await self._gaps(version)
         self.last_metrics |= {"sampler/probe_gap_mean": float(gaps.mean()), "sampler/probe_gap_max": float(gaps.max())}
         if not gaps.mean() <= version.tolerance:
             self._loaded = None
@@ -257,18 +258,18 @@ class Engine:
             )
         self._loaded = version
 
-    def _gaps(self, version: _Version) -> np.ndarray:
+    async def _gaps(self, version: _Version) -> np.ndarray:
         """Return the absolute differences [64] between the server's and the local log-probs for the probe."""
-        found = self._server.log_probs(version.ids)
+        found = await self._server.log_probs(version.ids)
         remote = [position[token] for token, position in zip(version.ids[1:], found, strict=True)]
         return np.abs(np.array(remote) - version.log_probs)
 
-    def _has_loaded(self) -> bool:
+    async def _has_loaded(self) -> bool:
         """Return whether the server still has the loaded weights, according to its version name and the probe."""
         version = self._loaded
-        if version is None or not self._server.holds(version.name):
+        if version is None or not await self._server.holds(version.name):
             return False
-        return bool(self._gaps(version).mean() <= version.tolerance)
+        return bool((await self._gaps(version)).mean() <= version.tolerance)
 
     def _is_current(self, leaves: list[jax.Array]) -> bool:
         """Return whether `leaves` are the arrays from the last call to `set_params`."""

@@ -1,21 +1,23 @@
-"""A thread-safe HTTP client for JSON. Requests are repeated after the server has been unavailable."""
+"""An asynchronous HTTP client for JSON. Requests are repeated after the server has been unavailable."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import http.client
+import io
 import json
+import math
 import os
-import socket
-import threading
+import ssl
 import time
 import urllib.parse
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from grpo_jax.messages import show
+from grpo_jax.rewards.calls import event_loop
+from grpo_jax.rollout.turns import wait_for
 from grpo_jax.types import Json
 
 Result = TypeVar("Result")
@@ -25,7 +27,9 @@ BUSY = (408, 425, 429, 500, 502, 503, 504)
 SHORT = 2**20
 """Maximum size in bytes of responses that do not grow with the number of tokens."""
 CONNECT = 10.0
-"""Time limit for a connection in seconds. An interrupt must wait for it, because it cannot be aborted."""
+"""Time limit for a connection in seconds."""
+HEADERS = 2**16
+"""Maximum size in bytes of a response's headers."""
 MAX_REQUESTS = 1024
 """Maximum number of concurrent requests."""
 MAX_RECOVERIES = 3
@@ -49,8 +53,18 @@ class Refused(EngineError):
         self.status = status
 
 
+def run(coroutine: Coroutine[Any, Any, Result], interrupt: Callable[[], None] = lambda: None) -> Result:
+    """Run a coroutine in the event loop's thread. `interrupt` is called every 0.2 s; its exceptions cancel the work."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+    try:
+        return wait_for(future, interrupt)
+    except BaseException:
+        future.cancel()
+        raise
+
+
 class Client:
-    """A thread-safe HTTP client for JSON. `engines.vllm` documents the arguments."""
+    """An HTTP client for JSON. `engines.vllm` documents the arguments."""
 
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
         url = urllib.parse.urlsplit(base_url)
@@ -62,16 +76,16 @@ class Client:
                 " the server's key in an environment variable (api_key_env)."
             )
         for name, seconds, least in (("timeout", timeout, 1e-3), ("patience", patience, 0.0)):
-            if not isinstance(seconds, int | float) or not least <= seconds <= threading.TIMEOUT_MAX:
+            if not isinstance(seconds, int | float) or not least <= seconds < math.inf:
                 raise ValueError(f"{name} must be a finite number of seconds ≥ {least:g}; got {show(seconds)}.")
         self._path = url.path.rstrip("/").removesuffix("/v1")
         self.base_url = f"{url.scheme}://{url.netloc}{self._path}"
-        self._host, self._port = url.hostname, url.port
-        self._connection = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        self._ssl = ssl.create_default_context() if url.scheme == "https" else None
+        self._netloc, self._host = url.netloc, url.hostname
+        self._port = url.port or (80 if self._ssl is None else 443)
         self._timeout, self.patience, self._env = timeout, patience, api_key_env
-        self._open, self._aborts = set[socket.socket](), 0
 
-    def request(
+    async def request(
         self, path: str, body: Json | None = None, *, busy: Sequence[int] = BUSY, most_bytes: int = SHORT
     ) -> Json:
         """Send a POST request, or a GET request if `body` is None, and return the JSON object in the response.
@@ -80,9 +94,9 @@ class Client:
         seconds. Raises `ConnectionLost` if there is no response in time, `Refused` if the status is not 200, and
         `EngineError` if the response is longer than `most_bytes` or contains invalid JSON.
         """
-        end, pause, aborts = time.monotonic() + self.patience, 0.1, self._aborts
+        end, pause = time.monotonic() + self.patience, 0.1
         while True:
-            status, content = self._once(path, body, most_bytes)
+            status, content = await self._once(path, body, most_bytes)
             text = self._without_key(content.decode(errors="replace").strip())
             if status == 200:
                 try:
@@ -94,23 +108,17 @@ class Client:
                 message += f". Set its key in the environment variable {self._env or 'given by api_key_env'}"
             if status not in busy:
                 raise Refused(message, status)
-            if aborts != self._aborts or time.monotonic() + pause > end:
+            if time.monotonic() + pause > end:
                 raise ConnectionLost(f"{message}. Gave up after retrying for {self.patience:g} s")
-            time.sleep(pause)
+            await asyncio.sleep(pause)
             pause = min(2 * pause, 10.0)
 
-    def alive(self) -> bool:
+    async def alive(self) -> bool:
         """Return whether the server responds to a request."""
         try:
-            return self._once("/health", None, SHORT)[0] in (200, 404)
+            return (await self._once("/health", None, SHORT))[0] in (200, 404)
         except ConnectionLost:
             return False
-
-    def abort(self) -> None:
-        """Abort the requests in all threads. Each aborted request raises `ConnectionLost`."""
-        self._aborts += 1
-        for opened in list(self._open):
-            _shut_down(opened)
 
     def _key(self) -> str:
         """Return the server's API key, or "" if it is not set."""
@@ -124,143 +132,113 @@ class Client:
         key = self._key()
         return text.replace(key, "***") if key else text
 
-    def _once(self, path: str, body: Json | None, most_bytes: int) -> tuple[int, bytes]:
+    async def _once(self, path: str, body: Json | None, most_bytes: int) -> tuple[int, bytes]:
         """Send a request once over a new connection, and return the status and the body of the response."""
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if key := self._key():
-            headers["Authorization"] = f"Bearer {key}"
-        method, data = ("GET", None) if body is None else ("POST", json.dumps(body))
-        late, cause = threading.Event(), ""
+        method, key = "GET" if body is None else "POST", self._key()
+        data = b"" if body is None else json.dumps(body).encode()
+        head = [f"{method} {self._path}{path} HTTP/1.1", f"Host: {self._netloc}", "Connection: close"]
+        head += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
+        head += [f"Authorization: Bearer {key}"] if key else []
         try:
-            with self._connected(late) as connection:
-                connection.request(method, self._path + path, data, headers)
-                with connection.getresponse() as answer:
-                    content = answer.read(most_bytes + 1)
-                    if answer.length and len(content) <= most_bytes:
-                        raise http.client.IncompleteRead(content, answer.length)
+            async with asyncio.timeout(self._timeout):
+                received = await self._exchange("\r\n".join([*head, "", ""]).encode() + data, most_bytes + HEADERS)
+            if len(received) > most_bytes + HEADERS:
+                raise EngineError(f"{self.base_url}{path} returned more than {most_bytes} bytes")
+            answer = http.client.HTTPResponse(_Received(received))  # type: ignore[arg-type]
+            answer.begin()
+            return answer.status, answer.read()
         except TimeoutError:
-            late.set()
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            cause = self._without_key(f"{type(error).__name__}: {error}")  # may contain parts of the response
-        if late.is_set():
             raise ConnectionLost(
                 f"{self.base_url}{path} did not respond within {self._timeout:g} s. Check the server's log, or pass a"
                 " longer timeout"
-            )
-        if cause:
+            ) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            cause = self._without_key(f"{type(error).__name__}: {error}")  # may contain parts of the response
             fix = "Check that the server is running and that base_url is correct"
-            raise ConnectionLost(f"{self.base_url}{path}: {cause}. {fix}")
-        if len(content) > most_bytes:
-            raise EngineError(f"{self.base_url}{path} returned more than {most_bytes} bytes")
-        return answer.status, content
+            raise ConnectionLost(f"{self.base_url}{path}: {cause}. {fix}") from None
 
-    @contextlib.contextmanager
-    def _connected(self, late: threading.Event) -> Iterator[http.client.HTTPConnection]:
-        """Open a connection and shut it down after the timeout. A socket timeout would apply only to single reads."""
-        aborts, begin, limit = self._aborts, time.monotonic(), min(self._timeout, CONNECT)
-        connection = self._connection(self._host, self._port, timeout=limit)
+    async def _exchange(self, request: bytes, most_bytes: int) -> bytes:
+        """Send bytes over a new connection, and return what the server sends, up to slightly more than `most_bytes`."""
+        limit = min(self._timeout, CONNECT)
         try:
-            connection.connect()
+            connecting = asyncio.open_connection(self._host, self._port, ssl=self._ssl)
+            reader, writer = await asyncio.wait_for(connecting, limit)
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {limit:g} s") from error
-        opened = connection.sock  # http.client clears `sock` when the response starts
-        opened.settimeout(self._timeout)
-
-        def expire() -> None:
-            late.set()
-            _shut_down(opened)
-
-        timer = threading.Timer(begin + self._timeout - time.monotonic(), expire)
-        timer.daemon = True
-        timer.start()
-        self._open.add(opened)
-        if aborts != self._aborts:  # aborted while connecting
-            _shut_down(opened)
         try:
-            yield connection
+            writer.write(request)
+            received = bytearray()
+            while len(received) <= most_bytes and (part := await reader.read(2**16)):
+                received += part
+            return bytes(received)
         finally:
-            timer.cancel()
-            self._open.discard(opened)
-            connection.close()
+            writer.close()
+
+
+class _Received:
+    """A finished response, as the part of a socket that `http.client.HTTPResponse` reads."""
+
+    def __init__(self, received: bytes):
+        self._received = received
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._received)
 
 
 class Requests:
     """Requests for one batch. If the connection is lost, `restore` is called and the requests are repeated."""
 
-    def __init__(self, client: Client, restore: Callable[[], None]):
-        self._client, self._restore, self._stopped = client, restore, threading.Event()
+    def __init__(self, client: Client, restore: Callable[[], Awaitable[None]]):
+        self._client, self._restore = client, restore
         self.lost = 0  # number of lost connections
-        self._lock, self._epoch = threading.Lock(), 0  # the epoch is the number of recoveries
+        self._lock, self._epoch = asyncio.Lock(), 0  # the epoch is the number of recoveries
 
-    def run(
-        self,
-        tasks: Sequence[Callable[[], Result]],
-        most: int = MAX_REQUESTS,
-        interrupt: Callable[[], None] = lambda: None,
-    ) -> list[Result]:
-        """Run tasks that call `send` in at most `most` threads, and return their results.
+    async def run(self, tasks: Sequence[Callable[[], Awaitable[Result]]], most: int = MAX_REQUESTS) -> list[Result]:
+        """Run tasks that call `send`, at most `most` at once, and return their results. An exception cancels all."""
+        limit = asyncio.Semaphore(most)
 
-        `interrupt` is called every 0.2 s. An exception in a task or in `interrupt` aborts all requests.
-        """
-        with ThreadPoolExecutor(min(most, len(tasks)), "grpo_jax-engine") as pool:
-            pending = [pool.submit(task) for task in tasks]
-            try:
-                rest = set(pending)
-                while rest:
-                    done, rest = wait(rest, timeout=0.2, return_when="FIRST_EXCEPTION")
-                    interrupt()
-                    for one in done:
-                        one.result()
-            except BaseException:
-                self._stopped.set()
-                for one in pending:
-                    one.cancel()
-                self._client.abort()
-                raise
-        return [one.result() for one in pending]
+        async def limited(task: Callable[[], Awaitable[Result]]) -> Result:
+            async with limit:
+                return await task()
 
-    def send(self, request: Callable[[], Result]) -> Result:
+        try:
+            async with asyncio.TaskGroup() as group:
+                started = [group.create_task(limited(task)) for task in tasks]
+        except BaseExceptionGroup as errors:
+            first = errors.exceptions[0]
+            raise first from first.__cause__
+        return [task.result() for task in started]
+
+    async def send(self, request: Callable[[], Awaitable[Result]]) -> Result:
         """Send a request and return its result. The request is repeated if the server was unavailable meanwhile."""
         while True:
-            self.raise_if_stopped()
             epoch = self._epoch
             try:
-                result = request()
+                result = await request()
             except ConnectionLost as lost:
-                self._recover(epoch, lost)
+                await self._recover(epoch, lost)
                 continue
-            with self._lock:  # wait for a recovery; a restarted server may have responded with different weights
+            async with self._lock:  # wait for a recovery; a restarted server may have responded with different weights
                 if epoch == self._epoch:
                     return result
 
-    def raise_if_stopped(self) -> None:
-        """Raise `EngineError` if the batch was stopped by an error or an interrupt."""
-        if self._stopped.is_set():
-            raise EngineError("The batch was stopped")
-
-    def _recover(self, epoch: int, lost: ConnectionLost) -> None:
-        """Wait until the server responds, then call `restore`. Only one of the waiting threads does this."""
+    async def _recover(self, epoch: int, lost: ConnectionLost) -> None:
+        """Wait until the server responds, then call `restore`. Only one of the waiting tasks does this."""
         patience = self._client.patience
-        with self._lock:
+        async with self._lock:
             while epoch == self._epoch:
-                self.raise_if_stopped()
                 if self.lost == MAX_RECOVERIES:
                     message = f"{lost}. This was failure {MAX_RECOVERIES + 1} in one batch. {NOT_TRAINED}"
                     raise EngineError(message) from lost
                 self.lost += 1
                 warnings.warn(f"{lost}. Waiting up to {patience:g} s for the server", stacklevel=3)
                 end = time.monotonic() + patience
-                while not self._client.alive():
-                    if self._stopped.wait(min(1.0, patience / 10)) or time.monotonic() > end:
+                while not await self._client.alive():
+                    await asyncio.sleep(min(1.0, patience / 10))
+                    if time.monotonic() > end:
                         raise EngineError(f"{lost}. Gave up after waiting {patience:g} s. {NOT_TRAINED}") from lost
                 try:
-                    self._restore()
+                    await self._restore()
                     self._epoch += 1
                 except ConnectionLost as again:
                     lost = again
-
-
-def _shut_down(opened: socket.socket) -> None:
-    """Shut down a socket, which also ends reads and writes in other threads."""
-    with contextlib.suppress(OSError):
-        opened.shutdown(socket.SHUT_RDWR)

@@ -72,7 +72,7 @@ class ServerTurn(NamedTuple):
 
 
 class VLLM:
-    """Thread-safe requests to a vLLM server.
+    """Requests to a vLLM server.
 
     `model` is the name of the base model; "" selects the server's only model. All methods may raise `EngineError`;
     its subclass `ConnectionLost` means that the server may become available again.
@@ -83,25 +83,25 @@ class VLLM:
         self._base = self._name = model  # names of the base model, and of the model that requests use
         self._reports_version = True
 
-    def check(self, sampling: Sampling) -> None:
+    async def check(self, sampling: Sampling) -> None:
         """Raise EngineError unless the server's log-probs reflect `sampling`."""
         # With top_k = 1, the drawn token has a log-prob of 0 under the distribution that the server samples from, and a
         # negative log-prob under the raw distribution.
         if sampling == Sampling() or sampling.temperature == 0:
             return
-        drawn = self.draw([1, 2, 3], most=1, seed=0, settings=DecodeSettings(sampling=Sampling(top_k=1)))
+        drawn = await self.draw([1, 2, 3], most=1, seed=0, settings=DecodeSettings(sampling=Sampling(top_k=1)))
         if drawn.log_probs[0] < -1e-6:
             raise EngineError(
                 f"{self.url} returns log-probs that ignore temperature, top_k, top_p and min_p; start it with"
                 " --logprobs-mode processed_logprobs"
             )
 
-    def look_up(self, longest: int) -> None:
+    async def look_up(self, longest: int) -> None:
         """Find the model on the server. Raises EngineError if it is missing or `longest` exceeds its maximum length.
 
         Later calls, after a server restart, require the same model.
         """
-        models = self._read("/v1/models", self.client.request("/v1/models"), _MODELS)["data"]
+        models = self._read("/v1/models", await self.client.request("/v1/models"), _MODELS)["data"]
         names, bases = [one["id"] for one in models], [one for one in models if one.get("parent") is None]
         if self._base and self._base not in names:
             raise EngineError(f"model must be a model that {self.url} serves ({some(names)}); got {self._base!r}")
@@ -116,34 +116,35 @@ class VLLM:
                 f" it with --max-model-len {longest}, or reduce max_completion_length or max_prompt_length"
             )
 
-    def load(self, version: str, directory: Path, adapters: bool) -> None:
+    async def load(self, version: str, directory: Path, adapters: bool) -> None:
         """Load adapters in PEFT's format under a new name, or replace all weights. No requests may be in flight."""
         before, self._name = self._name, version if adapters else self._base
         if adapters:
-            self._change("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(directory)})
+            await self._change("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(directory)})
             if before not in (version, self._base):
                 with contextlib.suppress(Refused):  # not loaded if the server was restarted
-                    self.client.request("/v1/unload_lora_adapter", {"lora_name": before})
+                    await self.client.request("/v1/unload_lora_adapter", {"lora_name": before})
             return
-        self._change("/pause?mode=wait", {})
+        await self._change("/pause?mode=wait", {})
         try:
-            self._change("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
-            self._change("/reset_prefix_cache", {})
+            weights = {"weights_path": str(directory)}
+            await self._change("/collective_rpc", {"method": "reload_weights", "kwargs": weights})
+            await self._change("/reset_prefix_cache", {})
         finally:
-            self._change("/resume", {})
+            await self._change("/resume", {})
         try:
-            self.client.request("/update_weight_version", {"new_version": version})
+            await self.client.request("/update_weight_version", {"new_version": version})
         except Refused:  # in older vLLM versions, only the probe verifies the weights
             self._reports_version = False
 
-    def holds(self, version: str) -> bool:
+    async def holds(self, version: str) -> bool:
         """Return whether the server reports this version. Always True for adapters, which requests select by name."""
         if self._name == version or not self._reports_version:
             return True
-        found = self._read("/weight_info", self.client.request("/weight_info"), {"weight_version": _TEXT})
+        found = self._read("/weight_info", await self.client.request("/weight_info"), {"weight_version": _TEXT})
         return bool(found["weight_version"] == version)
 
-    def draw(self, ids: Sequence[int], *, most: int, seed: int, settings: DecodeSettings) -> ServerTurn:
+    async def draw(self, ids: Sequence[int], *, most: int, seed: int, settings: DecodeSettings) -> ServerTurn:
         """Draw up to `most` tokens after `ids`."""
         sampling, stop, stops = settings.sampling, settings.eos_token_ids, settings.stops
         body = {
@@ -164,7 +165,7 @@ class VLLM:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        choice = self._complete(body, len(ids) + most, {"finish_reason": _TEXT})
+        choice = await self._complete(body, len(ids) + most, {"finish_reason": _TEXT})
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):  # aborted by another client
             raise ConnectionLost(f"{self.url} aborted a completion ({reason})")
@@ -190,14 +191,14 @@ class VLLM:
             )
         return ServerTurn(tokens, log_probs, ended)
 
-    def log_probs(self, ids: Sequence[int], k: int = 0) -> list[dict[int, float]]:
+    async def log_probs(self, ids: Sequence[int], k: int = 0) -> list[dict[int, float]]:
         """Return log-probs at temperature 1 for each of ids[1:] and for the k most probable tokens at its position.
 
         The list has one dict per position, which maps token ids to log-probs.
         """
         body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
         try:
-            choice = self._complete(body, len(ids) * (k + 1), {"prompt_logprobs": [_POSITION]})
+            choice = await self._complete(body, len(ids) * (k + 1), {"prompt_logprobs": [_POSITION]})
         except Refused as refused:
             if "max allowed" not in str(refused):
                 raise
@@ -214,11 +215,11 @@ class VLLM:
                 raise EngineError(f"{self.url} returned no log-prob for the prompt token {token} itself")
         return positions
 
-    def _complete(self, body: Json, log_probs: int, schema: Json) -> Json:
+    async def _complete(self, body: Json, log_probs: int, schema: Json) -> Json:
         """Request one completion with at most `log_probs` log-probs. Returns the validated choice."""
         most = SHORT + BYTES_OF_LOG_PROB * log_probs
         try:
-            answer = self.client.request("/v1/completions", {"model": self._name, **body}, most_bytes=most)
+            answer = await self.client.request("/v1/completions", {"model": self._name, **body}, most_bytes=most)
         except Refused as refused:
             if refused.status == 404 and self._name != self._base:  # a restart removes adapters
                 raise ConnectionLost(str(refused)) from refused
@@ -234,10 +235,10 @@ class VLLM:
             raise EngineError(f"{self.url}{path}: {misfit}. Use vLLM 0.10 or newer")
         return answer
 
-    def _change(self, path: str, body: Json) -> None:
+    async def _change(self, path: str, body: Json) -> None:
         """Send a request that changes the weights. The server must have been started with the flags of `START`."""
         try:
-            self.client.request(path, body, busy=(429, 503))
+            await self.client.request(path, body, busy=(429, 503))
         except Refused as refused:
             if "already been loaded" in str(refused):
                 return

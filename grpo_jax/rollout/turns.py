@@ -23,7 +23,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ from grpo_jax.rollout.decode import Drawn, decode, prefill, prefill_chunk, rearr
 from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, Layouts, decode_step, on_cpu, stream_count
 from grpo_jax.rollout.table import SamplingJob
 from grpo_jax.types import Completions
+
+Result = TypeVar("Result")
 
 FIRST_SLOT = 16
 """First slot that completions use. The slots before it leave space for the padding of short observations."""
@@ -263,11 +265,11 @@ class _MultiTurnStream:
         )
 
 
-def wait_for(answer: Answer, interrupt: Callable[[], None]) -> Sequence[int] | None:
-    """Wait for an answer, and call `interrupt` every 0.2 s until it arrives."""
-    while not wait([answer], timeout=0.2).done:
+def wait_for(future: Future[Result], interrupt: Callable[[], None]) -> Result:
+    """Wait for a future's result, and call `interrupt` every 0.2 s until it arrives."""
+    while not wait([future], timeout=0.2).done:
         interrupt()
-    return answer.result()
+    return future.result()
 
 
 def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:

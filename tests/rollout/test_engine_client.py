@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax.rollout import engine_client
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused
+from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused, run
 from grpo_jax.rollout.engine_server import VLLM
 
 pytestmark = pytest.mark.quick
@@ -47,14 +47,14 @@ CHUNKED = "Transfer-Encoding: chunked"
     (of(200, b" " * 3 * SHORT), EngineError, f"more than {SHORT} bytes"),
     (of(200, b"", "Content-Length: 99999999999999"), ConnectionLost, "IncompleteRead"),
     (of(200, b"ffffffffffffff\r\n", CHUNKED), ConnectionLost, "IncompleteRead"),
-    (of(200, b"-5\r\n", CHUNKED), ConnectionLost, "ValueError"),
+    (of(200, b"-5\r\n", CHUNKED), ConnectionLost, "IncompleteRead"),
     (of(200, b'{"a":' + b"[" * 100_000), EngineError, "returned invalid JSON"),
     (of(200, b'{"a": ' + b"7" * 5_000 + b"}"), EngineError, "returned invalid JSON"),
     (of(400, b"[" * 100_000), Refused, "returned status 400"),
 ], ids=["endless", "long", "length", "chunk", "negative chunk", "deep", "digits", "deep refusal"])  # fmt: skip
 def test_unreadable_response_error_contains_the_url(answer, kind, message):
     with serving(lambda _: [answer]) as url, pytest.raises(kind, match=message) as caught:
-        Client(url).request("/v1/models")
+        run(Client(url).request("/v1/models"))
     assert f"{url}/v1/models" in str(caught.value)
 
 
@@ -76,7 +76,7 @@ def test_timeout_covers_the_whole_response(begin, piece):
 
     started = time.monotonic()
     with serving(answer) as url, pytest.raises(ConnectionLost, match=r"did not respond within 0\.3 s"):
-        Client(url, timeout=0.3).request("/v1/models")
+        run(Client(url, timeout=0.3).request("/v1/models"))
     assert time.monotonic() - started < 3
 
 
@@ -87,7 +87,7 @@ def test_invalid_time_limit_is_rejected(given):
 
 
 def test_connecting_has_a_shorter_timeout(monkeypatch):
-    """An interrupt must wait while connecting, so an unreachable server must not take the timeout of a completion."""
+    """An unreachable server must not take the timeout of a completion."""
     monkeypatch.setattr(engine_client, "CONNECT", 0.2)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
@@ -97,7 +97,7 @@ def test_connecting_has_a_shorter_timeout(monkeypatch):
             waiting.connect_ex(listening.getsockname())
         begin = time.monotonic()
         with pytest.raises(ConnectionLost, match="no connection within"):
-            Client(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=5).request("/v1/models")
+            run(Client(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=5).request("/v1/models"))
         assert time.monotonic() - begin < 3
 
 
@@ -106,14 +106,14 @@ def test_echoed_api_key_is_not_in_the_message(begin, monkeypatch):
     monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen")
     back = lambda request: [begin + request[request.index(b"Authorization") :]]
     with serving(back) as url, pytest.raises(EngineError, match=r"Bearer \*\*\*") as caught:
-        Client(url, api_key_env="SOME_KEY").request("/v1/models")
+        run(Client(url, api_key_env="SOME_KEY").request("/v1/models"))
     assert "not-to-be-seen" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_invalid_api_key_is_not_shown(monkeypatch):
     monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen\nX-Other: 1")
     with pytest.raises(EngineError, match="the environment variable SOME_KEY must be printable ASCII") as caught:
-        Client("http://127.0.0.1:9", api_key_env="SOME_KEY").request("/v1/models")
+        run(Client("http://127.0.0.1:9", api_key_env="SOME_KEY").request("/v1/models"))
     assert "not-to-be-seen" not in str(caught.value)
 
 
@@ -125,7 +125,7 @@ class Answering:
     def __init__(self, answer):
         self.answer = answer
 
-    def request(self, path, body=None, **how):
+    async def request(self, path, body=None, **how):
         return self.answer
 
 
@@ -136,15 +136,15 @@ def choices(**changes):
 
 
 def drawn(answer):
-    return VLLM(Answering(answer)).draw([3, 4], most=2, seed=0, settings=DecodeSettings())
+    return run(VLLM(Answering(answer)).draw([3, 4], most=2, seed=0, settings=DecodeSettings()))
 
 
 def scored(answer):
-    return VLLM(Answering(answer)).log_probs([3, 4])
+    return run(VLLM(Answering(answer)).log_probs([3, 4]))
 
 
 def found(answer):
-    return VLLM(Answering(answer)).look_up(8)
+    return run(VLLM(Answering(answer)).look_up(8))
 
 
 BAD = [
