@@ -44,6 +44,9 @@ _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 _DERIVED = {"dtype", "remat", "remat_on_cpu", "initializer_range", "attention", "mesh", "float32_sums", "loop_layers"}
 """Fields of a `TransformerConfig` that are derived from the settings and the devices."""
 
+FORMAT = 2
+"""Version of a checkpoint's contents. Increase it if checkpoints of earlier versions cannot be resumed."""
+
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
 
@@ -58,6 +61,7 @@ def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
     custom_optimizer, devices = run.schedule is None, devices_of(state)
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
+        "format": FORMAT,
         "config": json.loads(json.dumps(config.to_dict())),
         "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
         "dataset": _hash_rows([data]),
@@ -109,9 +113,8 @@ def with_saved_recomputation(config: GRPOConfig, run_dir: str | Path | None) -> 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
     """Compare two results of `run_identity` and return one line per difference that prevents resuming from `step`."""
-    kinds = [config_class(which["config"]).__name__ for which in (current, saved)]
-    if kinds[0] != kinds[1]:
-        return [f"config: {kinds[0]}, but the run has {kinds[1]}"]
+    if incomparable := _incomparable(saved, current):
+        return [incomparable]
     lines = [*_config_differences(saved, current, step)]
     for argument in saved["functions"] | current["functions"]:
         names, other = (", ".join(which["functions"].get(argument, ())) or "none" for which in (current, saved))
@@ -133,6 +136,15 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
         lines.append(f"policy: {name} = {show(new[name])}, but the run has {show(old[name])}")
     # The state's arrays are determined by the above, so they are compared only if nothing else differs.
     return lines or _state_differences(saved["state"], current["state"])
+
+
+def _incomparable(saved: Json, current: Json) -> str | None:
+    """Return why two descriptions do not have the same keys, or None if they do."""
+    if saved.get("format") != current["format"]:
+        fix = "resume the run with the version that wrote it, or extract its params with grpo-jax export"
+        return f"checkpoint: format {saved.get('format', 1)} of another version of grpo_jax; {fix}"
+    kind, other = (config_class(which["config"]).__name__ for which in (current, saved))
+    return None if kind == other else f"config: {kind}, but the run has {other}"
 
 
 def changed_functions(saved: Json, current: Json, *, accept: bool = False) -> list[str]:
