@@ -68,7 +68,7 @@ class Episode:
         self.lengths: list[int] = []
         self._call_turns = 0  # number of turns with tool calls
         self.turn_rewards: dict[int, float] = {}  # rewards returned by `respond`, keyed by turn
-        self.counts = EpisodeCounts(cut_short=None if interaction.ends.max_turn_length is None else 0)
+        self.counts = EpisodeCounts()
 
     def reset(self, row: Row) -> None:
         """Create the environment and call its `reset`."""
@@ -89,7 +89,7 @@ class Episode:
         """Return the token ids of the observation that follows a turn, or None at the end of the completion."""
         parsed, interaction, observation = self.record_turn(ids), self._interaction, None
         if cut := interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
-            self.counts.cut_short = (self.counts.cut_short or 0) + 1
+            self.counts.cut_short += 1
         if not self.has_failed:
             with contextlib.suppress(_Failed):
                 observation = self._observation(parsed)

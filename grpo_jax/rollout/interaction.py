@@ -248,7 +248,7 @@ class EpisodeCounts:
     errors: int = 0  # number of environment errors
     seconds: float = 0.0  # time spent in tools and the environment
     clipped: int = 0  # 1 if the episode ended with a tool call beyond `max_tool_calling_iterations`
-    cut_short: int | None = None  # number of turns truncated at `max_turn_length`; None without that limit
+    cut_short: int = 0  # number of turns truncated at `max_turn_length`
 
 
 class EpisodeRecord(NamedTuple):
@@ -285,17 +285,17 @@ def turn_ids(drawn: np.ndarray, played: Sequence[EpisodeRecord]) -> np.ndarray:
 def metrics_of(played: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Aggregate the episodes' counters into metrics."""
     counts = [one.counts for one in played]
-    turns, cut_short = [one.turns for one in counts], [one.cut_short for one in counts if one.cut_short is not None]
-    metrics = {
-        "turns/mean": float(np.mean(turns)),
-        "turns/max": float(max(turns)),
-        "turns/clipped_ratio": sum(one.clipped for one in counts) / len(counts),
-    }
-    if cut_short:
-        metrics["turns/cut_short"] = float(sum(cut_short))
-    return metrics | {
-        "tools/calls": float(sum(one.calls for one in counts)),
-        "tools/failures": float(sum(one.failures for one in counts)),
-        "environment/errors": float(sum(one.errors for one in counts)),
-        "environment/seconds": float(sum(one.seconds for one in counts)),
+
+    def total(name: str) -> float:
+        return float(sum(getattr(one, name) for one in counts))
+
+    return {
+        "turns/mean": total("turns") / len(counts),
+        "turns/max": float(max(one.turns for one in counts)),
+        "turns/clipped_ratio": total("clipped") / len(counts),
+        "turns/cut_short": total("cut_short"),
+        "tools/calls": total("calls"),
+        "tools/failures": total("failures"),
+        "environment/errors": total("errors"),
+        "environment/seconds": total("seconds"),
     }

@@ -190,35 +190,29 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
     so after a timeout its result is discarded. An async function runs on the event loop for async rewards and is
     canceled after a timeout. Raises TimeoutError, or the function's exception, which may be SystemExit.
     """
-    outcome: list[Any] = []
+    promise, awaited = concurrent.futures.Future[Any](), list[concurrent.futures.Future[Any]]()
 
     def work() -> None:
         try:
             value = function(*args)
             if inspect.isawaitable(value):
-                promise = asyncio.run_coroutine_threadsafe(asyncio.wait_for(value, None), event_loop())
-                if not concurrent.futures.wait([promise], seconds).done:
-                    promise.cancel()
-                    return  # an empty outcome is a timeout
-                value = promise.result()
-            outcome.append((value, None))
+                awaited.append(asyncio.run_coroutine_threadsafe(asyncio.wait_for(value, None), event_loop()))
+                value = awaited[0].result()
+            promise.set_result(value)
         except asyncio.CancelledError as error:  # not an `Exception`: callers would not handle it
-            outcome.append((None, concurrent.futures.CancelledError(str(error))))
+            promise.set_exception(concurrent.futures.CancelledError(str(error)))
         except BaseException as error:
-            outcome.append((None, error))
+            promise.set_exception(error)
 
     if seconds is None:
         work()
     else:
-        thread = threading.Thread(target=work, daemon=True, name="grpo_jax-environment")
-        thread.start()
-        thread.join(seconds)
-    if not outcome:
+        threading.Thread(target=work, daemon=True, name="grpo_jax-environment").start()
+    if not concurrent.futures.wait([promise], seconds).done:
+        for one in awaited:
+            one.cancel()
         raise TimeoutError(f"took longer than {seconds:g} s")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
+    return promise.result()
 
 
 def as_text(value: object, *, limit: int = 20_000) -> str:
