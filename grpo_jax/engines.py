@@ -9,8 +9,9 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.messages import raise_all
+from grpo_jax.rewards.calls import run_on_event_loop
 from grpo_jax.rollout.engine import Engine
-from grpo_jax.rollout.engine_client import MAX_REQUESTS, Client, EngineError, Requests, run
+from grpo_jax.rollout.engine_client import MAX_REQUESTS, Client, EngineError, Requests
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.types import Completions, Prompts, TeacherLogProbs, Tokenizer
 
@@ -154,4 +155,4 @@ class EngineScorer:
             await requests.send(look_up)
             return await requests.run([functools.partial(requests.send, score) for score in scores], self._at_once)
 
-        return run(score_all())
+        return run_on_event_loop(score_all())

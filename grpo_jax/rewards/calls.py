@@ -21,8 +21,9 @@ import inspect
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,6 +42,8 @@ from grpo_jax.rewards.outcomes import Failures, RewardParts, describe_failure, r
 
 if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
+
+_Result = TypeVar("_Result")
 
 WARNING_FRACTION = 0.1
 """Maximum fraction of completions on which a reward function may fail without a warning."""
@@ -163,9 +166,16 @@ def _await_all(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object, fl
     async def together() -> list[tuple[object, float]]:
         return await asyncio.gather(*map(outcome, awaitables))
 
-    future = asyncio.run_coroutine_threadsafe(together(), event_loop())
+    return run_on_event_loop(together())
+
+
+def run_on_event_loop(
+    coroutine: Coroutine[Any, Any, _Result], wait: Callable[[Future[_Result]], _Result] = Future.result
+) -> _Result:
+    """Run a coroutine in the event loop's thread and `wait` for its result. An exception in `wait` cancels it."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
     try:
-        return future.result()
+        return wait(future)
     except BaseException:
         future.cancel()
         raise
@@ -173,7 +183,7 @@ def _await_all(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object, fl
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop for async rewards. It runs in a separate thread, since notebooks already run a loop."""
+    """Return the event loop for async code. It runs in a separate thread, since notebooks already run a loop."""
     loop = asyncio.new_event_loop()
 
     def serve() -> None:

@@ -40,12 +40,13 @@ from grpo_jax.messages import one_line
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, shard_count
 from grpo_jax.policy import Policy
+from grpo_jax.rewards.calls import run_on_event_loop
 from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.ends import decode_settings
-from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, ConnectionLost, EngineError, Requests, run
+from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, ConnectionLost, EngineError, Requests
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.rollout.table import Table
-from grpo_jax.rollout.turns import AnswerTurn
+from grpo_jax.rollout.turns import AnswerTurn, wait_for
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
 
 if sys.platform != "win32":
@@ -168,7 +169,7 @@ class Engine:
         table, problem = Table(len(words), max_completion_length, pad_token_id), None
         if jax.process_index() == 0:
             try:
-                table = run(self._sample(batch), interrupt)
+                table = run_on_event_loop(self._sample(batch), functools.partial(wait_for, interrupt=interrupt))
             except Exception as error:
                 if jax.process_count() == 1:
                     raise

@@ -12,12 +12,10 @@ import ssl
 import time
 import urllib.parse
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from grpo_jax.messages import show
-from grpo_jax.rewards.calls import event_loop
-from grpo_jax.rollout.turns import wait_for
 from grpo_jax.types import Json
 
 Result = TypeVar("Result")
@@ -51,16 +49,6 @@ class Refused(EngineError):
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
-
-
-def run(coroutine: Coroutine[Any, Any, Result], interrupt: Callable[[], None] = lambda: None) -> Result:
-    """Run a coroutine in the event loop's thread. `interrupt` is called every 0.2 s; its exceptions cancel the work."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
-    try:
-        return wait_for(future, interrupt)
-    except BaseException:
-        future.cancel()
-        raise
 
 
 class Client:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, get_type_hints
 
 from grpo_jax.messages import raise_all, show, some
-from grpo_jax.rewards.calls import event_loop
+from grpo_jax.rewards.calls import run_on_event_loop
 from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.text.calls import parse_json
 from grpo_jax.types import Json, Row
@@ -190,14 +190,18 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
     so after a timeout its result is discarded. An async function runs on the event loop for async rewards and is
     canceled after a timeout. Raises TimeoutError, or the function's exception, which may be SystemExit.
     """
-    promise, awaited = concurrent.futures.Future[Any](), list[concurrent.futures.Future[Any]]()
+    promise = concurrent.futures.Future[Any]()
+
+    def result_of(future: concurrent.futures.Future[Any]) -> Any:
+        if not concurrent.futures.wait([future], seconds).done:
+            raise TimeoutError(f"took longer than {seconds:g} s")
+        return future.result()
 
     def work() -> None:
         try:
             value = function(*args)
             if inspect.isawaitable(value):
-                awaited.append(asyncio.run_coroutine_threadsafe(asyncio.wait_for(value, None), event_loop()))
-                value = awaited[0].result()
+                value = run_on_event_loop(asyncio.wait_for(value, None), result_of)
             promise.set_result(value)
         except asyncio.CancelledError as error:  # not an `Exception`: callers would not handle it
             promise.set_exception(concurrent.futures.CancelledError(str(error)))
@@ -208,11 +212,7 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
         work()
     else:
         threading.Thread(target=work, daemon=True, name="grpo_jax-environment").start()
-    if not concurrent.futures.wait([promise], seconds).done:
-        for one in awaited:
-            one.cancel()
-        raise TimeoutError(f"took longer than {seconds:g} s")
-    return promise.result()
+    return result_of(promise)
 
 
 def as_text(value: object, *, limit: int = 20_000) -> str:

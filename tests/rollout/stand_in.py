@@ -65,7 +65,7 @@ class StandIn:
         self.params = self.head = self.base.params
         self.adapters, self.version, self.paused, self._open = {}, "default", False, set()
         handler = type("Handler", (_Handler,), {"server_of": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self._server = _Server(("127.0.0.1", self.port), handler)
         self._server.daemon_threads, self.port = True, self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -179,6 +179,10 @@ def serving(policy, **how):
             yield one
 
     return server
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # with the default of 5, some of many simultaneous connections wait for a second
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -8,9 +8,10 @@ import traceback
 
 import pytest
 
+from grpo_jax.rewards.calls import run_on_event_loop
 from grpo_jax.rollout import engine_client
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused, run
+from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused
 from grpo_jax.rollout.engine_server import VLLM
 
 pytestmark = pytest.mark.quick
@@ -54,7 +55,7 @@ CHUNKED = "Transfer-Encoding: chunked"
 ], ids=["endless", "long", "length", "chunk", "negative chunk", "deep", "digits", "deep refusal"])  # fmt: skip
 def test_unreadable_response_error_contains_the_url(answer, kind, message):
     with serving(lambda _: [answer]) as url, pytest.raises(kind, match=message) as caught:
-        run(Client(url).request("/v1/models"))
+        run_on_event_loop(Client(url).request("/v1/models"))
     assert f"{url}/v1/models" in str(caught.value)
 
 
@@ -76,7 +77,7 @@ def test_timeout_covers_the_whole_response(begin, piece):
 
     started = time.monotonic()
     with serving(answer) as url, pytest.raises(ConnectionLost, match=r"did not respond within 0\.3 s"):
-        run(Client(url, timeout=0.3).request("/v1/models"))
+        run_on_event_loop(Client(url, timeout=0.3).request("/v1/models"))
     assert time.monotonic() - started < 3
 
 
@@ -97,7 +98,7 @@ def test_connecting_has_a_shorter_timeout(monkeypatch):
             waiting.connect_ex(listening.getsockname())
         begin = time.monotonic()
         with pytest.raises(ConnectionLost, match="no connection within"):
-            run(Client(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=5).request("/v1/models"))
+            run_on_event_loop(Client(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=5).request("/v1/models"))
         assert time.monotonic() - begin < 3
 
 
@@ -106,14 +107,14 @@ def test_echoed_api_key_is_not_in_the_message(begin, monkeypatch):
     monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen")
     back = lambda request: [begin + request[request.index(b"Authorization") :]]
     with serving(back) as url, pytest.raises(EngineError, match=r"Bearer \*\*\*") as caught:
-        run(Client(url, api_key_env="SOME_KEY").request("/v1/models"))
+        run_on_event_loop(Client(url, api_key_env="SOME_KEY").request("/v1/models"))
     assert "not-to-be-seen" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_invalid_api_key_is_not_shown(monkeypatch):
     monkeypatch.setenv("SOME_KEY", "sk-not-to-be-seen\nX-Other: 1")
     with pytest.raises(EngineError, match="the environment variable SOME_KEY must be printable ASCII") as caught:
-        run(Client("http://127.0.0.1:9", api_key_env="SOME_KEY").request("/v1/models"))
+        run_on_event_loop(Client("http://127.0.0.1:9", api_key_env="SOME_KEY").request("/v1/models"))
     assert "not-to-be-seen" not in str(caught.value)
 
 
@@ -136,15 +137,15 @@ def choices(**changes):
 
 
 def drawn(answer):
-    return run(VLLM(Answering(answer)).draw([3, 4], most=2, seed=0, settings=DecodeSettings()))
+    return run_on_event_loop(VLLM(Answering(answer)).draw([3, 4], most=2, seed=0, settings=DecodeSettings()))
 
 
 def scored(answer):
-    return run(VLLM(Answering(answer)).log_probs([3, 4]))
+    return run_on_event_loop(VLLM(Answering(answer)).log_probs([3, 4]))
 
 
 def found(answer):
-    return run(VLLM(Answering(answer)).look_up(8))
+    return run_on_event_loop(VLLM(Answering(answer)).look_up(8))
 
 
 BAD = [
