@@ -74,16 +74,13 @@ def test_log_probs_equal_those_of_scoring_the_same_tokens(settings):
         assert np.abs(plain - completions.log_probs).max() > 0.05
 
 
-@pytest.mark.parametrize("settings", [
-    {"qkv_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
-    {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True,)},
-], ids=["adapters, biases and a head", "experts"])  # fmt: skip
-def test_kernels_by_columns_are_used_and_decode_the_same(settings, monkeypatch):
-    model, params = tiny_model(layers=1, **settings)
-    if "num_experts" not in settings:
-        adapters, rng = init_adapters(jax.random.key(1), params, rank=2), np.random.default_rng(2)
-        adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.1, x.shape), jnp.float32), adapters)
-        model, params = LoraModel(params, model), adapters
+def test_kernels_by_columns_are_used_and_decode_the_same(monkeypatch):
+    """With adapters, biases, a head, and one layer of experts."""
+    sparse = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True, False)}
+    model, params = tiny_model(layers=2, qkv_bias=True, mlp_bias=True, tie_word_embeddings=False, **sparse)
+    adapters, rng = init_adapters(jax.random.key(1), params, rank=2), np.random.default_rng(2)
+    adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.1, x.shape), jnp.float32), adapters)
+    model, params = LoraModel(params, model), adapters
     variables = decode_variables(model, params)
     how = {"num_generations": 2, "max_completion_length": 12}
 

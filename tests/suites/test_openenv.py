@@ -114,7 +114,8 @@ def test_bad_arguments_are_named():
 
 def test_server_that_hangs_or_dies_ends_its_sessions(server):
     """A server that hangs or dies ends its sessions. This test must be the last in this file, as it ends the server."""
-    (hanging, _), (lost, _) = begun(server, timeout=2.0), begun(server)
+    (hanging, _), (lost, _) = begun(server, timeout=1.0), begun(server)
+    hanging._session._ws.close_timeout = 0.1  # instead of 10 s
     os.kill(server.process.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match=r"the server at .* did not respond in time"):
         call_within(60.0, hanging.respond, "hello")
