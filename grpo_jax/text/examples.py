@@ -19,7 +19,7 @@ import bisect
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,15 +30,7 @@ from grpo_jax.text.calls import parse_arguments
 from grpo_jax.text.completions import common_length, special_tokens
 from grpo_jax.text.images import ImageSource, assign_images, encode_texts, has_images, image_parts
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, template_messages
-from grpo_jax.text.rows import (
-    Columns,
-    Template,
-    checked_rows,
-    content_fault,
-    filled_rows,
-    is_conversation,
-    messages_fault,
-)
+from grpo_jax.text.rows import Columns, Template, content_fault, is_conversation, load_checked, messages_fault
 from grpo_jax.text.sources import Dataset
 from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
@@ -122,9 +114,7 @@ def load_examples(
 ) -> list[Row]:
     """Read an SFT dataset. `text_field` is the name of the text column; `load_rows` documents the other arguments."""
 
-    def fault_of(row: object, first: Json) -> str:
-        if not isinstance(row, Mapping):
-            return f"must be a dict with {_KINDS}; got {show(row)}"
+    def fault_of(row: Json, first: Json) -> str:
         columns = _columns_of(row, text_field)
         if not columns:
             return f"has none of {_KINDS}; rename one of its columns {sorted(map(str, row))} or add one"
@@ -140,10 +130,7 @@ def load_examples(
             faults.append("has a string and a list of messages as 'prompt' and 'completion'; use one type for both")
         return next(filter(None, faults), "") or content_fault(row, first)
 
-    rows = filled_rows(dataset, columns, prompt, argument, max_rows)
-    if not rows:
-        raise ValueError(f"{argument} is empty; pass at least one row with {_KINDS}")
-    return checked_rows(rows, fault_of, argument)
+    return load_checked(dataset, columns, prompt, argument, max_rows, _KINDS, fault_of)
 
 
 def encode_examples(

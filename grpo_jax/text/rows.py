@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax.messages import show
@@ -43,28 +43,31 @@ def load_rows(
       >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")
       [{'question': '1+1', 'prompt': 'What is 1+1?'}]
     """
-    rows = filled_rows(dataset, columns, prompt, argument, max_rows)
-    if not rows:
-        raise ValueError(f"{argument} is empty; pass at least one row with a 'prompt'")
-    return checked_rows(rows, _row_fault, argument)
+    return load_checked(dataset, columns, prompt, argument, max_rows, "a 'prompt'", _row_fault)
 
 
-def filled_rows(
-    dataset: Dataset, columns: Columns | None, prompt: Template | None, argument: str, max_rows: int | None
-) -> list[Any]:
-    """Read a dataset, rename its columns and fill in the prompt template, without validating the rows."""
+def load_checked(
+    dataset: Dataset,
+    columns: Columns | None,
+    prompt: Template | None,
+    argument: str,
+    max_rows: int | None,
+    needs: str,
+    fault_of: Callable[[Json, Json], str],
+) -> list[Row]:
+    """Read a dataset, rename its columns, fill in the prompt template, and convert the rows to dicts.
+
+    Raises ValueError if there are no rows, a row is not a mapping, or `fault_of(row, rows[0])` returns an error message
+    for it. `needs` names the required columns in messages.
+    """
     check_templates(columns, prompt)
     rows = [without_arrays(row) for row in read_rows(dataset, argument, max_rows)]
-    if columns is None and prompt is None:
-        return rows
-    return [
-        fill(row, f"{argument} row {i}", columns, prompt) if isinstance(row, Mapping) else row
-        for i, row in enumerate(rows)
-    ]
-
-
-def checked_rows(rows: Sequence[Json], fault_of: Callable[[object, Json], str], argument: str) -> list[Row]:
-    """Convert rows to dicts. Raises ValueError if `fault_of(row, rows[0])` returns an error message for any row."""
+    if not rows:
+        raise ValueError(f"{argument} is empty; pass at least one row with {needs}")
+    if bad := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
+        raise ValueError(f"{argument} row {bad[0]} must be a dict with {needs}; got {show(rows[bad[0]])}")
+    if columns is not None or prompt is not None:
+        rows = [fill(row, f"{argument} row {i}", columns, prompt) for i, row in enumerate(rows)]
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := fault_of(row, rows[0]))]
     if faults:
         more = f" ({len(faults) - 1} more of the {len(rows)} rows are invalid)" if len(faults) > 1 else ""
@@ -72,9 +75,7 @@ def checked_rows(rows: Sequence[Json], fault_of: Callable[[object, Json], str], 
     return [dict(row) for row in rows]
 
 
-def _row_fault(row: object, first: Json) -> str:
-    if not isinstance(row, Mapping):
-        return f"must be a dict with a 'prompt'; got {show(row)}"
+def _row_fault(row: Json, first: Json) -> str:
     if "prompt" not in row:
         return f"lacks a 'prompt'; rename one of its columns {sorted(map(str, row))} or add one"
     if fault := messages_fault(row["prompt"], "prompt") or content_fault(row, first):

@@ -174,7 +174,7 @@ def test_the_token_that_ends_a_turn_is_learned():
 ])  # fmt: skip
 def test_invalid_rows_are_refused(row, said):
     with pytest.raises(ValueError, match=f"dataset row 0 {said}"):
-        load_examples([row])
+        load_examples([row, {"text": "a"}])
 
 
 def test_long_examples_are_truncated_and_empty_ones_dropped():
