@@ -11,7 +11,7 @@ import json
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 from grpo_jax.messages import raise_all, show, some
 from grpo_jax.rewards.calls import run_on_event_loop
@@ -105,20 +105,13 @@ def _read(function: Function, where: str, name: str | None = None) -> Tool | str
             return f"{where} must be a named function; got {show(function)}. Wrap it in a `def`"
         where = f"{where}, {name!r}"
 
-    def copy(**arguments: object) -> None:
-        """Placeholder that is replaced below."""
-
     try:
-        parameters = inspect.signature(function).parameters
-        for parameter in parameters.values():
+        for parameter in inspect.signature(function).parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 kind = parameter.kind.description
                 return f"{where}: parameters must accept keyword arguments; {parameter.name!r} is {kind}"
-        copy.__name__, copy.__doc__ = name, inspect.getdoc(function)
-        hints = get_type_hints(function)
-        copy.__annotations__ = {key: hint for key, hint in hints.items() if key in (*parameters, "return")}
-        cast("Any", copy).__signature__ = inspect.Signature(list(parameters.values()))
-        return Tool(name, function, get_json_schema(copy))
+        described = get_json_schema(function)["function"]
+        return Tool(name, function, {"type": "function", "function": {**described, "name": name}})
     except Exception as error:  # resolving a type hint may raise any exception
         advice = " If you need a more complex"  # start of transformers' advice, which does not apply here
         return f"{where}: the schema could not be built: {str(error).partition(advice)[0]}"

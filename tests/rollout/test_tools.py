@@ -65,7 +65,7 @@ class World(Base):
     def state(self):
         raise RuntimeError("a property must not be read")
 
-    def move(this: "World", steps: int) -> int:
+    def move(this, steps: int) -> int:
         """Move on.
 
         Args:
