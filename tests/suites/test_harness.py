@@ -85,24 +85,6 @@ def test_tools_are_called_and_scored(own):
     assert (ours.num_turns, ours.stop_condition) == (3, "reached")
 
 
-def test_dead_tool_server_fails_its_episode(own, monkeypatch):
-    import verifiers.v1.harnesses.utils.mcp as theirs
-
-    monkeypatch.setattr(theirs, "MCP_CALL_ATTEMPTS", 1)  # otherwise it retries for 20 seconds
-    environment = own.environment_factory()
-    within(environment.reset, index=0)
-    (server,) = servers_of("tools_of_verifiers")
-    os.kill(int(server), signal.SIGKILL)
-    call = message(("sum_add", {"n": 1}))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"ToolsetError: the tool server of sum_add does not respond \("):
-            within(environment.answer_calls, call, [])
-    with pytest.raises(RuntimeError, match="the tool server of sum_add does not respond"):
-        within(environment.get_reward)
-    assert not servers_of("tools_of_verifiers")
-    assert not environment.trace.ok
-
-
 @pytest.mark.quick
 def test_episodes_have_separate_states_and_stop_conditions(adding):
     factory = adding.environment_factory
@@ -141,3 +123,21 @@ def test_thoughts_are_not_answers_and_changed_tools_are_refused(adding):
     environment.tool_schemas = []
     with pytest.raises(RuntimeError, match="tools differ from the first"):
         within(environment.reset, index=0)
+
+
+def test_dead_tool_server_fails_its_episode(adding, monkeypatch):
+    """This test must be the last in this file, as it ends the taskset's server."""
+    import verifiers.v1.harnesses.utils.mcp as theirs
+
+    monkeypatch.setattr(theirs, "MCP_CALL_ATTEMPTS", 1)  # otherwise it retries for 20 seconds
+    environment = adding.environment_factory()
+    within(environment.reset, index=0)
+    (server,) = servers_of("tools_of_verifiers")
+    os.kill(int(server), signal.SIGKILL)
+    call = message(("sum_add", {"n": 1}))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"ToolsetError: the tool server of sum_add does not respond \("):
+            within(environment.answer_calls, call, [])
+    with pytest.raises(RuntimeError, match="the tool server of sum_add does not respond"):
+        within(environment.get_reward)
+    assert not environment.trace.ok
