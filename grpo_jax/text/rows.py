@@ -61,7 +61,7 @@ def load_checked(
     for it. `needs` names the required columns in messages.
     """
     check_templates(columns, prompt)
-    rows = [without_arrays(row) for row in read_rows(dataset, argument, max_rows)]
+    rows: list[Any] = [without_arrays(row) for row in read_rows(dataset, argument, max_rows)]
     if not rows:
         raise ValueError(f"{argument} is empty; pass at least one row with {needs}")
     if bad := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
