@@ -234,7 +234,7 @@ def evaluate_encoded(
 def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[float] | None) -> dict[str, float]:
     """Return the mean total reward, the mean of each reward function, and the means of the logged metrics."""
     joined = join_rewards(batches)
-    scores = joined.values.reshape(-1, len(names))
+    scores = np.concatenate(joined.values)  # [B·G, K]; K is 0 if a teacher replaces the reward functions
     found = eval_names(names)
     metrics = dict(zip(found, map(mean_of_scored, scores.T), strict=False))
     metrics["reward"] = mean_of_scored(total_rewards(scores, weights))

@@ -125,10 +125,10 @@ def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[Rew
     names, (_, g, k) = reward_names(reward_fns), process_rewards.values.shape
     arrays = {"values": process_rewards.values.tolist(), "logged_columns": to_json(process_rewards.logged_columns)}
     sent = [Rewards._make(one) for one in gather_objects([*(process_rewards._asdict() | arrays).values()])]
-    values = [np.asarray(one.values, np.float32).reshape(-1, g, k) for one in sent]
+    values = [np.asarray(one.values, np.float32).reshape(len(one.values), g, k) for one in sent]
     parts = [[RewardParts._make(part) for part in one.parts] for one in sent]
     joined = join_rewards([one._replace(values=x, parts=p) for one, x, p in zip(sent, values, parts, strict=True)])
-    stats = reward_stats(names, joined.values.reshape(-1, len(names)))
+    stats = reward_stats(names, np.concatenate(joined.values)) if names else {}
     for name in dict.fromkeys(name for one in sent for name in one.stats):
         per_process = [one.stats[name] for one in sent if name in one.stats]
         if name.endswith("/errors"):

@@ -100,6 +100,15 @@ def test_errors_are_summed_and_the_slowest_seconds_are_reported(monkeypatch):
         run(monkeypatch, 2, 5, fails_on_odd_rows)
 
 
+def test_batch_without_reward_functions_is_gathered(monkeypatch):
+    """A run that only distills from a teacher has K = 0."""
+    for processes in (2, 4):
+        found, _ = run(monkeypatch, processes, 3)
+        assert [one.values.shape for one in found] == [(3, G, 0)] * processes
+        assert found[-1].stats == {}
+        assert len(found[0].completions) == len(found[0].logged_columns) == 3 * G
+
+
 def test_reward_parts_cover_the_completions_of_all_processes(monkeypatch):
     def by_token(completion_ids, number, log_metric, log_extra):
         return [np.full(len(ids), n, np.float32) if n else None for n, ids in zip(number, completion_ids, strict=True)]

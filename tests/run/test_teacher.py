@@ -56,11 +56,13 @@ def distance(state):
 def test_policy_approaches_its_teacher_without_a_reward(mode):
     """Distillation without a reward brings the policy close to its teacher."""
     config = dataclasses.replace(CONFIG, max_steps=60, distillation_mode=mode, per_device_train_batch_size=16)
-    state, lines = run(config)
+    state, lines = run(config, eval_dataset=ROWS)
+    lines, evaluations = lines[1:-1], [lines[0], lines[-1]]
     before = float(divergence(jnp.full((4, 4), -np.log(4)), jax.nn.log_softmax(TEACHER.params["logits"])).mean())
     assert distance(state) < 0.3 * before
     assert np.mean([line["distillation"] for line in lines[-5:]]) < 0.5 * lines[0]["distillation"]
     assert all("reward" not in line or np.isnan(line["reward"]) for line in lines)
+    assert all(line["eval/mean_length"] >= 1 and np.isnan(line["eval/reward"]) for line in evaluations)
 
 
 def test_distillation_loss_is_the_divergence_times_the_coefficient():
