@@ -171,6 +171,7 @@ class Monitor:
         self._tokens = 0.0
         self._complete = False
         self._step: int | None = None  # None until `start` has truncated the files
+        self._updates, self._total_steps = 1, 0  # per iteration, and in the run
         self._warned: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Monitor:
@@ -226,16 +227,21 @@ class Monitor:
             self.display.say(f"complete: {progress.step} of {total_steps} steps; {fix}")
         elif resumed:
             self.display.say(f"resuming after step {progress.step}")
+        self._updates, self._total_steps = updates, total_steps
         self.display.start(total_steps, step=progress.step, updates=updates)
         self._tokens = float(progress.tokens)
         self.phase.take()
 
     def completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
-        """Write the completions in the batch whose first update is `step`. With `log_completions`, also print them."""
+        """Write the completions in the batch whose first update is `step`.
+
+        With `log_completions`, they are also printed if one of the batch's updates is logged.
+        """
         self._step = step
         if rows:
             self._writer.completions(step, rows)
-        if self._config.log_completions and self._config.logs_at(step):
+        steps = range(step, step + self._updates)
+        if self._config.log_completions and (self._total_steps in steps or any(map(self._config.logs_at, steps))):
             self.display.completions(rows[: self._config.num_completions_to_print])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -73,6 +73,19 @@ def test_hint_is_shown_and_stored_once_across_a_resume(tmp_path, capsys):
     assert lines(tmp_path, "warnings.jsonl") == [kept]
 
 
+@pytest.mark.parametrize(("updates", "printed"), [(1, [1, 10, 13]), (4, [1, 9, 13])])
+def test_completions_of_logged_steps_are_printed(updates, printed, capsys):
+    """Of an iteration with four updates, any may be a logging step; the last step is logged, too."""
+    shown = []
+    with Monitor(None, dataclasses.replace(CONFIG, log_completions=True)) as monitor:
+        monitor.start(STATE, Progress(), total_steps=13 if updates == 1 else 16, num_rows=4, updates=updates)
+        for step in range(1, 14, updates):
+            row = {"prompt": "1 + 1", "completion": f"written at {step}", "rewards": {}, "advantage": 0.0}
+            monitor.completions(step, [row])
+            shown += [step] * (f"written at {step}" in capsys.readouterr().err)
+    assert shown == printed
+
+
 def test_warnings_are_shown_as_usual_and_stored_once(tmp_path):
     texts = ["an early warning", *["a slow reward"] * 3, "a number"]  # the first is shown but not stored
     with warnings.catch_warnings(record=True) as caught:
