@@ -59,6 +59,8 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
             f"{100 * unscored:.0f}% of the completions in the last {WINDOW} logged steps had no reward and did not"
             " contribute to the gradient. Check rewards/*/missing, and rewards/*/errors for errors in reward functions"
         )
+    if config.distillation_coef > 0:  # the divergence from the teacher has a gradient, also without reward functions
+        return None
     more = "" if config.dynamic_sampling else ", or set dynamic_sampling=True to sample other prompts instead"
     return (
         f"{100 * fraction:.0f}% of the groups in the last {WINDOW} logged steps had equal rewards and zero gradient. If"

@@ -70,6 +70,14 @@ def test_hint_is_reported_once(name, lines, at):
     assert named <= {*GRPOConfig.__dataclass_fields__, CONFIG.sampler_correction}, "names a field that does not exist"
 
 
+def test_equal_rewards_are_not_reported_in_distillation():
+    """The teacher's divergence is a signal, and all rewards are equal if there are no reward functions."""
+    distilled = GRPOConfig(distillation_coef=1.0)
+    assert reported(series("frac_reward_zero_std", [1.0] * 40), distilled) == []
+    unscored = series("frac_reward_zero_std", [1.0] * 40, **{"rewards/unscored": 0.9})
+    assert len(reported(unscored, distilled)) == 1
+
+
 @pytest.mark.parametrize("run", ["sort_digits", "countdown"])
 def test_healthy_run_gets_no_hints(run):
     assert {sign[0] for sign in SIGNS} == set(HINTS), "every hint has a case in SIGNS"
