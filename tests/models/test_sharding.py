@@ -61,6 +61,7 @@ def test_checkpoint_is_loaded_into_its_shards(tmp_path):
     np.testing.assert_allclose(apply(loaded.params), apply(policy.params), atol=1e-5)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="AbstractDevice has other arguments")
 def test_kernels_are_lowered_for_an_absent_gpu(monkeypatch):
     """Programs for an absent GPU are lowered in an abstract mesh, where Pallas finds its name (from jax 0.11)."""
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
