@@ -347,14 +347,26 @@ def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | 
         )
     if not reset_texts or not reset_texts[0]:
         return None
-    if isinstance(row["prompt"], str):
-        return row["prompt"] + reset_texts[0]
-    *before, last = row["prompt"]
-    if last["role"] == "user" and isinstance(last["content"], list):
-        return [*before, {**last, "content": [*last["content"], {"type": "text", "text": reset_texts[0]}]}]
-    if last["role"] != "user" or not isinstance(last["content"], str):
+    last = {"role": "user", "content": ""} if isinstance(row["prompt"], str) else row["prompt"][-1]
+    if last["role"] != "user" or not isinstance(last["content"], str | list):
         raise ValueError(
             f"{episodes[0].where}: the prompt must end with a text message from the role 'user', to which the text"
             f" returned by reset is appended; got {show(last)}. Change the prompt, or return None from reset"
         )
-    return [*before, {**last, "content": last["content"] + reset_texts[0]}]
+    return with_appended_text(row["prompt"], reset_texts[0])
+
+
+def with_appended_text(prompt: str | Messages, text: str) -> str | Messages:
+    """Append text to a prompt or to its last message."""
+    if isinstance(prompt, str):
+        return prompt + text
+    *before, last = prompt
+    content = last["content"]
+    more = [*content, {"type": "text", "text": text}] if isinstance(content, list) else content + text
+    return [*before, {**last, "content": more}]
+
+
+def appended_text(prompt: str | Messages, extended: str | Messages) -> str:
+    """Return the text that `with_appended_text` added. Prompts may contain images, which are not JSON."""
+    old, new = (x if isinstance(x, str) else x[-1]["content"] for x in (prompt, extended))
+    return new[len(old) :] if isinstance(new, str) else str(new[-1]["text"])

@@ -72,16 +72,18 @@ class PrefetchedRollouts(OnDemandRollouts):
     def to_checkpoint(self) -> tuple[Completions | None, Json | None]:
         """Return the completions in `prefetched`, and its other parts as JSON values.
 
-        These are an engine's metrics and, for multi-turn completions, episodes and prompts that environments changed.
+        These are an engine's metrics and, for multi-turn completions, episodes and texts that `reset` added to prompts.
         """
         if self.prefetched is None:
             return None, None
         metrics = {name: float(value) for name, value in self.prefetched.metrics.items()}
         stored: dict[str, object] = {"metrics": gather_objects(metrics)[0]}  # only process 0 has an engine's metrics
         if self.prefetched.episodes is not None:
+            from grpo_jax.rollout.episodes import appended_text
+
             rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._num_prompts)]
-            pairs = zip(self.prefetched.rows, rows, strict=True)
-            stored["prompts"] = [None if mine is row else mine["prompt"] for mine, row in pairs]
+            pairs = [(row["prompt"], mine["prompt"]) for row, mine in zip(rows, self.prefetched.rows, strict=True)]
+            stored["reset_texts"] = ["" if mine is prompt else appended_text(prompt, mine) for prompt, mine in pairs]
             stored["episodes"] = [one.to_json() for one in self.prefetched.episodes]
         return self.prefetched.completions, stored
 
@@ -189,11 +191,12 @@ def _restored(run: Run, cursor: int, completions: Completions, transcript: Json 
     if run.interaction is None or "episodes" not in stored:
         prompts = data.prompts(indices, length=run.prompt_length)
         return RolloutResult(rows, prompts, completions, metrics=metrics)
+    from grpo_jax.rollout.episodes import with_appended_text
     from grpo_jax.rollout.interaction import EpisodeRecord
     from grpo_jax.run.multi_turn import episode_prompts
 
-    pairs = zip(rows, stored["prompts"], strict=True)
-    rows = [row if prompt is None else {**row, "prompt": prompt} for row, prompt in pairs]
+    pairs = zip(rows, stored["reset_texts"], strict=True)
+    rows = [{**row, "prompt": with_appended_text(row["prompt"], text)} if text else row for row, text in pairs]
     prompts = episode_prompts(run.interaction, data, indices, rows, length=run.prompt_length)
     episodes = [EpisodeRecord.from_json(one) for one in stored["episodes"]]
     return RolloutResult(rows, prompts, completions, episodes, metrics=metrics)

@@ -11,7 +11,7 @@ from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
 from grpo_jax import GRPOConfig
-from grpo_jax.rollout.episodes import EnvironmentFailure, Episode, Episodes
+from grpo_jax.rollout.episodes import EnvironmentFailure, Episode, Episodes, appended_text, with_appended_text
 from grpo_jax.rollout.interaction import (
     EpisodeCounts,
     EpisodeRecord,
@@ -378,6 +378,18 @@ def test_reset_text_ends_the_prompt_and_is_the_same_within_a_group():
         pytest.raises(ValueError, match=r"row 5 .*same text for all completions of a prompt; got '\d ' and '\d '"),
     ):
         episodes.reset([ROW])
+
+
+@pytest.mark.parametrize(
+    "content", ["", "look", [{"type": "image", "image": object()}, {"type": "text", "text": "look"}]]
+)
+def test_reset_text_is_separated_from_a_prompt_with_images(content):
+    """Checkpoints store the text, because images are not JSON."""
+    messages = [{"role": "system", "content": "play"}, {"role": "user", "content": content}]
+    for prompt in [messages] + [content] * isinstance(content, str):
+        extended = with_appended_text(prompt, " here")
+        assert extended != prompt
+        assert appended_text(prompt, extended) == " here"
 
 
 def test_episodes_that_share_an_environment_are_rejected():
