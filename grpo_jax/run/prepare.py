@@ -90,9 +90,11 @@ def prepare(
 
         errors.check(check_sampler, sampler, interaction, ends)
     if teacher is not None or config.distillation_coef > 0:
+        from grpo_jax.rollout.interaction import with_environments
         from grpo_jax.run.teacher import check_teacher
 
-        has_rewards = fns is None or bool(fns) or environment_factory is not None
+        unknown = fns is None or (interaction is None and environment_factory is not None)  # reported already
+        has_rewards = unknown or bool(with_environments(fns or (), interaction))
         errors.check(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
     errors.check(check_text_only, rows, "sampler", sampler)
     errors.check(check_text_only, rows, "teacher", teacher)

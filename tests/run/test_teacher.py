@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import GRPOConfig, Policy, train
 from grpo_jax.maths.supervised import divergence
+from grpo_jax.run.prepare import prepare
 from grpo_jax.types import TeacherLogProbs
 
 
@@ -145,6 +146,23 @@ REFUSED = [
 def test_incompatible_arguments_are_rejected(given, settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         run(dataclasses.replace(CONFIG, **settings), **given)
+
+
+@pytest.mark.quick
+def test_dynamic_sampling_needs_rewards_from_the_environment():
+    """Without `get_reward`, every group would have equal rewards, and no token would contribute to the loss."""
+
+    class Silent:
+        def respond(self, text): ...
+
+    class Scored(Silent):
+        def get_reward(self):
+            return 1.0
+
+    policy, config = tiny_policy(), dataclasses.replace(CONFIG, dynamic_sampling=True)
+    with pytest.raises(ValueError, match="dynamic_sampling=True needs rewards to select groups"):
+        prepare(policy, ROWS, [], config, teacher=policy, environment_factory=Silent)
+    prepare(policy, ROWS, [], config, teacher=policy, environment_factory=Scored)
 
 
 @pytest.mark.quick
