@@ -157,7 +157,7 @@ def train(
         teacher=teacher,
     )
     check_run_dir(run, run_dir, resume)
-    donate = donate and getattr(teacher, "params", None) is not policy.params  # the teacher's params must stay intact
+    donate = donate and not _shares_params(policy, teacher)  # the teacher's arrays must stay intact
     state = committed(new_state(run, donate=donate))  # like restored arrays, for which the same programs are compiled
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     with open_session(run, run_dir, state, callbacks, Hints(run.config)) as session:
@@ -196,6 +196,12 @@ def train(
                     session.save_if_due(state, batch)
             state = session.end(state, batch)
     return state
+
+
+def _shares_params(policy: Policy, teacher: Policy | Scorer | None) -> bool:
+    """Return whether a teacher's params, or the base model of its adapters, contain arrays of the policy's params."""
+    own = {id(leaf) for leaf in jax.tree.leaves(policy.params)}
+    return isinstance(teacher, Policy) and any(id(x) in own for x in jax.tree.leaves((teacher.model, teacher.params)))
 
 
 def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:

@@ -108,5 +108,6 @@ def test_neither_the_base_of_adapters_nor_the_teacher_is_donated():
         jax.tree.leaves(policy.params)
     policy = fresh()
     config = config_of(max_steps=1, distillation_coef=1.0)
-    train(policy, ROWS, [], config, teacher=policy.replace(), donate=True)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
+    for teacher in (policy.replace(), add_lora(policy, jax.random.key(0), rank=2)):  # shares the base model
+        train(policy, ROWS, [], config, teacher=teacher, donate=True)
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(policy.params))
