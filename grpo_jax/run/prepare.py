@@ -93,8 +93,9 @@ def prepare(
         from grpo_jax.rollout.interaction import with_environments
         from grpo_jax.run.teacher import check_teacher
 
-        unknown = fns is None or (interaction is None and environment_factory is not None)  # reported already
-        has_rewards = unknown or bool(with_environments(fns or (), interaction))
+        has_rewards = bool(
+            fns is None or with_environments(fns, interaction) or (environment_factory and not interaction)
+        )
         errors.check(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
     errors.check(check_text_only, rows, "sampler", sampler)
     errors.check(check_text_only, rows, "teacher", teacher)
