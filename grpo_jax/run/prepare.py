@@ -85,6 +85,7 @@ def prepare(
     interaction = None
     if tools or environment_factory is not None:
         interaction = errors.check(_make_interaction, policy, config, rows, tools, environment_factory)
+    failed = fns is None or (interaction is None and environment_factory is not None)  # report no missing rewards
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler
 
@@ -93,14 +94,11 @@ def prepare(
         from grpo_jax.rollout.interaction import with_environments
         from grpo_jax.run.teacher import check_teacher
 
-        has_rewards = bool(
-            fns is None or with_environments(fns, interaction) or (environment_factory and not interaction)
-        )
+        has_rewards = failed or bool(with_environments(fns or (), interaction))
         errors.check(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
     errors.check(check_text_only, rows, "sampler", sampler)
     errors.check(check_text_only, rows, "teacher", teacher)
-    # If the environments failed to load, do not also report missing reward functions.
-    if fns is not None and (fns or interaction is not None or environment_factory is None):
+    if fns is not None and (fns or not failed):
         fns, config = _check_functions(fns, rows, config, interaction, errors, required=teacher is None)
     errors.check(_check_best_metric, config, fns or (), named_datasets(eval_dataset))
     checked_fn = None
