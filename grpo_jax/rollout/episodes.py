@@ -12,6 +12,7 @@ only the episode ends.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -27,7 +28,7 @@ from grpo_jax.messages import show
 from grpo_jax.models.sharding import gather_objects, local_range
 from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.rewards.outcomes import describe_failure
-from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord, Interaction, schemas_of
+from grpo_jax.rollout.interaction import EpisodeRecord, Interaction, schemas_of
 from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
 from grpo_jax.rollout.turns import TRUNCATED
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message, turn_text
@@ -63,12 +64,9 @@ class Episode:
         self.reset_text = ""  # text that `reset` appends to the prompt
         self.before = PrecedingText([], "", "")  # text before the next turn
         self.has_failed = False  # True after an environment error
-        self.turns: list[tuple[bool, str]] = []  # see `EpisodeRecord` for turns, messages, lengths and counts
-        self.messages: Messages = []
-        self.lengths: list[int] = []
+        self.record = EpisodeRecord()
         self._call_turns = 0  # number of turns with tool calls
         self.turn_rewards: dict[int, float] = {}  # rewards returned by `respond`, keyed by turn
-        self.counts = EpisodeCounts()
 
     def reset(self, row: Row) -> None:
         """Create the environment and call its `reset`."""
@@ -89,24 +87,23 @@ class Episode:
         """Return the token ids of the observation that follows a turn, or None at the end of the completion."""
         parsed, interaction, observation = self.record_turn(ids), self._interaction, None
         if cut := interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
-            self.counts.cut_short += 1
+            self.record.cut_short += 1
         if not self.has_failed:
             with contextlib.suppress(_Failed):
                 observation = self._observation(parsed)
         if observation is None:
-            unanswered = cut and not self.counts.clipped and not hasattr(self.environment, "respond")
+            unanswered = cut and not self.record.clipped and not hasattr(self.environment, "respond")
             return TRUNCATED if unanswered else None
         tokens = self._encode(observation, limit, int(ids[-1]))
         if len(tokens) <= limit:  # longer observations are not shown to the policy
             self._extend_context(tokens)
-            self.turns += [(False, text) for text in _texts(observation)]
-            self.messages += [] if isinstance(observation, str) else observation
+            self.record.turns += [(False, text) for text in _texts(observation)]
+            self.record.messages += [] if isinstance(observation, str) else observation
         return tokens
 
     def record_turn(self, ids: np.ndarray) -> Parsed:
         """Record a turn and return it in parsed form."""
-        self.counts.turns += 1
-        self.lengths.append(len(ids))
+        self.record.lengths.append(len(ids))
         form, text = self._interaction.format, self._text(ids)
         parsed = Parsed(text, (), ())
         if form is not None and self._is_chat and self.tools:
@@ -114,9 +111,9 @@ class Episode:
             schemas = {name: tool.schema for name, tool in self.tools.items()}
             parsed = form.parse(whole, schemas=schemas, thinking=self._interaction.thinking)
         self._extend_context(ids)
-        self.turns.append((True, text))
+        self.record.turns.append((True, text))
         if self._is_chat:
-            self.messages.append(assistant_message(parsed))
+            self.record.messages.append(assistant_message(parsed))
         return parsed
 
     def reward(self) -> float | list[float] | str | None:
@@ -132,7 +129,7 @@ class Episode:
                 raise self._failure("get_reward", problem)
         except _Failed:
             return None
-        by_turn = [self.turn_rewards.get(turn, 0.0) for turn in range(len(self.lengths))]
+        by_turn = [self.turn_rewards.get(turn, 0.0) for turn in range(len(self.record.lengths))]
         return [*by_turn[:-1], by_turn[-1] + (last or 0.0)]
 
     def _extend_context(self, ids: Iterable[int]) -> None:
@@ -152,9 +149,9 @@ class Episode:
             return self._respond(parsed.content)
         self._call_turns += 1
         if limit is not None and self._call_turns > limit:
-            self.counts.clipped = 1
+            self.record.clipped = 1
             return None
-        self.counts.calls += len(calls) + len(problems)
+        self.record.calls += len(calls) + len(problems)
         if self._answers_calls:
             return self._answer_calls(parsed)
         results = [tool_message(call.name, self._call(call)) for call in calls]
@@ -171,7 +168,7 @@ class Episode:
         if len(rows) != len(names) or not all(isinstance(row, (list, tuple)) and len(row) == 2 for row in rows):
             problem = f"must return a pair (text, failed) for each call, or None at the end; got {show(results)}"
             raise self._failure("answer_calls", problem)
-        self.counts.failures += sum(bool(failed) for _, failed in rows)
+        self.record.failures += sum(bool(failed) for _, failed in rows)
         return [tool_message(name, as_text(text)) for name, (text, _) in zip(names, rows, strict=True)]
 
     def _call(self, call: ToolCall) -> str:
@@ -189,11 +186,11 @@ class Episode:
         except (Exception, SystemExit) as error:
             return self._error(f"{type(error).__name__}: {error}")
         finally:
-            self.counts.seconds += time.monotonic() - begin
+            self.record.seconds += time.monotonic() - begin
 
     def _error(self, problem: str) -> str:
         """Count a failed call, and return the error message for the policy."""
-        self.counts.failures += 1
+        self.record.failures += 1
         return as_text(f"Error: {problem}")
 
     def _respond(self, text: str) -> str | Messages | None:
@@ -209,7 +206,7 @@ class Episode:
             number = _to_float(reward)
             if not isinstance(number, float) or not math.isfinite(number):
                 raise self._failure("respond", f"must return a finite reward; got {show(reward)}")
-            self.turn_rewards[len(self.lengths) - 1] = number
+            self.turn_rewards[len(self.record.lengths) - 1] = number
         if answer is None:
             return None
         if not isinstance(answer, str):
@@ -239,11 +236,11 @@ class Episode:
         except (Exception, SystemExit) as error:
             raise self._failure(what, error) from error
         finally:
-            self.counts.seconds += time.monotonic() - begin
+            self.record.seconds += time.monotonic() - begin
 
     def _failure(self, what: str, problem: BaseException | str) -> Exception:
         """Count an environment error, and return the exception to raise."""
-        self.counts.errors, self.has_failed = self.counts.errors + 1, True
+        self.record.errors, self.has_failed = self.record.errors + 1, True
         if self._interaction.config.on_environment_error != "raise":
             return _Failed()
         kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
@@ -325,14 +322,14 @@ class Episodes:
         """Compute all rewards and return the episode records. `sampled` [B·G, T] is True on sampled tokens."""
         local = [self.all[i] for i in self._indices]
         for i, episode in zip(self._indices, local, strict=True):
-            drawn, recorded = tokens[i][sampled[i]], sum(episode.lengths)
+            drawn, recorded = tokens[i][sampled[i]], sum(episode.record.lengths)
             if len(drawn) > recorded:  # the last turn was truncated at the maximum length and not answered
                 episode.record_turn(drawn[recorded:])
         pairs = zip(local, self._pool.map(Episode.reward, local), strict=True)
-        records = [EpisodeRecord(one.turns, one.messages, reward, one.counts, one.lengths) for one, reward in pairs]
+        records = [dataclasses.replace(one.record, reward=reward) for one, reward in pairs]
         if jax.process_count() == 1:
             return records
-        parts = gather_objects([one.to_json() for one in records])
+        parts = gather_objects([dataclasses.asdict(one) for one in records])
         return [EpisodeRecord.from_json(kept) for part in parts for kept in part]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -239,10 +239,13 @@ def _environment_problems(
 
 
 @dataclasses.dataclass
-class EpisodeCounts:
-    """Counters for one episode."""
+class EpisodeRecord:
+    """Record of an episode: plain data that can be converted to JSON."""
 
-    turns: int = 0  # number of turns by the policy
+    turns: list[tuple[bool, str]] = dataclasses.field(default_factory=list)  # (True if sampled by the policy, text)
+    messages: Messages = dataclasses.field(default_factory=list)  # turns and observations, if the prompt has messages
+    lengths: list[int] = dataclasses.field(default_factory=list)  # number of tokens in each turn by the policy
+    reward: float | list[float] | str | None = None  # reward, or one per turn; None if not scored
     calls: int = 0  # number of tool calls
     failures: int = 0  # number of failed tool calls
     errors: int = 0  # number of environment errors
@@ -250,25 +253,10 @@ class EpisodeCounts:
     clipped: int = 0  # 1 if the episode ended with a tool call beyond `max_tool_calling_iterations`
     cut_short: int = 0  # number of turns truncated at `max_turn_length`
 
-
-class EpisodeRecord(NamedTuple):
-    """Record of an episode, which can be converted to JSON."""
-
-    turns: list[tuple[bool, str]]  # (True if sampled by the policy, text) for each turn and observation
-    messages: Messages  # turns and observations as messages, if the prompt is a conversation
-    reward: float | list[float] | str | None  # the episode's reward, or one per turn; None if not scored
-    counts: EpisodeCounts
-    lengths: Sequence[int] = ()  # number of tokens in each turn by the policy
-
-    def to_json(self) -> list[object]:
-        """Convert the record to lists and dicts."""
-        return [self.turns, self.messages, self.reward, dataclasses.asdict(self.counts), list(self.lengths)]
-
     @classmethod
-    def from_json(cls, kept: Sequence[Any]) -> EpisodeRecord:
-        """Build a record from the result of `to_json`."""
-        turns, messages, reward, counts, lengths = kept
-        return cls([(sampled, text) for sampled, text in turns], messages, reward, EpisodeCounts(**counts), lengths)
+    def from_json(cls, kept: Json) -> EpisodeRecord:
+        """Build a record from the result of `dataclasses.asdict`, possibly read from JSON."""
+        return cls(**{**kept, "turns": [(sampled, text) for sampled, text in kept["turns"]]})
 
 
 def turn_ids(drawn: np.ndarray, played: Sequence[EpisodeRecord]) -> np.ndarray:
@@ -284,15 +272,15 @@ def turn_ids(drawn: np.ndarray, played: Sequence[EpisodeRecord]) -> np.ndarray:
 
 def metrics_of(played: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Aggregate the episodes' counters into metrics."""
-    counts = [one.counts for one in played]
 
     def total(name: str) -> float:
-        return float(sum(getattr(one, name) for one in counts))
+        return float(sum(getattr(one, name) for one in played))
 
+    turns = [len(one.lengths) for one in played]
     return {
-        "turns/mean": total("turns") / len(counts),
-        "turns/max": float(max(one.turns for one in counts)),
-        "turns/clipped_ratio": total("clipped") / len(counts),
+        "turns/mean": float(np.mean(turns)),
+        "turns/max": float(max(turns)),
+        "turns/clipped_ratio": total("clipped") / len(played),
         "turns/cut_short": total("cut_short"),
         "tools/calls": total("calls"),
         "tools/failures": total("failures"),

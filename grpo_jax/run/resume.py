@@ -44,7 +44,7 @@ _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 _DERIVED = {"dtype", "remat", "remat_on_cpu", "initializer_range", "attention", "mesh", "float32_sums", "loop_layers"}
 """Fields of a `TransformerConfig` that are derived from the settings and the devices."""
 
-FORMAT = 2
+FORMAT = 3
 """Version of a checkpoint's contents. Increase it if checkpoints of earlier versions cannot be resumed."""
 
 _RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}

@@ -13,6 +13,7 @@ EngineRollouts      engine:  sample 1 from θ0 │ sample 2 from θ0 ───�
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
@@ -84,7 +85,7 @@ class PrefetchedRollouts(OnDemandRollouts):
             rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._num_prompts)]
             pairs = [(row["prompt"], mine["prompt"]) for row, mine in zip(rows, self.prefetched.rows, strict=True)]
             stored["reset_texts"] = ["" if mine is prompt else appended_text(prompt, mine) for prompt, mine in pairs]
-            stored["episodes"] = [one.to_json() for one in self.prefetched.episodes]
+            stored["episodes"] = [dataclasses.asdict(one) for one in self.prefetched.episodes]
         return self.prefetched.completions, stored
 
     def _has_next(self, state: TrainState) -> bool:

@@ -1,6 +1,7 @@
 """Episodes: responses of tools and environments between the turns of a completion, including their failures."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 
@@ -12,14 +13,7 @@ from tiny import tiny_tokenizer
 
 from grpo_jax import GRPOConfig
 from grpo_jax.rollout.episodes import EnvironmentFailure, Episode, Episodes, appended_text, with_appended_text
-from grpo_jax.rollout.interaction import (
-    EpisodeCounts,
-    EpisodeRecord,
-    make_interaction,
-    metrics_of,
-    turn_ids,
-    with_environments,
-)
+from grpo_jax.rollout.interaction import EpisodeRecord, make_interaction, metrics_of, turn_ids, with_environments
 from grpo_jax.rollout.turns import TRUNCATED
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.completions import preceding_text
@@ -113,7 +107,7 @@ def test_turns_reach_the_environment_and_a_cut_last_turn_is_recorded():
         assert episodes.all[0].environment.heard == ["5", "6"]
     assert played.reward == 2.0
     assert played.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "12")]
-    assert EpisodeRecord.from_json(json.loads(json.dumps(played.to_json()))) == played
+    assert EpisodeRecord.from_json(json.loads(json.dumps(dataclasses.asdict(played)))) == played
     assert metrics_of([played])["turns/mean"] == metrics_of([played])["turns/max"] == 3.0
 
 
@@ -142,7 +136,7 @@ def test_first_turn_includes_the_prefill():
     episode.answer(np.append(ids(tokenizer, call), interaction.eos_token_ids[0]), 400)
     episode.record_turn(ids(tokenizer, "4"))
     assert episode.environment.total == 4
-    assert [text for own, text in episode.turns if own] == ["<tool_call>" + call, "4"]
+    assert [text for own, text in episode.record.turns if own] == ["<tool_call>" + call, "4"]
 
 
 @pytest.mark.parametrize(("last", "end"), [(0.5, 2.5), (None, 2.0), (-1, 1.0)])
@@ -183,7 +177,7 @@ def test_invalid_responses_and_turn_rewards_are_refused(answer, message):
         begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
     episode = begun(interaction_of(Odd, on_environment_error="end"))
     assert episode.answer(np.array([5, 1]), 50) is None
-    assert episode.counts.errors == 1
+    assert episode.record.errors == 1
 
 
 @pytest.mark.parametrize("kind", [LookupError, asyncio.CancelledError])
@@ -204,7 +198,7 @@ def test_environment_error_ends_the_run_or_its_episode(where, kind):
 
     def played(interaction):
         episode = begun(interaction)
-        return episode.answer(np.array([5, 1]), 50), episode.reward(), episode.counts.errors
+        return episode.answer(np.array([5, 1]), 50), episode.reward(), episode.record.errors
 
     message = f"{where} raised {kind.__name__}: gone, for row 3 .*on_environment_error"
     with pytest.raises(EnvironmentFailure, match=message):
@@ -232,12 +226,12 @@ def test_tool_calls_are_parsed_in_the_template_format(name):
     assert "4" in tokenizer.decode(said)
     episode.answer(turn(tokenizer, ("add", {"n": 3})), 400)
     assert episode.environment.total == 7
-    roles = [message["role"] for message in episode.messages]
+    roles = [message["role"] for message in episode.record.messages]
     assert roles == ["assistant", "tool", "assistant", "tool"]
-    assert [message["content"] for message in episode.messages[1::2]] == ["4", "7"]
-    call = episode.messages[0]["tool_calls"][0]["function"]
+    assert [message["content"] for message in episode.record.messages[1::2]] == ["4", "7"]
+    call = episode.record.messages[0]["tool_calls"][0]["function"]
     assert (call["name"], call["arguments"]) == ("add", {"n": 4})
-    assert (episode.counts.turns, episode.counts.calls, episode.counts.failures) == (2, 2, 0)
+    assert (len(episode.record.lengths), episode.record.calls, episode.record.failures) == (2, 2, 0)
     assert episode.reward() == 7.0
 
 
@@ -250,11 +244,11 @@ def test_call_errors_become_tool_results():
         (("fail", {"why": "no luck"}), "RuntimeError: no luck"),
     ):
         episode.answer(turn(tokenizer, call), 400)
-        assert episode.messages[-1]["content"].startswith("Error: ")
-        assert told in episode.messages[-1]["content"]
+        assert episode.record.messages[-1]["content"].startswith("Error: ")
+        assert told in episode.record.messages[-1]["content"]
     broken = '<tool_call>\n{"name": "add", "argum'
     assert episode.answer(np.append(ids(tokenizer, broken), interaction.eos_token_ids[0]), 400) is not None
-    assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (4, 4, 0)
+    assert (episode.record.calls, episode.record.failures, episode.record.errors) == (4, 4, 0)
 
 
 def test_turn_without_a_call_is_the_last_and_calls_are_limited():
@@ -264,14 +258,14 @@ def test_turn_without_a_call_is_the_last_and_calls_are_limited():
     said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(3)]
     assert [x is None for x in said] == [False, False, True]
     assert episode.environment.total == 2
-    assert episode.counts.clipped == 1
-    played = [EpisodeRecord([], [], None, counts) for counts in (episode.counts, *(EpisodeCounts(turns=3),) * 3)]
+    assert episode.record.clipped == 1
+    played = [episode.record, *[EpisodeRecord()] * 3]
     assert metrics_of(played)["turns/clipped_ratio"] == 0.25
     episode = begun(interaction, CHAT)
     for _ in range(2):
         episode.answer(turn(tokenizer, ("add", {"n": 1})), 400)
     assert episode.answer(turn(tokenizer, text="It is 3."), 400) is None
-    assert episode.counts.clipped == 0, "a final answer must not count as clipped"
+    assert episode.record.clipped == 0, "a final answer must not count as clipped"
 
     class Talks(Sums):
         respond = lambda self, text: "go on"
@@ -287,7 +281,7 @@ def test_turn_cut_at_the_maximum_length_truncates_a_completion_without_an_answer
         interaction = chat_interaction(factory, max_turn_length=5)
         episode = begun(interaction, CHAT)
         answer = episode.answer(ids(interaction.tokenizer, "abcdefghijkl")[:5], 400)
-        assert (answer, episode.counts.cut_short) == (said, 1)
+        assert (answer, episode.record.cut_short) == (said, 1)
     short = np.append(ids(interaction.tokenizer, "abc")[:1], interaction.eos_token_ids[0])
     assert begun(chat_interaction(max_turn_length=5), CHAT).answer(short, 400) is None
 
@@ -306,7 +300,7 @@ def test_tools_are_functions_and_environment_methods():
         interaction = chat_interaction(factory, tools=[double])
         episode = begun(interaction, CHAT)
         episode.answer(turn(interaction.tokenizer, ("double", {"n": 21})), 400)
-        assert episode.messages[-1]["content"] == "42"
+        assert episode.record.messages[-1]["content"] == "42"
         (shown,) = shown_with(interaction, [CHAT])
         assert '"double"' in shown
         assert ('"add"' in shown) == (factory is not None)
@@ -340,19 +334,19 @@ def test_environment_may_answer_tool_calls_itself():
     calls = assistant_message(Parsed("", (ToolCall("add", {"n": 4}), ToolCall("no", [1]))))["tool_calls"]
     assert (first["tool_calls"], first["content"][-3:], none) == (calls, "So:", [])
     assert "tool_calls" not in second
-    told = [(one["name"], one["content"]) for one in episode.messages if one["role"] == "tool"]
+    told = [(one["name"], one["content"]) for one in episode.record.messages if one["role"] == "tool"]
     assert told == [("add", "add!"), ("no", "no!"), ("", f"({problem})")]
-    assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (3, 0, 0)
+    assert (episode.record.calls, episode.record.failures, episode.record.errors) == (3, 0, 0)
 
 
 def test_results_of_answer_calls_are_validated():
     failed = begun(chat_interaction(lambda: Desk(lambda texts: [(text, True) for text in texts])), CHAT)
     call = turn(failed._interaction.tokenizer, ("add", {"n": 4}))
     assert failed.answer(call, 400) is not None
-    assert failed.counts.failures == 1
+    assert failed.record.failures == 1
     ended = begun(chat_interaction(lambda: Desk(lambda texts: None)), CHAT)
     assert ended.answer(call, 400) is None
-    assert (ended.counts.errors, ended.has_failed) == (0, False)
+    assert (ended.record.errors, ended.has_failed) == (0, False)
     for answer in ("a!", [], [1], ["ab"], [("a", False, 1)]):
         with pytest.raises(EnvironmentFailure, match=r"answer_calls must return a pair .text, failed. .*; got "):
             begun(chat_interaction(lambda answer=answer: Desk(lambda texts: answer)), CHAT).answer(call, 400)
@@ -473,5 +467,5 @@ def test_invalid_environments_are_refused_at_once(given, message):
 def test_turn_ids_of_adjacent_empty_and_unrecorded_turns():
     drawn = np.array([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]], bool)
     lengths = [(1, 2), (1, 1), (), (), (0, 2, 1)]
-    ids = turn_ids(drawn, [EpisodeRecord([], [], None, EpisodeCounts(), each) for each in lengths])
+    ids = turn_ids(drawn, [EpisodeRecord(lengths=each) for each in lengths])
     assert ids.tolist() == [[0, 1, 1, -1], [0, -1, 1, 1], [0, 0, -1, -1], [-1, -1, -1, -1], [-1, 1, 1, 2]]

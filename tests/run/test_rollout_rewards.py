@@ -10,7 +10,7 @@ from tiny import tiny_tokenizer
 from grpo_jax.rewards.calls import Rewards, means_of
 from grpo_jax.rewards.contract import RUN_COLUMNS, RewardError
 from grpo_jax.rewards.outcomes import RewardParts
-from grpo_jax.rollout.interaction import EpisodeCounts, EpisodeRecord
+from grpo_jax.rollout.interaction import EpisodeRecord
 from grpo_jax.run import rollout_result as gathering
 from grpo_jax.run.collect import call_reward_fns
 from grpo_jax.run.rollout_result import RolloutResult, completion_records, gather_rewards
@@ -122,7 +122,7 @@ def test_reward_parts_cover_the_completions_of_all_processes(monkeypatch):
 
 
 def test_completion_columns_are_reserved():
-    played = [EpisodeRecord([(True, str(i))], [], 0.0, EpisodeCounts(turns=1)) for i in range(2 * G)]
+    played = [EpisodeRecord([(True, str(i))], lengths=[1], reward=0.0) for i in range(2 * G)]
     rows = [{**row, "image": "digit.png"} for row in ROWS[:2]]
     sampled = RolloutResult(rows, PROMPTS, completions(2), played)
     parts, columns = [RewardParts(i, 0, False, [0.0]) for i in range(2 * G)], [{"number": i} for i in range(2 * G)]

@@ -79,7 +79,7 @@ def test_tools_are_called_and_scored(own):
     assert third is None, "the goal is reached"
     assert episode.reward() == 2.0 - 0.25 * 4
     assert not servers_of("tools_of_verifiers")
-    assert (episode.counts.calls, episode.counts.failures, episode.counts.errors) == (4, 1, 0)
+    assert (episode.record.calls, episode.record.failures, episode.record.errors) == (4, 1, 0)
     ours = episode.environment.trace
     assert [tool.name for tool in ours.tools] == ["sum_add"]
     assert (ours.num_turns, ours.stop_condition) == (3, "reached")

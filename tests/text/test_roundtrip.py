@@ -107,7 +107,7 @@ def test_only_markers_among_special_tokens_reach_the_parser(name):
     episode = Episode(interaction, CHAT, "row 0 of the dataset, completion 0")
     episode.reset(CHAT)
     assert "\n3\n</tool_response>" in tokenizer.decode(episode.answer(turn, 200))
-    assert (episode.counts.calls, episode.counts.failures) == (1, 0)
+    assert (episode.record.calls, episode.record.failures) == (1, 0)
 
 
 def test_call_is_parsed_back_if_only_the_prompt_opens_a_thought():
