@@ -242,6 +242,10 @@ class Teacher(flax.struct.PyTreeNode):
     model: Model
     params: Params
 
+    def known(self, tokens: jax.Array) -> jax.Array:
+        """Replace ids beyond the teacher's vocabulary (the policy's may have more padding), whose states are NaN."""
+        return tokens.clip(max=self.model.config.vocab_size - 1) if is_cached(self.model) else tokens
+
 
 def logit_statistic(
     config: Config,

@@ -283,7 +283,8 @@ def _loss(
     router_coef, teacher_states = router_coef_of(model, config), None
     top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_cached(teacher.model):
-        teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, sequence)
+        known = sequence.replace(tokens=teacher.known(sequence.tokens))
+        teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, known)
     statistic_fn = logit_statistic(  # of the logits: the teacher's divergence, or SFT's token accuracy
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )

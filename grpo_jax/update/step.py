@@ -217,7 +217,7 @@ def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
     """Return the `LogitStatistic` for a micro-batch. Runs the teacher on it if there is a teacher model."""
     teacher, states = updater.teacher, None
     if teacher is not None:
-        states, _ = predicting_states(teacher.model, teacher.params, part.prompts, part.tokens)
+        states, _ = predicting_states(teacher.model, teacher.params, part.prompts, teacher.known(part.tokens))
     return logit_statistic(
         updater.config,
         part.tokens,

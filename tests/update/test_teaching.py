@@ -19,6 +19,7 @@ from grpo_jax.maths.surrogates import sampler_weights
 from grpo_jax.models.scoring import Scores
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.run.teacher import Teaching
 from grpo_jax.types import as_argument
 from grpo_jax.update.objective import Teacher, count_totals, logit_statistic, loss_of
 from grpo_jax.update.packed import PackedUpdater, choose_updater
@@ -175,3 +176,20 @@ def test_teacher_gradient_on_a_mesh_equals_that_of_one_device():
         state = place(create_state(PARAMS, SGD, jax.random.key(0)), here)
         grads.append(updater.gradients(state, batch())[0])
     chex.assert_trees_all_close(jax.tree.map(np.asarray, grads[1]), grads[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_tokens_beyond_the_teachers_vocabulary_are_not_compared(packs):
+    """The policy's vocabulary may have more padding. Such an id has no embedding in the teacher: its state is NaN."""
+    model, params = tiny_model(vocab=V - 4, layers=1, seed=3)
+    part, teacher = batch(), Teacher(as_argument(model), params)
+    assert (np.asarray(part.tokens)[np.asarray(part.mask)] >= V - 4).any()
+    updater = (PackedUpdater if packs else Updater)(as_argument(STUDENT), CONFIG, (2, G), SGD, teacher=teacher)
+    grads, sums = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), part)
+    chex.assert_tree_all_finite((grads, sums.sums["distillation_loss"]))
+    config = dataclasses.replace(CONFIG, distillation_mode="sampled_token")
+    teaching = Teaching(teacher, (PackedUpdater if packs else Updater)(teacher.model, config, (2, G)))
+    told = teaching.add_log_probs(jax.tree.map(np.asarray, part), part, config).teacher_log_probs
+    beyond = np.asarray(part.tokens) >= V - 4
+    np.testing.assert_array_equal(told[beyond], np.asarray(part.sampling_log_probs)[beyond])
+    assert np.isfinite(told).all()
