@@ -94,6 +94,8 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> Run
     if (run_dir / NAME).is_file() or not (policy / "config.json").is_file():
         return read_run(_run_file(run_dir), keys, load=load)
     settings = read_settings(run_dir)
+    if "config" not in settings:
+        raise ValueError(f"{run_dir / 'run.json'} is missing or incomplete; call train again, which writes it")
     config, dtype = settings["config"], settings.get("param_dtype", "float32")
     fields = ["chat_template_kwargs", "seed", "compute_dtype"] if config_class(config) is SFTConfig else _GRPO_FIELDS
     values = {name: json.dumps(config[name], ensure_ascii=False) for name in fields if name in config}

@@ -8,6 +8,7 @@ import pytest
 
 from grpo_jax import SFTConfig, sft, train
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.run.resume import with_saved_recomputation
 from grpo_jax.watch.page import html_report
 from grpo_jax.watch.writer import RunWriter, absolute_run_dir, read_lines, read_settings
 
@@ -73,6 +74,15 @@ def test_command_line_is_stored_without_secrets(tmp_path, monkeypatch):
     shown += " --Password *** http://***@host/a@b --token --top_k=7"
     assert " ".join(read_settings(tmp_path)["argv"]) == shown
     assert "SEEN" not in writer.path("run.json").read_text() + html_report(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "\0\0\0\0", '{"config": {"seed'])
+def test_settings_that_a_power_failure_left_incomplete_are_ignored(text, tmp_path):
+    """A resumed run replaces them; its checkpoints contain the config, too."""
+    (tmp_path / "run.json").write_text(text)
+    assert read_settings(tmp_path) == {}
+    config = GRPOConfig(gradient_checkpointing=None)
+    assert with_saved_recomputation(config, tmp_path) == config
 
 
 def test_line_cut_short_by_a_kill_is_ignored_and_not_duplicated(tmp_path):
