@@ -17,7 +17,7 @@ import warnings
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -33,11 +33,16 @@ from grpo_jax.models.streams import count_cores, devices_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import function_name, reward_names
 from grpo_jax.run.run import BaseRun, Run, SFTRun
+from grpo_jax.text.calls import tool_message
 from grpo_jax.text.images import image_bytes
 from grpo_jax.text.prompts import EncodedPrompts
+from grpo_jax.text.templates import ChatTemplate
 from grpo_jax.types import Json, Model, Params, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import package_versions, read_settings
+
+if TYPE_CHECKING:
+    from grpo_jax.rollout.interaction import Interaction
 
 _FIELDS = [*dataclasses.fields(GRPOConfig), *dataclasses.fields(SFTConfig)]
 
@@ -72,6 +77,7 @@ def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
         },
         "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
         "functions": _functions(run),
+        "observations": _observations(run.interaction),
         "frozen": fingerprint((as_argument(model), getattr(data.image_encoder, "params", None))),
         "optimizer": "the caller's" if custom_optimizer else "the config's",
         "update_rule": _update_rule(run.optimizer) if custom_optimizer else None,
@@ -201,8 +207,8 @@ def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
         rule, line = _RULES.get(name), f"{name} = {show(new[name])}, but the run has {show(old[name])}"
         if rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
-        if name == "chat_template_kwargs" and "tools" not in current["functions"]:
-            continue  # prompts are compared, so a date that the template writes can be set after the start
+        if name == "chat_template_kwargs" and saved.get("observations") == current["observations"]:
+            continue  # prompts are compared, too, so a date that the template writes can be set after the start
         if rule == "rounding" and saved["sizes"] == current["sizes"]:
             continue
         if rule != "length":
@@ -311,6 +317,27 @@ def _functions(run: BaseRun) -> dict[str, dict[str, str]]:
             + hash_source(interaction.factories[key])
             for key, kind in interaction.kinds.items()
         }
+    return found
+
+
+def _observations(interaction: Interaction | None) -> dict[str, list[int] | None]:
+    """Return the token ids that the chat template writes between two turns, for each environment and role.
+
+    They are None if the template does not support the role, and {} without tools and environments.
+    """
+    found: dict[str, list[int] | None] = {}
+    if interaction is None:
+        return found
+    from grpo_jax.rollout.interaction import schemas_of
+
+    kwargs, eos = interaction.config.chat_template_kwargs, interaction.eos_token_ids
+    for key in interaction.kinds or (None,):
+        tools = schemas_of({**interaction.tools, **interaction.own_tools.get(key, {})})
+        template = ChatTemplate(interaction.tokenizer, kwargs, tools, eos)
+        for message in (tool_message("tool", "1"), {"role": "user", "content": "1"}):
+            found[f"{key}: {message['role']}"] = None
+            with contextlib.suppress(ValueError):
+                found[f"{key}: {message['role']}"] = template.observation_ids([message])
     return found
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tiny import tiny_policy
+from tiny import tiny_policy, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.models.config import TransformerConfig
@@ -178,22 +178,22 @@ def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,)
         config=config, data=encoded(token_ids, rows), eval_data=encoded(eval_ids, eval_rows),
         policy=tiny_policy().replace(model=model or tiny_policy().model, generation_config={"eos_token_id": list(eos)}),
         total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1), reward_fns=reward_fns,
-        interaction=answered(tools, environments), sampler=None, teaching=None, optimizer=optimizer,
+        interaction=answered(tools, environments, config), sampler=None, teaching=None, optimizer=optimizer,
         advantage_fn=SimpleNamespace(function=(functions or {}).get("advantage_fn")),
         updater=SimpleNamespace(surrogate=(functions or {}).get("surrogate")),
     )
     return json.loads(json.dumps(run_identity(run, state)))
 
 
-def answered(tools, environments):
+def answered(tools, environments, config):
     """Return an `Interaction` with these tools and environments, without checking them against rows or templates."""
     if not tools and environments is None:
         return None
     kinds = environments if isinstance(environments, dict) else {None: environments} if environments else {}
     return Interaction(
-        tokenizer=None, factories=kinds, kinds=kinds, tools=read_tools(tools), format=None, thinking=False,
-        own_tools={name: environment_tools(kind()) for name, kind in kinds.items()}, config=GRPOConfig(),
-        eos_token_ids=(1,), ends=TurnEnds(),
+        tokenizer=CHAT, factories=kinds, kinds=kinds, tools=read_tools(tools), format=None, thinking=False,
+        own_tools={name: environment_tools(kind()) for name, kind in kinds.items()}, config=config,
+        eos_token_ids=(CHAT.eos_token_id,), ends=TurnEnds(),
     )
 # fmt: on
 
@@ -209,6 +209,14 @@ class Game:
 
 class Maze(Game):
     pass
+
+
+CHAT = copy.deepcopy(tiny_tokenizer())
+# It writes a date before a conversation, and may open a thought before each turn.
+CHAT.chat_template = (
+    "{{ date }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a: {% if thinks %}<think>{% endif %}{% endif %}"
+)
 
 
 def shaped(**changes):
@@ -289,6 +297,9 @@ COMPARED = "; metric_for_best_model = 'eval/vowels' requires all evaluations of 
 
 
 DIFFERENCES += [
+    ({"tools": [look]}, {"tools": [look], "chat_template_kwargs": {"date": "May"}}, []),
+    ({"tools": [look]}, {"tools": [look], "chat_template_kwargs": {"thinks": True}},
+        ["chat_template_kwargs = {'thinks': True}, but the run has None"]),
     ({"tools": [look]}, {"tools": [look]}, []), ({"tools": [look]}, {}, ["tools: none, but the run has look"]),
     ({"environments": {"a": Game}}, {"environments": {"a": Game, "b": Game}},
         ["environment_factory: a: Game, b: Game, but the run has a: Game"]),
