@@ -351,7 +351,12 @@ def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
     lora["dropout"] = float(script.get("lora_dropout", 0.05))
     targets = script.get("lora_target_modules")
     targets = [targets] if isinstance(targets, str) else targets
-    if targets and targets != ["all-linear"]:
+    if targets and any(re.search(r"[^\w.-]", name) for name in targets):
+        missing["lora_target_modules"] = (
+            f"{targets} is a regular expression for PyTorch's names; set targets of lora to one for full paths such as"
+            " layers_0/self_attn/q_proj"
+        )
+    elif targets and [name.lower() for name in targets] != ["all-linear"]:
         lora["targets"] = rf"(.*/)?({'|'.join(targets).replace('.', '/')})"
     elif targets is None:
         note = "by default, all projections get adapters, but PEFT selects them by model family; list them"
