@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from grpo_jax.models.config import DecodeStep
 from grpo_jax.models.devices import platform_of
 from grpo_jax.models.fused_step import has_step_kernel
+from grpo_jax.models.layers import Quantized
 from grpo_jax.models.sharding import shard_count
 from grpo_jax.models.streams import count_streams, devices_of
 from grpo_jax.models.tiles import implementation
@@ -168,12 +169,14 @@ def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int
 def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
     """Estimate a decode step's cost. In the time to read one byte, a CPU does 8 multiplications and a GPU 100."""
     arrays = jax.tree.leaves((model, params))
+    weights = jax.tree.leaves((model, params), is_leaf=lambda x: isinstance(x, Quantized))  # NF4 has two in a byte
+    size = sum(x.size * x.dtype.itemsize for x in arrays)
     return DecodeStep.of(
         model.config,
         prompt_length=prompt_length,
         completion_length=slots,
         itemsize=jnp.dtype(model.config.dtype).itemsize,
-        weight_itemsize=sum(x.size * x.dtype.itemsize for x in arrays) / sum(x.size for x in arrays),
+        weight_itemsize=size / sum(math.prod(x.shape) for x in weights),
         bytes_per_operation=0.13 if cpu else 0.01,
     )
 

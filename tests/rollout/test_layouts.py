@@ -2,11 +2,15 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
+from tiny import tiny_model
 
+from grpo_jax.hub.quantize import quantized_shape
 from grpo_jax.models.config import DecodeStep
-from grpo_jax.rollout.layouts import BURST, MAX_SMALLER, MIN_COMPLETIONS, Layouts
+from grpo_jax.rollout.layouts import BURST, MAX_SMALLER, MIN_COMPLETIONS, Layouts, decode_step
+from grpo_jax.types import as_argument
 
 pytestmark = pytest.mark.quick
 
@@ -83,3 +87,11 @@ def test_slots_and_bursts_hold_every_completion(length, fixed):
         assert -(-max(1, length - 1) // layouts.steps) * layouts.steps < max(1, length - 1) * 1.1 + 8
         assert all(n % 64 == 0 for n in layouts.slots), "a GPU copies the values to pad any other size"
     assert layouts_of(length=length, fixed=fixed, waits=True).slots == layouts.slots[-1:]
+
+
+def test_a_decode_step_reads_half_a_byte_per_weight_in_nf4():
+    model, shape = as_argument(tiny_model()[0]), (4096, 4096)
+    whole = decode_step(model, {"kernel": jax.ShapeDtypeStruct(shape, "float32")}, 8, 8, cpu=True)
+    packed = quantized_shape(shape, "nf4", "float32", jax.ShapeDtypeStruct)
+    read = decode_step(model, {"kernel": packed}, 8, 8, cpu=True)
+    assert read.weights / whole.weights == pytest.approx((1 / 2 + 1 / 64) / 4, rel=0.01), "codes and scales"
