@@ -9,6 +9,7 @@ import json
 import math
 import os
 import ssl
+import sys
 import time
 import urllib.parse
 import warnings
@@ -17,6 +18,9 @@ from typing import TypeVar
 
 from grpo_jax.messages import show
 from grpo_jax.types import Json
+
+if sys.platform != "win32":
+    import resource
 
 Result = TypeVar("Result")
 
@@ -173,6 +177,14 @@ class _Received:
         return io.BytesIO(self._received)
 
 
+def max_connections() -> int:
+    """Return half of the files and sockets that this process may open, which is often limited to 1024."""
+    if sys.platform == "win32":
+        return MAX_REQUESTS
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_REQUESTS if limit == resource.RLIM_INFINITY else max(1, limit // 2)
+
+
 class Requests:
     """Requests for one batch. If the connection is lost, `restore` is called and the requests are repeated."""
 
@@ -183,7 +195,7 @@ class Requests:
 
     async def run(self, tasks: Sequence[Callable[[], Awaitable[Result]]], most: int = MAX_REQUESTS) -> list[Result]:
         """Run tasks that call `send`, at most `most` at once, and return their results. An exception cancels all."""
-        limit = asyncio.Semaphore(most)
+        limit = asyncio.Semaphore(min(most, max_connections()))
 
         async def limited(task: Callable[[], Awaitable[Result]]) -> Result:
             async with limit:

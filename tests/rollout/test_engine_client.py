@@ -1,7 +1,9 @@
 """Faulty server responses: unfinished, too long, malformed, or containing the API key."""
 
+import asyncio
 import contextlib
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -11,7 +13,7 @@ import pytest
 from grpo_jax.rewards.calls import run_on_event_loop
 from grpo_jax.rollout import engine_client
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused
+from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused, Requests
 from grpo_jax.rollout.engine_server import VLLM
 
 pytestmark = pytest.mark.quick
@@ -85,6 +87,26 @@ def test_timeout_covers_the_whole_response(begin, piece):
 def test_invalid_time_limit_is_rejected(given):
     with pytest.raises(ValueError, match=rf"{next(iter(given))} must be a finite number of seconds ≥"):
         Client("http://127.0.0.1:1", **given)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit")
+def test_few_connections_are_open_if_the_process_may_open_few_files(monkeypatch):
+    """A shell's usual limit is 1024 files, and a batch may have more completions."""
+    monkeypatch.setattr(engine_client.resource, "getrlimit", lambda kind: (16, 1024))
+    active, most = [], []
+
+    async def task():
+        active.append(1)
+        most.append(len(active))
+        await asyncio.sleep(0.01)
+        active.pop()
+
+    async def run():
+        await Requests(Client("http://127.0.0.1:1"), task).run([task] * 40)
+
+    run_on_event_loop(run())
+    assert max(most) == 8
+    assert len(most) == 40
 
 
 def test_connecting_has_a_shorter_timeout(monkeypatch):
