@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import ssl
 import sys
 import time
@@ -32,6 +33,8 @@ CONNECT = 10.0
 """Time limit for a connection in seconds."""
 HEADERS = 2**16
 """Maximum size in bytes of a response's headers."""
+LENGTH = re.compile(rb"(?i)(?:[^\r\n]+\r\n)+?content-length: *(\d+)\r\n(?:[^\r\n]+\r\n)*\r\n")
+"""Headers of a response that state the length of its body."""
 MAX_REQUESTS = 1024
 """Maximum number of concurrent requests."""
 MAX_RECOVERIES = 3
@@ -159,9 +162,11 @@ class Client:
             raise ConnectionError(f"no connection within {limit:g} s") from error
         try:
             writer.write(request)
-            received = bytearray()
-            while len(received) <= most_bytes and (part := await reader.read(2**16)):
+            received, end = bytearray(), most_bytes + 1
+            while len(received) < end and (part := await reader.read(2**16)):
                 received += part
+                if stated := LENGTH.match(received):  # the server may keep the connection open
+                    end = min(end, stated.end() + int(stated[1]))
             return bytes(received)
         finally:
             writer.close()

@@ -61,6 +61,18 @@ def test_unreadable_response_error_contains_the_url(answer, kind, message):
     assert f"{url}/v1/models" in str(caught.value)
 
 
+def test_a_response_ends_after_its_length_if_the_server_keeps_the_connection_open():
+    ended = threading.Event()
+
+    def answer(_):
+        yield of(200, b'{"a": 1}', "Content-Type: application/json\r\ncontent-length: 8")
+        ended.wait(10)
+
+    with serving(answer) as url:
+        assert run_on_event_loop(Client(url, timeout=5).request("/v1/models")) == {"a": 1}
+        ended.set()
+
+
 @pytest.mark.parametrize(("begin", "piece"), [
     (of(200, b"", "Content-Length: 9999"), b" "),
     (of(200, b"", "Connection: close"), b" "),
