@@ -24,7 +24,7 @@ from grpo_jax.models.sharding import gather_objects, parse_mesh
 from grpo_jax.rewards.contract import reward_names
 from grpo_jax.rewards.shipped import completion_text
 from grpo_jax.run import distributed
-from grpo_jax.run.kept_programs import keep_programs
+from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.watch.monitor import Callback, StopRun
 from grpo_jax.watch.plots import DARK, LIGHT, color, save_figure
 from grpo_jax.watch.summary import held_out
@@ -132,7 +132,7 @@ def start_processes(arguments: argparse.Namespace) -> None:
 
 def use_compile_cache() -> None:
     """Enable the compilation cache that `train` uses, for programs that a script compiles before calling `train`."""
-    keep_programs()
+    enable_compilation_cache()
 
 
 def fresh_directory(run_dir: str | Path | None, name: str) -> Path:

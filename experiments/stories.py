@@ -41,7 +41,7 @@ from experiments.common import (
 )
 from grpo_jax import GRPOConfig, engines, from_pretrained, save_pretrained, train
 from grpo_jax.rewards.shipped import from_row
-from grpo_jax.run.kept_programs import user_cache
+from grpo_jax.run.compilation_cache import user_cache
 
 # fmt: off
 WORDS = ("cat", "dog", "ball", "tree", "bird", "cake", "hat", "car", "fish", "sun", "box", "toy", "bed", "boat", "bear",

@@ -32,8 +32,8 @@ from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run import distributed
+from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.run.evaluate import evaluate_rows
-from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.placement import place_policy
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.run_dir import POLICY
@@ -197,7 +197,7 @@ def _keep_run_file(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]]
 
 def load_policy(run: RunFile) -> Policy:
     """Load the policy that a run starts from, add its adapters, and place it on the run's devices."""
-    keep_programs()
+    enable_compilation_cache()
     if run.model is None:
         raise ValueError("model is missing; set it in RUN.yaml or pass --model")
     found = run.model if isinstance(run.model, Policy) else _named_model(run.model, run.folder)

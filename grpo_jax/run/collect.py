@@ -146,24 +146,24 @@ def collect(
     """
     config = run.config
 
-    def interruptible(name: str) -> AbstractContextManager[None]:
+    def interruptible_phase(name: str) -> AbstractContextManager[None]:
         interrupt()
         return phase(name)
 
-    rollout, rewards, metrics, batch = _next_rollout(run, state, source, interruptible)
+    rollout, rewards, metrics, batch = _next_rollout(run, state, source, interruptible_phase)
     counted = np.ones(len(rollout.rows), bool)
     if config.dynamic_sampling:
-        sample_more = functools.partial(_next_rollout, run, state, source, interruptible)
+        sample_more = functools.partial(_next_rollout, run, state, source, interruptible_phase)
         rollout, rewards, metrics, counted = refill_groups(rollout, rewards, metrics, config, sample_more)
-        with interruptible("reference"):
+        with interruptible_phase("reference"):
             batch = _make_batch(run, state, rollout, counted)
     assert batch is not None
-    with interruptible("reference"):  # waits for the log-probs
+    with interruptible_phase("reference"):  # waits for the log-probs
         batch = fetch(batch)
         batch = batch.replace(advantages=_advantages(run, state, batch, rollout, rewards, counted))
-    if run.teaching is not None:
-        with interruptible("teacher"):
-            batch = run.teaching.add_log_probs(batch, rollout.completions, config)
+    if run.distillation is not None:
+        with interruptible_phase("teacher"):
+            batch = run.distillation.add_log_probs(batch, rollout.completions, config)
     if run.sampler is not None:
         from grpo_jax.run.sampler import mismatch
 
@@ -174,22 +174,22 @@ def collect(
 
 
 def _next_rollout(
-    run: Run, state: TrainState, source: OnDemandRollouts, interruptible: Phase
+    run: Run, state: TrainState, source: OnDemandRollouts, phase: Phase
 ) -> tuple[RolloutResult, Rewards, dict[str, float], Batch | None]:
     """Return the next rollout, its rewards and metrics, and its batch (None with `dynamic_sampling`)."""
     config, trainer_state = run.config, run.trainer_state(int(state.step), source.next_cursor)
-    with interruptible("rollout"):
+    with phase("rollout"):
         rollout = source.next(state)
     batch = None
     if not config.dynamic_sampling:
-        with interruptible("reference"):  # dispatches the computation without waiting for it
+        with phase("reference"):  # dispatches the computation without waiting for it
             batch = _make_batch(run, state, rollout)
     # If prefetching takes longer than the rewards, the additional time is counted as "rollout".
-    with interruptible("rollout"), source.prefetch(state, batch), interruptible("rewards"):
+    with phase("rollout"), source.prefetch(state, batch), phase("rewards"):
         local_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
         )
-    with interruptible("rewards"):
+    with phase("rewards"):
         rewards = gather_rewards(local_rewards, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.metrics)

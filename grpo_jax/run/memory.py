@@ -28,7 +28,7 @@ from grpo_jax.run.placement import with_shape
 from grpo_jax.run.run import BaseRun, Run, new_state
 from grpo_jax.types import Batch, Params, as_argument
 from grpo_jax.update.objective import count_totals, sampling_of
-from grpo_jax.update.packed import Packed, PackedUpdater, add_gradients, score_part, zero_gradients
+from grpo_jax.update.packed import PackedUpdater, Part, add_gradients, score_part, zero_gradients
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, score_padded, update_padded
 
@@ -65,8 +65,8 @@ def compiled_peak_bytes(run: Run) -> int:
     """Return an update's peak memory per device in bytes, as reported by the compiler."""
     state, batch = abstract_arrays(run)
     held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
-    if run.teaching is not None:
-        held += device_bytes(run.teaching.teacher, run.mesh)
+    if run.distillation is not None:
+        held += device_bytes(run.distillation.teacher, run.mesh)
     arguments = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
     cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
     return held + added_bytes(run, state, batch, cost)
@@ -149,7 +149,7 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
     )
 
 
-def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Packed:
+def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Part:
     """Return an abstract part of a minibatch whose completions all have the maximum length T."""
     _, _, each = updater.count_parts(state.params, batch)
     rows, shapes = each * shard_count(updater.mesh), updater.shapes(state.params, batch.mask.shape)

@@ -19,8 +19,8 @@ from grpo_jax.models.streams import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import arguments_of, as_list, check_reward_fns, eval_names, reward_names
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
+from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.run.images import Encoded, check_text_only, with_encoder, with_tower
-from grpo_jax.run.kept_programs import keep_programs
 from grpo_jax.run.placement import place_policy, run_mesh, with_settings
 from grpo_jax.run.policy_checks import (
     check_best_metric,
@@ -161,7 +161,7 @@ def encode_and_place(
     ends = TurnEnds.of(config) if isinstance(config, GRPOConfig) else BY_EOS
     for name, part in encoded.items():
         warn_of_tokens(part, policy, name, ends=ends, template_kwargs=config.chat_template_kwargs)
-    keep_programs()  # must precede the first compilation
+    enable_compilation_cache()  # must precede the first compilation
     policy = place_policy(policy, mesh)
     return policy, config, mesh, with_encoder(policy, encoded, mesh)
 
@@ -184,13 +184,13 @@ def derive_run(
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
     micro_shape = (sizes.micro_prompts, sizes.micro_completions)
-    teaching = distributions = None
+    distillation = distributions = None
     if teacher is not None:
-        from grpo_jax.run.teacher import make_teaching
+        from grpo_jax.run.teacher import make_distillation
 
         make_updater = functools.partial(choose_updater, config=config, micro_shape=micro_shape, mesh=mesh)
-        teaching = make_teaching(teacher, make_updater)
-        distributions = teaching.teacher if config.distillation_mode == "full_logits" else None
+        distillation = make_distillation(teacher, make_updater)
+        distributions = distillation.teacher if config.distillation_mode == "full_logits" else None
     return Run(
         policy=policy,
         config=config,
@@ -211,7 +211,7 @@ def derive_run(
             surrogate=surrogate,
             teacher=distributions,
         ),
-        teaching=teaching,
+        distillation=distillation,
     )
 
 

@@ -21,7 +21,7 @@ from grpo_jax.run.collect import OnDemandRollouts, collect
 from grpo_jax.run.memory import rollout_call, update_calls
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Run, new_state
-from grpo_jax.run.session import name_not_finite
+from grpo_jax.run.session import describe_non_finite
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Batch, RewardFn, as_argument
 from grpo_jax.update.state import TrainState
@@ -118,7 +118,7 @@ def rehearse(
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
     suspicious = [*_data_problems(run), *_group_problems(run, batch, rollout, rows, metrics)]
     if metrics["update_skipped"]:
-        cause = name_not_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
+        cause = describe_non_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
         suspicious.append(f"the update was skipped: {cause}")
     held = {
         "training state": device_bytes(after, None),
@@ -176,7 +176,7 @@ def _group_problems(
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are identical: {rows[0]['completion']!r:.80}; increase temperature"
     yield from _reward_problems(run, rollout, rows)
-    if not np.any(batch.advantages) and run.teaching is None:
+    if not np.any(batch.advantages) and run.distillation is None:
         yield "all advantages are 0, so the group has no training signal"
     elif metrics["tokens"] == 0:
         yield "no token contributes to the loss; mask_truncated_completions masks all completions"

@@ -52,7 +52,7 @@ _DERIVED = {"dtype", "remat", "remat_on_cpu", "initializer_range", "attention", 
 FORMAT = 3
 """Version of a checkpoint's contents. Increase it if checkpoints of earlier versions cannot be resumed."""
 
-_RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
+_RESUME_RULES: dict[str, Resume | None] = {field.name: field.metadata.get("resume") for field in _FIELDS}
 
 
 def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
     Datasets are hashed per column, frozen arrays by their first elements, and the caller's functions by their source.
     """
     eval_data = [*run.eval_data.values()] if isinstance(run, SFTRun) else [x for x in [run.eval_data] if x is not None]
-    eos_token_ids = () if isinstance(run, SFTRun) else run.policy.eos_token_ids  # they end sampled completions
+    eos_token_ids = () if isinstance(run, SFTRun) else run.policy.eos_token_ids  # used only to sample completions
     config, data, model, sizes = run.config, run.data, run.policy.model, run.config.sizes()
     custom_optimizer, devices = run.schedule is None, devices_of(state)
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
@@ -75,14 +75,14 @@ def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
             "num_generations_eval": config.eval_generations,
             "temperature_eval": config.eval_temperature,
         },
-        "policy": {**_settings(model), "eos_token_ids": list(eos_token_ids)},
-        "functions": _functions(run),
+        "policy": {**_model_settings(model), "eos_token_ids": list(eos_token_ids)},
+        "functions": _hash_functions(run),
         "observations": _observations(run.interaction),
         "frozen": fingerprint((as_argument(model), getattr(data.image_encoder, "params", None))),
         "optimizer": "the caller's" if custom_optimizer else "the config's",
         "update_rule": _update_rule(run.optimizer) if custom_optimizer else None,
         "sampler": "generate" if run.sampler is None else "the caller's",
-        "teacher": _teacher(run),
+        "teacher": _describe_teacher(run),
         "state": {
             jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}"
             for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -106,14 +106,14 @@ def _update_rule(optimizer: optax.GradientTransformation) -> str | None:
     return None
 
 
-def with_saved_recomputation(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
+def with_saved_gradient_checkpointing(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
     """Replace `gradient_checkpointing=None` with the value used by the run in the directory, if there is one."""
     # The `getattr` default covers an argument that is not a config, which `prepare` rejects.
     if run_dir is None or getattr(config, "gradient_checkpointing", False) is not None:
         return config
     with contextlib.suppress(OSError):  # reported later, when the directory is written to
-        begun = read_settings(run_dir).get("config", {}).get("gradient_checkpointing")
-        return dataclasses.replace(config, gradient_checkpointing=begun)
+        saved = read_settings(run_dir).get("config", {}).get("gradient_checkpointing")
+        return dataclasses.replace(config, gradient_checkpointing=saved)
     return config
 
 
@@ -179,7 +179,7 @@ def warn_of_changes(saved: Json, current: Json) -> None:
             )
     if saved["versions"] == current["versions"] and saved["update_rule"] != current["update_rule"]:
         warnings.warn("optimizer: it differs from the run's, for example in its learning rate", stacklevel=2)
-    rounding = [name for name, rule in _RULES.items() if rule == "rounding"]
+    rounding = [name for name, rule in _RESUME_RULES.items() if rule == "rounding"]
     old, new = (
         which["versions"] | which["machine"] | {name: which["config"].get(name) for name in rounding}
         for which in (saved, current)
@@ -204,7 +204,7 @@ def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
     old, new = saved["config"], current["config"]
     same_steps = saved["total_steps"] == current["total_steps"]
     for name in (name for name in _changed(old, new) if name in old and name in new):
-        rule, line = _RULES.get(name), f"{name} = {show(new[name])}, but the run has {show(old[name])}"
+        rule, line = _RESUME_RULES.get(name), f"{name} = {show(new[name])}, but the run has {show(old[name])}"
         if rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
         if name == "chat_template_kwargs" and saved.get("observations") == current["observations"]:
@@ -274,7 +274,7 @@ def _hash_rows(datasets: Sequence[EncodedPrompts]) -> Json:
     return {"rows": sum(len(data.token_ids) for data in datasets), "prompts": tokens.hexdigest(), "columns": hashes}
 
 
-def _settings(model: Model) -> Json:
+def _model_settings(model: Model) -> Json:
     """Return a model's settings except `_DERIVED`. The dict is empty for a custom model."""
     if not isinstance(model, Transformer | LoraModel):
         return {}
@@ -283,13 +283,13 @@ def _settings(model: Model) -> Json:
     return json.loads(json.dumps({name: x for name, x in shape.items() if name not in _DERIVED} | lora))
 
 
-def _teacher(run: BaseRun) -> str:
+def _describe_teacher(run: BaseRun) -> str:
     """Identify the teacher by its params or, for a scorer, by its class."""
-    if run.teaching is None:
+    if run.distillation is None:
         return "none"
-    if run.teaching.teacher is None:
-        return f"a scorer ({type(run.teaching.scorer).__name__})"
-    return f"a policy (params {fingerprint(run.teaching.teacher)[:8]})"
+    if run.distillation.teacher is None:
+        return f"a scorer ({type(run.distillation.scorer).__name__})"
+    return f"a policy (params {fingerprint(run.distillation.teacher)[:8]})"
 
 
 def fingerprint(tree: Params) -> str:
@@ -303,7 +303,7 @@ def fingerprint(tree: Params) -> str:
 # The caller's functions -----------------------------------------------------------------------------------------------
 
 
-def _functions(run: BaseRun) -> dict[str, dict[str, str]]:
+def _hash_functions(run: BaseRun) -> dict[str, dict[str, str]]:
     """Hash the sources of the caller's functions, keyed by the argument to `train` and by name."""
     names, interaction = reward_names(run.reward_fns), run.interaction
     found = {"reward_fns": {name: hash_source(fn) for name, fn in zip(names, run.reward_fns, strict=True)}}
@@ -352,7 +352,7 @@ def hash_source(function: Any, seen: set[int] | None = None) -> str:
     seen.add(id(function))
     partial, named = isinstance(function, functools.partial), hasattr(function, "__qualname__")
     kind = function if named else type(function)
-    shipped = partial or _is_shipped(kind)
+    shipped = partial or _is_from_package(kind)
     used: list[object] = [] if named else [*getattr(function, "__dict__", {}).values()]
     if partial:
         used = [function.func, *function.args, *function.keywords.values()]
@@ -366,7 +366,7 @@ def hash_source(function: Any, seen: set[int] | None = None) -> str:
     has_settings = partial or (not named and dataclasses.is_dataclass(function))
     found = [kind.__qualname__ if shipped else _source(kind)]
     for one in used:
-        if isinstance(one, types.FunctionType | types.MethodType | functools.partial) or _is_shipped(type(one)):
+        if isinstance(one, types.FunctionType | types.MethodType | functools.partial) or _is_from_package(type(one)):
             found += [] if id(one) in seen else [hash_source(one, seen)]
         elif has_settings and isinstance(one, str | int | float | re.Pattern):
             found.append(repr(one))
@@ -390,6 +390,6 @@ def _names_in(code: types.CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-def _is_shipped(kind: object) -> bool:
+def _is_from_package(kind: object) -> bool:
     """Return whether a function or class is defined in this package."""
     return str(getattr(kind, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]

@@ -16,7 +16,7 @@ from grpo_jax.maths.checks import masked
 from grpo_jax.messages import one_line, show
 from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.run.checkpoint import RESUME, Checkpoints, Restored
-from grpo_jax.run.kept_programs import keep_programs
+from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.run.policy_checks import check_best_metric
 from grpo_jax.run.resume import run_identity
 from grpo_jax.run.run import BaseRun, Run, SFTRun
@@ -64,7 +64,7 @@ def open_session(
 
     All processes write checkpoints together. Only process 0 locks the directory, logs, publishes and calls `callbacks`.
     `state` is the state at step 0, whose shapes are compared with a checkpoint's. `hints` is a function that takes a
-    line of metrics and returns a list of messages. If a signal ended the run, exits (see `StopSignals.leave`).
+    line of metrics and returns a list of messages. If a signal ended the run, exits (see `StopSignals.exit`).
     """
     identity = None if run_dir is None else run_identity(run, state)
     first = jax.process_index() == 0
@@ -77,14 +77,14 @@ def open_session(
         publisher = Publisher(run.config, run.policy, run_dir)
     with (
         locked(own_dir),
-        StopSignals(enabled=run_dir is not None, alone=jax.process_count() == 1) as signals,
+        StopSignals(enabled=run_dir is not None, single_process=jax.process_count() == 1) as signals,
         Checkpoints(run_dir, run.config, identity) as checkpoints,
         Monitor(own_dir, run.config, callbacks=callbacks if first else (), hints=hints, quiet=not first) as monitor,
     ):
         session = Session(run, own_dir, monitor, signals, checkpoints, publisher)
         yield session
     if session.signalled():
-        signals.leave()
+        signals.exit()
 
 
 @dataclasses.dataclass
@@ -120,9 +120,9 @@ class Session:
             resumed=restored.progress is not None,
             updates=self.run.sizes.updates,
         )
-        if (kept := keep_programs()) is not None:
+        if (cache_dir := enable_compilation_cache()) is not None:
             self.monitor.display.say(
-                f"compiled programs are cached in {kept}; set JAX_ENABLE_COMPILATION_CACHE=0 to disable"
+                f"compiled programs are cached in {cache_dir}; set JAX_ENABLE_COMPILATION_CACHE=0 to disable"
             )
         if self.publisher is not None:
             self.publisher.open()
@@ -174,7 +174,7 @@ class Session:
         if not metrics["update_skipped"] or (self._warned_of_skipped and not exceeded):
             return
         self._warned_of_skipped = True
-        cause = name_not_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
+        cause = describe_non_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
         if exceeded:
             progress.skipped = 0
             self.save(state, batch)
@@ -264,7 +264,7 @@ class Session:
         return state
 
 
-def name_not_finite(
+def describe_non_finite(
     updater: Updater, params: Params, batch: Batch, metrics: Mapping[str, float], tokenizer: Any = None
 ) -> str:
     """Describe the first non-finite value found in a skipped update, with its prompt and completion.

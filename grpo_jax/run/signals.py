@@ -18,19 +18,19 @@ class StopSignals:
     """Context manager that records the first SIGTERM or SIGINT in `received`, and then restores the previous handlers.
 
     Handlers are installed if `enabled`, only in the main thread, and only for signals that are not ignored or handled
-    outside Python. `alone` is False if other processes participate in rollouts, which then must not be interrupted.
+    outside Python. Unless `single_process`, rollouts involve other processes and are therefore not interrupted.
     """
 
-    def __init__(self, enabled: bool = True, alone: bool = True):
+    def __init__(self, enabled: bool = True, single_process: bool = True):
         self.received: signal.Signals | None = None
-        self._alone = alone
+        self._single_process = single_process
         self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT) if self._enabled else ():
             if signal.getsignal(number) not in (None, signal.SIG_IGN):
-                self._previous[number] = signal.signal(number, self._note)
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -38,7 +38,7 @@ class StopSignals:
             number, handler = self._previous.popitem()
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self.__exit__()
         # `print` is not reentrant: the signal may arrive during another print.
@@ -47,10 +47,10 @@ class StopSignals:
 
     def interrupt(self) -> None:
         """Raise `Interrupted` if a signal has arrived, unless other processes participate in the computation."""
-        if self.received is not None and self._alone:
+        if self.received is not None and self._single_process:
             raise Interrupted
 
-    def leave(self) -> NoReturn:
+    def exit(self) -> NoReturn:
         """Raise SystemExit with status 128 + signal number, so that a supervisor does not consider the run finished.
 
         After SIGINT in a notebook or interactive session, raises KeyboardInterrupt instead, which ends only the cell.

@@ -40,7 +40,7 @@ class Scorer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Teaching:
+class Distillation:
     """A validated teacher: either a scorer, or a model with params and the updater that computes its log-probs."""
 
     teacher: Teacher | None = None
@@ -135,11 +135,11 @@ def check_same_tokenizer(ours: object, theirs: object) -> None:
         )
 
 
-def make_teaching(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> Teaching:
-    """Build a run's `Teaching` from a scorer, or from a `Policy` whose params are on the run's devices."""
+def make_distillation(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> Distillation:
+    """Build a run's `Distillation` from a scorer, or from a `Policy` whose params are on the run's devices."""
     if isinstance(teacher, Policy):
-        return Teaching(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
-    return Teaching(scorer=teacher)
+        return Distillation(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
+    return Distillation(scorer=teacher)
 
 
 def _read_result(result: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:

@@ -26,7 +26,7 @@ from grpo_jax.models.sharding import committed, fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.resume import with_saved_recomputation
+from grpo_jax.run.resume import with_saved_gradient_checkpointing
 from grpo_jax.run.run import Run, new_state
 from grpo_jax.run.session import Session, check_run_dir, open_session
 from grpo_jax.run.signals import Interrupted
@@ -146,7 +146,7 @@ def train(
         policy,
         dataset,
         reward_fns,
-        with_saved_recomputation(config, run_dir),
+        with_saved_gradient_checkpointing(config, run_dir),
         eval_dataset=eval_dataset,
         optimizer=optimizer,
         tools=tools,

@@ -100,7 +100,7 @@ def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, j
     return totals
 
 
-def loss_of(
+def compute_loss(
     scores: Scores,
     batch: Batch,
     state: TrainState,

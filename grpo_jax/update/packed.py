@@ -44,7 +44,7 @@ from grpo_jax.models.sharding import abstract_from, constrain, constrain_params,
 from grpo_jax.models.streams import count_streams, devices_of, in_background, run_in_streams, shared, wait_on_cpu
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
-from grpo_jax.update.objective import Teacher, count_totals, logit_statistic, loss_of, router_coef_of, sampling_of
+from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic, router_coef_of, sampling_of
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
 
@@ -61,7 +61,7 @@ PROMPT_TOKENS = 512
 """Target number of prompt tokens per part and device for short sequences. The prompts' activations are stored."""
 
 
-class Packed(flax.struct.PyTreeNode):
+class Part(flax.struct.PyTreeNode):
     """A part of a minibatch: K prompts on each of A devices, with their completions in packed sequences.
 
     Attributes:
@@ -163,7 +163,7 @@ class PackedUpdater(Updater):
 
     def pack(
         self, params: Params, batch: Batch, selected: jax.Array | None = None, *, for_scoring: bool = False
-    ) -> tuple[list[Packed], np.ndarray]:
+    ) -> tuple[list[Part], np.ndarray]:
         """Split a batch into parts, returned with their prompt indices [parts, A·K], -1 where a part has fewer prompts.
 
         Tokens are balanced between parts and devices. Prompts without a gradient come last, so that some parts need
@@ -177,7 +177,7 @@ class PackedUpdater(Updater):
         indices = order_prompts(work, has_gradient, bins=streams * devices, bin_size=size).reshape(count, devices, size)
         padded = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)  # by device
         shape = best_shape(self.shapes(params, batch.mask.shape), padded, t, devices=devices, part_size=size)
-        by_part, parts = indices.reshape(count, -1), list[Packed]()
+        by_part, parts = indices.reshape(count, -1), list[Part]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
         for chosen in by_part:
             part, part_selected = jax.tree.map(operator.itemgetter(chosen), arrays)
@@ -188,7 +188,7 @@ class PackedUpdater(Updater):
 
     def pack_part(
         self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
-    ) -> Packed:
+    ) -> Part:
         """Pack the completions of one part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
         devices, mask = shard_count(self.mesh), np.asarray(part.mask)
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
@@ -203,7 +203,7 @@ class PackedUpdater(Updater):
             trained, others = together, []
         sequences = [*trained, *others] or together
         filled = sequences + sequences[-1:] * (most - len(sequences))
-        return Packed(
+        return Part(
             part,
             selected,
             jax.tree.map(lambda *x: np.stack(x, axis=1), *filled),
@@ -269,7 +269,7 @@ def _prefill(
 def _loss(
     updater: PackedUpdater,
     state: TrainState,
-    part: Packed,
+    part: Part,
     totals: dict[str, jax.Array],
     prompt_states: PromptStates,
     teacher_prompts: PromptStates | None,
@@ -299,7 +299,7 @@ def _loss(
         rngs=None if key is None else {"dropout": key},
         statistic=statistic_fn,
     )
-    return loss_of(
+    return compute_loss(
         scores,
         batch,
         state,
@@ -315,7 +315,7 @@ def _loss(
 @shared
 @functools.partial(jax.jit, donate_argnames=("grads",))
 def add_gradients(
-    updater: PackedUpdater, grads: Params, state: TrainState, part: Packed, totals: dict[str, jax.Array]
+    updater: PackedUpdater, grads: Params, state: TrainState, part: Part, totals: dict[str, jax.Array]
 ) -> tuple[Params, MetricSums]:
     """Add the params gradient for one part to `grads`, and return the sum and the part's metric sums.
 
@@ -343,7 +343,7 @@ def add_gradients(
 
 @shared
 @jax.jit
-def sum_metrics(updater: PackedUpdater, state: TrainState, part: Packed, totals: dict[str, jax.Array]) -> MetricSums:
+def sum_metrics(updater: PackedUpdater, state: TrainState, part: Part, totals: dict[str, jax.Array]) -> MetricSums:
     """Return the metric sums over the sequences of one part that have no gradient."""
     model, prompts = updater.model, part.batch.prompts
     prompt_states = _prefill(model, state.params, prompts, updater.mesh, dropout_key(model, state, part.index, 0))
@@ -361,7 +361,7 @@ def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | 
 
 @shared
 @functools.partial(jax.jit, static_argnames=("with_entropy",))
-def score_part(updater: PackedUpdater, params: Params, part: Packed, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
+def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""
     model, prompts, mask = updater.model, part.batch.prompts, part.batch.mask
     states, sampling = _prefill(model, params, prompts, updater.mesh, None), sampling_of(updater.config)

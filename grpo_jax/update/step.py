@@ -27,9 +27,9 @@ from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import (
     Teacher,
     adapt_entropy_coef,
+    compute_loss,
     count_totals,
     logit_statistic,
-    loss_of,
     router_coef_of,
     sampling_of,
     vanishes_without_advantage,
@@ -185,7 +185,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
             rngs=None if dropout is None else {"dropout": jax.random.fold_in(dropout, index)},
             statistic=_statistic(updater, part),
         )
-        return loss_of(
+        return compute_loss(
             scores,
             part,
             state,

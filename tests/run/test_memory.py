@@ -19,7 +19,7 @@ from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.memory import COMPILED, compiled_peak_bytes, decide_checkpointing, update_calls
 from grpo_jax.run.prepare import prepare
-from grpo_jax.run.resume import with_saved_recomputation
+from grpo_jax.run.resume import with_saved_gradient_checkpointing
 from grpo_jax.run.run import new_state
 from grpo_jax.update import packed, step
 from grpo_jax.update.packed import choose_updater
@@ -86,7 +86,7 @@ def test_resumed_run_recomputes_activations_as_before(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"config": {"gradient_checkpointing": True}}))
     config = GRPOConfig(max_steps=1, num_generations=2, per_device_train_batch_size=4, max_completion_length=8)
     for setting, found in ((None, True), (False, False)):
-        given = with_saved_recomputation(dataclasses.replace(config, gradient_checkpointing=setting), tmp_path)
+        given = with_saved_gradient_checkpointing(dataclasses.replace(config, gradient_checkpointing=setting), tmp_path)
         assert recomputes(prepare(tiny_policy(), ROWS, lengths, given)) is found
 
 

@@ -178,7 +178,7 @@ def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,)
         config=config, data=encoded(token_ids, rows), eval_data=encoded(eval_ids, eval_rows),
         policy=tiny_policy().replace(model=model or tiny_policy().model, generation_config={"eos_token_id": list(eos)}),
         total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1), reward_fns=reward_fns,
-        interaction=answered(tools, environments, config), sampler=None, teaching=None, optimizer=optimizer,
+        interaction=answered(tools, environments, config), sampler=None, distillation=None, optimizer=optimizer,
         advantage_fn=SimpleNamespace(function=(functions or {}).get("advantage_fn")),
         updater=SimpleNamespace(surrogate=(functions or {}).get("surrogate")),
     )

@@ -30,7 +30,7 @@ def test_first_signal_is_recorded_and_sets_the_exit_status(number, capfd):
         signal.raise_signal(number)
         assert signals.received is number
         with pytest.raises(SystemExit) as left:
-            signals.leave()
+            signals.exit()
     assert left.value.code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
     assert f"{number.name}: saving after the current update" in capfd.readouterr().err
 
@@ -44,15 +44,15 @@ def test_second_signal_has_its_usual_effect_and_one_in_a_notebook_ends_the_cell(
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            signals.leave()
+            signals.exit()
 
 
 def test_work_is_interrupted_only_in_a_single_process():
-    for alone in (True, False):
-        with StopSignals(alone=alone) as signals:
+    for single_process in (True, False):
+        with StopSignals(single_process=single_process) as signals:
             signals.interrupt()
             signal.raise_signal(signal.SIGTERM)
-            with pytest.raises(Interrupted) if alone else contextlib.nullcontext():
+            with pytest.raises(Interrupted) if single_process else contextlib.nullcontext():
                 signals.interrupt()
 
 

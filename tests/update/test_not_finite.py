@@ -13,7 +13,7 @@ from tiny import tiny_policy
 
 from grpo_jax import Batch, GRPOConfig, Prompts, train
 from grpo_jax.run import collect
-from grpo_jax.run.session import name_not_finite
+from grpo_jax.run.session import describe_non_finite
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.watch.writer import read_lines
@@ -72,7 +72,7 @@ def test_first_non_finite_value_is_named(changes, of_params, words):
     given = batch(**changes)
     after, metrics = UPDATER.update(state_of(**of_params), given)
     assert metrics["update_skipped"] == 1
-    assert words in name_not_finite(UPDATER, after.params, given, jax.device_get(metrics))
+    assert words in describe_non_finite(UPDATER, after.params, given, jax.device_get(metrics))
 
 
 @pytest.mark.quick
@@ -87,7 +87,7 @@ def test_only_advantages_that_the_loss_uses_are_named():
         wrong = given.replace(advantages=advantages)
         after, metrics = UPDATER.update(state_of(), wrong)
         assert metrics["update_skipped"] == 1
-        assert words in name_not_finite(UPDATER, after.params, wrong, jax.device_get(metrics))
+        assert words in describe_non_finite(UPDATER, after.params, wrong, jax.device_get(metrics))
 
 
 @pytest.mark.quick

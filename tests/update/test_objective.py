@@ -11,7 +11,7 @@ from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.scoring import Scores
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.update.objective import count_totals, has_entropy_bonus, loss_of, router_coef_of
+from grpo_jax.update.objective import compute_loss, count_totals, has_entropy_bonus, router_coef_of
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater, apply_gradients
 
@@ -39,7 +39,7 @@ def test_load_balancing_loss_is_weighted_by_tokens():
             Scores(one(log_probs)[rows], one(entropies)[rows], router_loss),
             jax.tree.map(lambda x: x[rows], batch),
         )
-        return loss_of(scores, part, state, totals, config=config, on_policy=True, router_coef=0.1)
+        return compute_loss(scores, part, state, totals, config=config, on_policy=True, router_coef=0.1)
 
     first, rest = jnp.array([0]), jnp.array([1, 2, 3])
     grad = jax.grad(lambda x, rows: of(rows, x)[0])
@@ -66,7 +66,7 @@ def test_entropy_has_a_gradient_only_with_a_bonus():
     for coef, moves in ((0.0, False), (0.3, True)):
         config = GRPOConfig(max_completion_length=T, entropy_coef=coef)
         assert has_entropy_bonus(config) == moves
-        loss = lambda h, config=config, coef=coef: loss_of(
+        loss = lambda h, config=config, coef=coef: compute_loss(
             Scores(log_probs, h), batch, state_of(entropy_coef=coef), count_totals(batch), config=config, on_policy=True
         )[0]
         assert bool(jnp.any(jax.grad(loss)(entropies) != 0)) == moves
@@ -90,7 +90,7 @@ def test_selected_tokens_are_not_selected_again_by_entropy():
     config = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0)
     scores, totals = Scores(log_probs, entropies.at[0, 0, 0].set(0.0)), count_totals(batch, selected)
     how = {"config": config, "on_policy": True, "selected": selected}
-    of = lambda l: loss_of(scores._replace(log_probs=l), batch, state_of(), totals, **how)
+    of = lambda l: compute_loss(scores._replace(log_probs=l), batch, state_of(), totals, **how)
     moves, metrics = jax.grad(of, has_aux=True)(log_probs)
     np.testing.assert_array_equal(moves != 0, selected)
     assert float(finalize_metrics(metrics)["selected_tokens"]) == 1
@@ -104,7 +104,7 @@ def test_adaptive_coefficient_follows_the_entropy_unless_the_update_is_skipped(g
     batch, *scores = case()
     state = state_of(entropy_coef=0.1, entropy_bonus=0.0)
     totals = count_totals(batch)
-    _, sums = loss_of(Scores(*scores), batch, state, totals, config=config, on_policy=True)
+    _, sums = compute_loss(Scores(*scores), batch, state, totals, config=config, on_policy=True)
     updater = Updater(None, config, (1, 1), OPTIMIZER)
     state, metrics = apply_gradients(updater, state, {"w": jnp.full(2, gradient)}, sums)
     assert float(metrics["entropy_bonus"]) == 0, "the first update has no bonus"

@@ -21,7 +21,7 @@ from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.run.teacher import Teaching
 from grpo_jax.types import as_argument
-from grpo_jax.update.objective import Teacher, count_totals, logit_statistic, loss_of
+from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater
@@ -153,7 +153,7 @@ def test_sampled_divergence_is_weighted_if_an_engine_drew_the_tokens(mode):
     part = batch(teacher_log_probs=TOLD).replace(old_log_probs=l)
     w = sampler_weights(l, part.sampling_log_probs, part.mask, mode=mode).reshape(B, G, -1)
     scores, state = Scores(l, l), create_state({"w": jnp.ones(2)}, SGD, jax.random.key(0))
-    _, metrics = loss_of(scores, part, state, count_totals(part), config=config, on_policy=True)
+    _, metrics = compute_loss(scores, part, state, count_totals(part), config=config, on_policy=True)
     np.testing.assert_allclose(metrics.sums["distillation_loss"], reduced(w * (l - TOLD)), rtol=1e-5)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-MOST_BYTES = 2 * 2**30
+MAX_BYTES = 2 * 2**30
 """Maximum size of the cache; JAX evicts the least recently used programs."""
 
 
@@ -26,7 +26,7 @@ def user_cache() -> Path:
     return Path.home() / ".cache" / "grpo_jax"
 
 
-def keep_programs() -> Path | None:
+def enable_compilation_cache() -> Path | None:
     """Enable JAX's persistent compilation cache and return its directory, or None if this cache is not used.
 
     Programs for CPUs depend on the instruction set, and machines may share a home directory, so the directory is named
@@ -44,7 +44,7 @@ def keep_programs() -> Path | None:
     # Skip the many programs that compile faster: each file in the cache slows down look-ups.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     if _setting("jax_compilation_cache_max_size") == -1:
-        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     return directory
 
