@@ -41,7 +41,7 @@ def _qwen2(keys: Keys) -> Fields:
     sections, half = rotary.get("mrope_section", [16, 24, 24]), keys["hidden_size"] // keys["num_attention_heads"] // 2
     if len(sections) != 3 or sum(sections) != half:
         raise keys.refuse("rope_scaling.mrope_section", sections, f"three integers whose sum is {half}")
-    kind = {"type": "default"} if rotary.get("type") == "mrope" else {}  # that of the frequencies
+    kind = {"type": "default"} if rotary.get("type") == "mrope" else {}  # the type of the frequencies
     rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary, **kind})
     return {**fields, "rope": dataclasses.replace(rope, sections=tuple(sections))}
 

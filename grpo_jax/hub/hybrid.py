@@ -45,7 +45,7 @@ def lfm2(keys: Keys) -> Fields:
 
 
 def _adjusted_size(keys: Keys) -> int:
-    """Return LFM2's MLP width: 2/3 of the configured width, times a factor, rounded up to a multiple."""
+    """Return LFM2's MLP width: 2/3 of the configured width times a factor, rounded up to `block_multiple_of`."""
     size = keys["block_ff_dim"] or keys["intermediate_size"]
     if not keys["block_auto_adjust_ff_dim"]:
         return size

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.hub.files import StoredTensor, computed
-from grpo_jax.hub.tensors import Part
+from grpo_jax.hub.tensors import ParamSlice
 from grpo_jax.models.layers import NESTED_BLOCK, NF4, Quantized
 from grpo_jax.types import Json
 
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
     tensor: StoredTensor
     first: int
-    part: Part
+    part: ParamSlice
 
 
 def check_method(method: str | None) -> None:
@@ -47,7 +47,9 @@ def check_method(method: str | None) -> None:
         raise ValueError(f"quantize must be {', '.join(map(repr, METHODS))} or None; got {method!r}.")
 
 
-def check_quantizable(path: Sequence[str], shape: Sequence[int], parts: Iterable[Part], method: str | None) -> None:
+def check_quantizable(
+    path: Sequence[str], shape: Sequence[int], parts: Iterable[ParamSlice], method: str | None
+) -> None:
     """Raise ValueError if a parameter is a projection that cannot be quantized with `method`."""
     if method is None or not is_projection(path, shape):
         return

@@ -26,7 +26,7 @@ SUFFIXES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ParamSlice:
     """A parameter, or one expert's slice of it, and its location in a stored tensor."""
 
     path: tuple[str, ...]
@@ -51,7 +51,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ParamSlice, ...]
 
 
 _STACKED = {
@@ -112,7 +112,7 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
     family = family_of(raw)
     fused = {member: (name, i) for name, members in family.fused for i, member in enumerate(members)}
     prefixes = prefixes_of(raw, layout)
-    groups: dict[str, dict[int, Part]] = collections.defaultdict(dict)
+    groups: dict[str, dict[int, ParamSlice]] = collections.defaultdict(dict)
     for path, leaf in flatten_dict(abstract_params(config)).items():
         *modules, last = (family.renamed.get(name, name) for name in path)
         if modules[-1] == "experts" and family.stacked:
@@ -120,16 +120,16 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
             halves, size, order = family.stacked == "halves", leaf.shape[-1], at or 0
             columns = None if at is None else slice(at, None, 2)
             columns = slice(order * size, (order + 1) * size) if halves else columns
-            groups[_hf_name([*modules, name], prefixes)][order] = Part(path, leaf.shape, None, columns, halves)
+            groups[_hf_name([*modules, name], prefixes)][order] = ParamSlice(path, leaf.shape, None, columns, halves)
         elif len(leaf.shape) == 3:  # experts, stored as one tensor or as one tensor per expert
             for e in range(leaf.shape[0]):
                 name, half = _STACKED[last] if stacked else (f"{e}.{last}.weight", 0)
                 members = groups[_hf_name([*modules, name], prefixes)]
-                members[2 * e + (half or 0)] = Part(path, leaf.shape[1:], e)  # gate rows precede up rows
+                members[2 * e + (half or 0)] = ParamSlice(path, leaf.shape[1:], e)  # gate rows precede up rows
         else:
             module, order = fused.get(modules[-1], (modules[-1], 0))
             name = _hf_name([*modules[:-1], module], prefixes) + SUFFIXES.get(last, f".{last}")
-            groups[name][order] = Part(path, leaf.shape)
+            groups[name][order] = ParamSlice(path, leaf.shape)
     plan = []
     for name, members in groups.items():
         parts = tuple(members[i] for i in sorted(members))
@@ -144,7 +144,7 @@ def _hf_name(modules: Sequence[str], prefixes: tuple[str, str]) -> str:
     return ".".join((head.rstrip(".") if first == "lm_head" else model + first, *modules[1:]))
 
 
-def _stored_shape(parts: tuple[Part, ...], *, stacked: bool) -> tuple[int, ...]:
+def _stored_shape(parts: tuple[ParamSlice, ...], *, stacked: bool) -> tuple[int, ...]:
     first = parts[0].shape
     if parts[0].columns is not None:
         last = len(parts) * first[-1]

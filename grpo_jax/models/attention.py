@@ -105,7 +105,7 @@ def packed_attention(
     m = segments.prompt.shape[1]
     size = n // m
 
-    def one(q: jax.Array, k: jax.Array, v: jax.Array, prefix: PromptKeys, segments: Segments) -> jax.Array:
+    def attend_sequence(q: jax.Array, k: jax.Array, v: jax.Array, prefix: PromptKeys, segments: Segments) -> jax.Array:
         """Compute attention [H, N, R, d] in one sequence from q [H, N, R, d] and k and v [H, N, d]."""
 
         def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
@@ -123,18 +123,18 @@ def packed_attention(
         if window is not None:
             visible &= distance < window
         q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
-        of_blocks = jax.tree.map(lambda x: jnp.take(x, segments.prompt, axis=0), prefix)
+        block_prefix = jax.tree.map(lambda x: jnp.take(x, segments.prompt, axis=0), prefix)
         keys, visible, position = keys.swapaxes(-1, -2), visible[:, None], position[:, None]
         out = _attend(
-            q, keys, values, of_blocks, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+            q, keys, values, block_prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
         )
         return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
 
     prefix = jax.tree.map(lambda x: x.reshape((a, -1, *x.shape[1:])), prefix)
     if a == 1:  # on CPUs, batched gathers are slower, even with a batch of one
         prefix, segments = jax.tree.map(lambda x: x[0], (prefix, segments))
-        return one(q[0, :, 0], k[0, :, 0], v[0, :, 0], prefix, segments)[None, :, None]
-    return jax.vmap(one)(q[:, :, 0], k[:, :, 0], v[:, :, 0], prefix, segments)[:, :, None]
+        return attend_sequence(q[0, :, 0], k[0, :, 0], v[0, :, 0], prefix, segments)[None, :, None]
+    return jax.vmap(attend_sequence)(q[:, :, 0], k[:, :, 0], v[:, :, 0], prefix, segments)[:, :, None]
 
 
 def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -201,12 +201,12 @@ def make_tile_mask(
     kernel: Kernel,
     *,
     windows: Iterable[int | None],
-    group: int,
+    queries_per_kv: int,
 ) -> TileMask:
     """Build the `TileMask` for completions or packed sequences.
 
     `tokens` is their shape, (B, G, T) or (A, 1, N). `windows` contains the attention windows of the decoder's layers,
-    and `group` is R, the number of query heads that share a key head. "splash" needs a prefix and segments.
+    and `queries_per_kv` is R, the number of query heads that share a key head. "splash" needs a prefix and segments.
     """
     splash = kernel.implementation == "splash"
     b, g, t = tokens
@@ -231,16 +231,16 @@ def make_tile_mask(
         ends = first + hidden, first + length, shared + index - before, shared + index + 1
         return jnp.stack([jnp.broadcast_to(jnp.where(valid, x, 0), (b, n)) for x in ends], axis=1).astype(jnp.int32)
 
-    heads = 1 if splash else group
+    heads = 1 if splash else queries_per_kv
     tiles = {str(window): find_tiles(bounds(window), shared + n, kernel, heads) for window in windows}
     if not (splash and segments is not None):
         return TileMask(tiles, None, kernel.implementation)
-    # The kernels have as many steps for each tile of queries.
+    # The kernels run this number of steps for every tile of queries.
     most = sum((keys - 2) // kernel.columns + 2 for keys in (kernel.rows + segments.longest, shared))
     tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
     slot, own = jnp.arange(shared)[None], jnp.broadcast_to(prompt, (b, n))
-    of_slot = jnp.where(slot % size >= size - jnp.repeat(lengths, size, axis=1), slot // size, NO_PROMPT)
-    return TileMask(tiles, (own, jnp.concatenate([of_slot, own], axis=1)), kernel.implementation)
+    slot_prompt = jnp.where(slot % size >= size - jnp.repeat(lengths, size, axis=1), slot // size, NO_PROMPT)
+    return TileMask(tiles, (own, jnp.concatenate([slot_prompt, own], axis=1)), kernel.implementation)
 
 
 def tiled_attention(
@@ -263,7 +263,7 @@ def tiled_attention(
     splash = kernel.implementation == "splash"
     if prefix is not None:
 
-        def of_rows(x: jax.Array) -> jax.Array:
+        def merge_prompts(x: jax.Array) -> jax.Array:
             """Merge the prompts of each packed sequence: [B, H, P, d] → [A, H, B / A · P, d]."""
             if splash:  # right-align the prompts
                 at = (jnp.arange(x.shape[2])[None] + prefix[2][:, None]) % x.shape[2]
@@ -271,8 +271,8 @@ def tiled_attention(
             x = x.reshape((b, -1, *x.shape[1:])).swapaxes(1, 2).reshape(b, h, -1, d)
             return jnp.pad(x, ((0, 0), (0, 0), (0, kernel.gap(x.shape[2])), (0, 0)))
 
-        k = jnp.concatenate([of_rows(prefix[0].swapaxes(-1, -2)), k], axis=2)
-        v = jnp.concatenate([of_rows(prefix[1]), v], axis=2)
+        k = jnp.concatenate([merge_prompts(prefix[0].swapaxes(-1, -2)), k], axis=2)
+        v = jnp.concatenate([merge_prompts(prefix[1]), v], axis=2)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, sinks: jax.Array | None) -> jax.Array:
         if splash and prefix is not None:
@@ -297,17 +297,17 @@ def tiled_attention(
 
 
 @functools.cache
-def mosaic_fault(device: jax.Device, head_dim: int) -> str | None:
-    """Compare "mosaic" with "tiles" on a device, in value and gradients. Return None if they agree, else the fault.
+def mosaic_error(device: jax.Device, head_dim: int) -> str | None:
+    """Compare the values and gradients of "mosaic" and "tiles" on a device. Returns an error message if they differ.
 
-    They may not: CUDA's assembler has compiled masks of attention wrongly, in versions 12.8.0 to 12.9.0 for one. The
-    packed sequences are long enough that several programs share the prompts' keys.
+    Some versions of CUDA's assembler, such as 12.8.0 to 12.9.0, miscompile attention masks. The packed sequences are
+    long enough that several programs share the prompts' keys.
     """
-    a, heads, group, size, each = 2, 2, 8, 100, 96  # two sequences with two prompts of 11 completions each
+    a, heads, r, size, each = 2, 2, 8, 100, 96  # two sequences with two prompts of 11 completions each
     n, lengths = 22 * each, jnp.array([37, size, 1, 64])
     index = jnp.broadcast_to(jnp.arange(n)[None], (a, n))
     segments = Segments(index // each, index % each, jnp.broadcast_to(jnp.arange(2)[None], (a, 2)), each, 1)
-    wide, narrow = (a, heads, 1, n, group, head_dim), (a, heads, 1, n, head_dim)
+    wide, narrow = (a, heads, 1, n, r, head_dim), (a, heads, 1, n, head_dim)
     prompts = (2 * a, heads, head_dim, size), (2 * a, heads, size, head_dim)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -317,7 +317,7 @@ def mosaic_fault(device: jax.Device, head_dim: int) -> str | None:
         def weighted(given: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             q, k, v, prompt_k, prompt_v, weights = given
             prefix = Prefix(((prompt_k, prompt_v),), lengths)
-            tile_mask = make_tile_mask((a, 1, n), prefix, segments, kernel, windows={None}, group=group)
+            tile_mask = make_tile_mask((a, 1, n), prefix, segments, kernel, windows={None}, queries_per_kv=r)
             out = tiled_attention(q, k, v, (prompt_k, prompt_v, lengths), tile_mask, kernel)
             return (out * weights).sum().astype(jnp.float32), out
 

@@ -14,7 +14,7 @@ from grpo_jax.models.attention import group_attention, packed_attention, tiled_a
 from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Context, KeysValues, LayerCache
 from grpo_jax.models.experts import Experts, MixtureOfExperts, ScaledRouter
-from grpo_jax.models.fused_step import Preparation, has_step_kernel, step_attention
+from grpo_jax.models.fused_step import NormAndRope, has_step_kernel, step_attention
 from grpo_jax.models.layers import ACTIVATIONS, MLP, linear, norm, tokens_of, unit_rms
 from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
 from grpo_jax.models.rope import Rope, rotate
@@ -40,14 +40,14 @@ class Attention(nn.Module):
         q, k, v, gate = self._project(x, context)
         kernel, sinks = self._kernel(context), self._sinks()
         if n == 1 and self._has_step_kernel(context, kernel, b * h * g):
-            y, kept = self._step(q, k, v, context, kernel, sinks)
+            y, new_cache = self._step(q, k, v, context, kernel, sinks)
         else:
             q, k = self._normalize_and_rotate(q, k, context)
-            y, kept = self._attend(q, k, v, context, kernel, sinks)
+            y, new_cache = self._attend(q, k, v, context, kernel, sinks)
         y = y.reshape(b, g, n, c.num_heads * d)
         if gate is not None:
             y = y * jax.nn.sigmoid(gate.reshape(y.shape))
-        return linear(c, "o_proj", c.hidden_size, c.o_bias)(y), kept
+        return linear(c, "o_proj", c.hidden_size, c.o_bias)(y), new_cache
 
     def _project(
         self, x: jax.Array, context: Context
@@ -80,14 +80,14 @@ class Attention(nn.Module):
         self, q: jax.Array, k: jax.Array | None, context: Context
     ) -> tuple[jax.Array, jax.Array | None]:
         c = self.config
-        rope, (own, other) = self._rope(context)
+        rope, (cos, sin) = self._rope(context)
 
         def prepared(name: str, x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
             x = norm(c, name)(x) if c.qk_norm == "head" else x
             return rotate(x, table, pairs=rope.pairs) if self.kind.rotary else x
 
-        k = None if k is None else prepared("k_norm", k, (own, other))
-        q = prepared("q_norm", q, (context.pick(own), context.pick(other)))
+        k = None if k is None else prepared("k_norm", k, (cos, sin))
+        q = prepared("q_norm", q, (context.pick(cos), context.pick(sin)))
         return q if context.q_factors is None else q * context.pick(context.q_factors).astype(q.dtype), k
 
     def _kernel(self, context: Context) -> Kernel:
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         return self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(c.heads_of(self.kind)[0], -1)
 
     def _has_step_kernel(self, context: Context, kernel: Kernel, heads: int) -> bool:
-        """Return whether the decode kernel computes this layer for one token each, with `heads` key heads in total."""
+        """Return whether the decode kernel computes this layer for one token per completion. `heads` is B·H_kv·G."""
         cache, prefix, mesh = context.shared or context.cache, context.prompt_cache, self.config.mesh
         if context.cache is None or prefix is None or context.last is not None:
             return False
@@ -127,23 +127,23 @@ class Attention(nn.Module):
         c, (h, d), (b, g, *_), prefix = self.config, self.config.heads_of(self.kind), q.shape, context.prompt_cache
         assert prefix is not None
         rope, table = self._rope(context)
-        preparation = Preparation(None, table if self.kind.rotary else None, c.rms_norm_eps, c.norm_offset, rope.pairs)
-        if context.q_factors is not None:  # they follow the rotation
-            (q, k), preparation = self._normalize_and_rotate(q, k, context), Preparation()
+        fused = NormAndRope(None, table if self.kind.rotary else None, c.rms_norm_eps, c.norm_offset, rope.pairs)
+        if context.q_factors is not None:  # applied after the rotation
+            (q, k), fused = self._normalize_and_rotate(q, k, context), NormAndRope()
         elif c.qk_norm == "head":
             params = self.variables["params"]
-            of_queries = params["q_norm"]["scale"]
-            of_keys = of_queries if k is None else params["k_norm"]["scale"]
-            preparation = preparation._replace(scales=(of_queries, of_keys))
+            q_scale = params["q_norm"]["scale"]
+            k_scale = q_scale if k is None else params["k_norm"]["scale"]
+            fused = fused._replace(scales=(q_scale, k_scale))
         new = None if k is None or v is None else (k[:, :, 0], v[:, :, 0])
         cache = cast(KeysValues, context.cache if new is not None else context.shared)
         write = None if context.write is None else context.write.reshape(b, g)
-        y, kept = step_attention(
+        y, new_cache = step_attention(
             q.reshape(b, g, h, -1, d),
             new,
             cast(KeysValues, tuple(x.reshape((b, h, g, *x.shape[-2:])) for x in cache)),
             prefix,
-            preparation,
+            fused,
             index=context.index,
             start=context.start,
             write=write,
@@ -151,7 +151,7 @@ class Attention(nn.Module):
             mesh=c.mesh,
             sinks=sinks,
         )
-        return y, () if new is None else (kept[0].reshape(cache[0].shape), kept[1].reshape(cache[1].shape))
+        return y, () if new is None else (new_cache[0].reshape(cache[0].shape), new_cache[1].reshape(cache[1].shape))
 
     def _attend(
         self,
@@ -166,7 +166,7 @@ class Attention(nn.Module):
         (h, d), (b, g, n, *_) = self.config.heads_of(self.kind), q.shape
         # With the head axis before tokens, both attention products are batched matrix products without a transpose.
         q = q.reshape(b, g, n, h, -1, d).transpose(0, 3, 1, 2, 4, 5)
-        kept: LayerCache = ()
+        new_cache: LayerCache = ()
         if k is None or v is None:
             assert context.shared is not None
             k, v = context.shared
@@ -175,8 +175,8 @@ class Attention(nn.Module):
             k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 3, 1, 2, 4)
             keys = k.swapaxes(-1, -2)
             if context.cache is not None:
-                k, v = keys, v = self._write(context, keys, v)
-            kept = (k, v)
+                k, v = keys, v = self._update_cache(context, keys, v)
+            new_cache = (k, v)
         prefix, scale, window, cap = context.prompt_cache, kernel.scale, kernel.window, kernel.soft_cap
         if context.tile_mask is not None:
             y = tiled_attention(q, k, v, prefix, context.tile_mask, kernel, self.config.mesh, sinks)
@@ -199,20 +199,20 @@ class Attention(nn.Module):
                 soft_cap=cap,
                 sinks=sinks,
             )
-        return y.transpose(0, 2, 3, 1, 4, 5), kept
+        return y.transpose(0, 2, 3, 1, 4, 5), new_cache
 
-    def _write(self, context: Context, keys: jax.Array, v: jax.Array) -> KeysValues:
+    def _update_cache(self, context: Context, keys: jax.Array, v: jax.Array) -> KeysValues:
         """Write keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] to the layer's cache and return it."""
-        own_keys, own_values = cast(KeysValues, context.cache)
-        (b, _, g, t, d), like = v.shape, own_keys.shape[:-2]
-        keys, v = keys.reshape((*like, d, t)).astype(own_keys.dtype), v.reshape((*like, t, d)).astype(own_values.dtype)
-        slot = context.index % own_values.shape[-2]
+        old_keys, old_values = cast(KeysValues, context.cache)
+        (b, _, g, t, d), like = v.shape, old_keys.shape[:-2]
+        keys, v = keys.reshape((*like, d, t)).astype(old_keys.dtype), v.reshape((*like, t, d)).astype(old_values.dtype)
+        slot = context.index % old_values.shape[-2]
         if context.write is not None:
             write = context.write.reshape(b, 1, g, t, 1)
-            keys = jnp.where(write.swapaxes(-1, -2), keys, jax.lax.dynamic_slice_in_dim(own_keys, slot, t, axis=-1))
-            v = jnp.where(write, v, jax.lax.dynamic_slice_in_dim(own_values, slot, t, axis=-2))
-        keys = jax.lax.dynamic_update_slice_in_dim(own_keys, keys, slot, axis=-1)
-        return keys, jax.lax.dynamic_update_slice_in_dim(own_values, v, slot, axis=-2)
+            keys = jnp.where(write.swapaxes(-1, -2), keys, jax.lax.dynamic_slice_in_dim(old_keys, slot, t, axis=-1))
+            v = jnp.where(write, v, jax.lax.dynamic_slice_in_dim(old_values, slot, t, axis=-2))
+        keys = jax.lax.dynamic_update_slice_in_dim(old_keys, keys, slot, axis=-1)
+        return keys, jax.lax.dynamic_update_slice_in_dim(old_values, v, slot, axis=-2)
 
 
 class Layer(nn.Module):
@@ -234,7 +234,7 @@ class Layer(nn.Module):
             return x + (y if c.residual_scale == 1.0 else y * c.residual_scale)
 
         pre, post = c.norms in ("pre", "sandwich"), c.norms in ("sandwich", "post")
-        y, kept = self._mixer()(norm(c, "input_layernorm")(x) if pre else x, context)
+        y, new_cache = self._mixer()(norm(c, "input_layernorm")(x) if pre else x, context)
         x = add(context.pick(x), norm(c, "post_attention_layernorm")(y) if post else y)
         before_mlp = "post_attention_layernorm" if c.norms == "pre" else "pre_feedforward_layernorm"
         y = self._mlp()(norm(c, before_mlp)(x) if pre else x)
@@ -246,7 +246,7 @@ class Layer(nn.Module):
         if c.layer_scalar:
             factor = self.param("layer_scalar", nn.initializers.ones, (1,))
             x = x * jax.lax.stop_gradient(factor).astype(x.dtype).reshape(1, 1, 1, 1)
-        return x, kept
+        return x, new_cache
 
     def _mixer(self) -> Callable[[jax.Array, Context], tuple[jax.Array, LayerCache]]:
         if self.kind.mixer == "delta":
@@ -286,10 +286,10 @@ def apply_layer(
     """
     apply = functools.partial(layer.apply, mutable=written)
     recompute = layer.config.remat and layer.config.remat_on_cpu
-    return (recomputed(apply) if recompute else apply)(variables, x, context)
+    return (cpu_remat(apply) if recompute else apply)(variables, x, context)
 
 
-def recomputed(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable[[Params, jax.Array, Context], Result]:
+def cpu_remat(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable[[Params, jax.Array, Context], Result]:
     """Wrap a layer's `apply` to store only its arguments for the backward pass, like `jax.checkpoint`, but on CPUs.
 
     XLA's CPU compiler drops `jax.checkpoint`'s optimization barriers, and would then merge the recomputation with the

@@ -140,7 +140,7 @@ class TransformerConfig:
     bidirectional_images: bool = False  # whether an image's tokens also attend to the image's later tokens (Gemma 3)
     dtype: str = "float32"  # compute dtype for matrix products: "float32" or "bfloat16"
     remat: bool = False  # whether the backward pass recomputes layers instead of storing activations
-    remat_on_cpu: bool = False  # whether to recompute with `block.recomputed`, which supports only reverse mode
+    remat_on_cpu: bool = False  # whether to recompute with `block.cpu_remat`, which supports only reverse mode
     # Attention implementation for whole sequences. "einsum" stores all scores. "tiles" and "triton" (`fused`) support
     # only reverse-mode gradients. "triton" also uses kernels for experts (`ragged`) and large decode steps
     # (`fused_step`). "mosaic" uses kernels for Hopper GPUs if `fits_mosaic`, else "triton". "splash" uses kernels for

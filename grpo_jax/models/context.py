@@ -101,7 +101,7 @@ class Context(flax.struct.PyTreeNode):
     def of_last(self) -> Context:
         """Return the context for the remaining layers, which run only on token `last`."""
         assert self.last is not None
-        tables = tuple((self.pick(own), self.pick(other)) for own, other in self.tables)
+        tables = tuple((self.pick(cos), self.pick(sin)) for cos, sin in self.tables)
         factors = None if self.q_factors is None else self.pick(self.q_factors)
         return self.replace(
             tables=tables, q_factors=factors, index=self.index + self.last, last=None, write=None, last_visible=None

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from grpo_jax.models.matmul import tile_product
 from grpo_jax.models.tiles import (
-    LEAST_SIDE,
+    MIN_TILE_SIDE,
     Inputs,
     Kernel,
     Ref,
@@ -30,9 +30,9 @@ from grpo_jax.models.tiles import (
     add_tile,
     compiler_params,
     finish,
+    initial_sums,
     over_key_tiles,
     repeated,
-    start_of_sums,
     tile_gradients,
     visible,
 )
@@ -51,7 +51,7 @@ def fused_attention(
     chex.assert_shape(tiles.bounds, (a, 4, n))
     kernel = kernel._replace(shared=k.shape[2] - n)
     # The kernels require widths that are powers of two, and at least as large as a matrix product on tensor cores.
-    least = 64 if kernel.implementation == "mosaic" else LEAST_SIDE
+    least = 64 if kernel.implementation == "mosaic" else MIN_TILE_SIDE
     width = d if kernel.implementation == "tiles" else max(least, 1 << (d - 1).bit_length())
 
     def fill(x: jax.Array, size: int) -> jax.Array:
@@ -102,7 +102,7 @@ def _plain_forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
             k, v = (_take(y, column, kernel.columns) for y in (x.k, x.v))
             return add_key_tile(sums, q, k, v, _seen_by_tile(kernel, x, row, column, j < count))
 
-        sums = jax.lax.fori_loop(0, count.max(), add, start_of_sums((a, h, kernel.rows, d)))
+        sums = jax.lax.fori_loop(0, count.max(), add, initial_sums((a, h, kernel.rows, d)))
         return _over_heads(lambda sums: finish(sums, x.v.dtype))(sums)
 
     out, lse = jax.lax.map(of_rows, jnp.arange(x.tiles.keys.shape[1]))
@@ -166,7 +166,7 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
         seen = visible(own_bounds, key[at])
         return add_tile(sums, own, k[at, :], v[at, :], seen, kernel)
 
-    sums = jax.lax.fori_loop(0, count[...], add, start_of_sums(own.shape))
+    sums = jax.lax.fori_loop(0, count[...], add, initial_sums(own.shape))
     out[...], lse[...] = finish(sums, out.dtype)
 
 

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from grpo_jax.models.attention import PromptKeys, dividing_axes
 from grpo_jax.models.context import KeysValues
 from grpo_jax.models.tiles import (
-    LEAST_SIDE,
+    MIN_TILE_SIDE,
     Kernel,
     Ref,
     Sums,
@@ -36,20 +36,20 @@ from grpo_jax.models.tiles import (
     cap_scores,
     compiler_params,
     has_triton,
-    start_of_sums,
+    initial_sums,
 )
 
 TILE_BYTES = 8192
 """Bytes per tile of keys. Four programs with prefetched tiles fit on a multiprocessor."""
 
-FEWEST_PROGRAMS = 96
+MIN_PROGRAMS = 96
 """Minimum number of programs (completions times key heads) per device. Fewer programs would leave a GPU idle."""
 
 
-class Preparation(NamedTuple):
+class NormAndRope(NamedTuple):
     """Norm and rotation of queries and keys, which the kernel applies to projections."""
 
-    scales: tuple[jax.Array, jax.Array] | None = None  # [d], of the norms of queries and keys; None: no norms
+    scales: tuple[jax.Array, jax.Array] | None = None  # of the query and key norms [d]; None: no norms
     table: tuple[jax.Array, jax.Array] | None = None  # a `rope_table` for one token; None: no rotation
     eps: float = 0.0  # see `layers.RMSNorm`, also for `offset`
     offset: float = 0.0
@@ -58,10 +58,10 @@ class Preparation(NamedTuple):
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
     """Return whether a kernel supports the decode step. `keys` contains the slot counts of cache and prompts."""
-    if not has_triton(implementation) or min(keys) < LEAST_SIDE:
+    if not has_triton(implementation) or min(keys) < MIN_TILE_SIDE:
         return False
-    whole = LEAST_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
-    return whole and (programs >= FEWEST_PROGRAMS or implementation == "interpreted")
+    supported = MIN_TILE_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+    return supported and (programs >= MIN_PROGRAMS or implementation == "interpreted")
 
 
 def step_attention(
@@ -69,7 +69,7 @@ def step_attention(
     new: KeysValues | None,
     cache: KeysValues,
     prefix: PromptKeys,
-    preparation: Preparation,
+    norm_and_rope: NormAndRope,
     *,
     index: jax.Array | int,
     start: jax.Array | None,
@@ -87,7 +87,7 @@ def step_attention(
       new: its key and value [B, G, H_kv, d], or None if the cache already contains them.
       cache: keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d].
       prefix: see `attention.group_attention`, also for `index`, `start` and `sinks`.
-      preparation: norm and rotation to apply to q and the new key.
+      norm_and_rope: norm and rotation to apply to q and the new key.
       write: [B, G] bool, False for completions whose cache does not change. Their outputs are not used.
       kernel: implementation, scale, window and soft cap, but not the tile sizes.
       mesh: B and H_kv are sharded over its devices, as in `attention.tiled_attention`.
@@ -101,211 +101,210 @@ def step_attention(
     chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
     slot = jnp.broadcast_to(jnp.reshape(index, (-1, 1)), (b, g))
     first = jnp.zeros((b, g), jnp.int32) if start is None else jnp.broadcast_to(start.reshape(b, -1), (b, g))
-    places = slot, first, jnp.ones((b, g), bool) if write is None else write
-    half = 0 if preparation.table is None else preparation.table[0].shape[-1]
-    static = preparation._replace(scales=None, table=None)
-    one = functools.partial(_of_device, preparation=static, half=half, kernel=kernel)
-    given = q, new, cache, prefix, places, _factors_by_channel(preparation, b, d), preparation.scales, sinks
+    ring = slot, first, jnp.ones((b, g), bool) if write is None else write
+    half = 0 if norm_and_rope.table is None else norm_and_rope.table[0].shape[-1]
+    static = norm_and_rope._replace(scales=None, table=None)
+    local = functools.partial(_step_attention_on_device, norm_and_rope=static, half=half, kernel=kernel)
+    arguments = q, new, cache, prefix, ring, _rope_by_channel(norm_and_rope, b, d), norm_and_rope.scales, sinks
     if mesh is not None:
         by_prompt, by_head = dividing_axes(b, mesh, "data", "fsdp"), dividing_axes(h, mesh, "tensor")
         rows, each = PartitionSpec(by_prompt), PartitionSpec(by_prompt, by_head)
         token = PartitionSpec(by_prompt, None, by_head)
         specs = token, token, each, (each, each, rows), rows, rows, PartitionSpec(), PartitionSpec(by_head)
-        one = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=(token, each), check_vma=False)
-    return one(*given)
+        local = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(token, each), check_vma=False)
+    return local(*arguments)
 
 
-def _factors_by_channel(preparation: Preparation, b: int, d: int) -> tuple[jax.Array, jax.Array] | None:
-    """Return factors [B, G or 1, d] on a head's channels and on their partners, which is 0 without a rotation."""
-    if preparation.table is None:
+def _rope_by_channel(norm_and_rope: NormAndRope, b: int, d: int) -> tuple[jax.Array, jax.Array] | None:
+    """Expand the rope table to cos and ±sin per channel, each [B, G or 1, d]: 1 and 0 for channels without rotation."""
+    if norm_and_rope.table is None:
         return None
-    tables = (x.swapaxes(-1, -2) if preparation.pairs else x for x in preparation.table)
-    own, other = (jnp.broadcast_to(x.reshape((*x.shape[:2], -1)), (b, x.shape[1], x[0, 0].size)) for x in tables)
-    rest = ((0, 0), (0, 0), (0, d - own.shape[-1]))
-    return jnp.pad(own, rest, constant_values=1), jnp.pad(other, rest)
+    tables = (x.swapaxes(-1, -2) if norm_and_rope.pairs else x for x in norm_and_rope.table)
+    cos, sin = (jnp.broadcast_to(x.reshape((*x.shape[:2], -1)), (b, x.shape[1], x[0, 0].size)) for x in tables)
+    rest = ((0, 0), (0, 0), (0, d - cos.shape[-1]))
+    return jnp.pad(cos, rest, constant_values=1), jnp.pad(sin, rest)
 
 
-def _of_device(
+def _step_attention_on_device(
     q: jax.Array,
     new: KeysValues | None,
     cache: KeysValues,
     prefix: PromptKeys,
-    places: tuple[jax.Array, jax.Array, jax.Array],
+    ring: tuple[jax.Array, jax.Array, jax.Array],
     factors: tuple[jax.Array, jax.Array] | None,
     scales: tuple[jax.Array, jax.Array] | None,
     sinks: jax.Array | None,
     *,
-    preparation: Preparation,
+    norm_and_rope: NormAndRope,
     half: int,
     kernel: Kernel,
 ) -> tuple[jax.Array, KeysValues]:
-    """Compute `step_attention` on one device. `places` are slot, first and write, each [B, G].
+    """Compute `step_attention` on one device. `ring` contains slot, first and write, each [B, G].
 
-    `factors` replace the table in `preparation`, which rotates `half` pairs of channels, and `scales` its scales.
+    `factors` and `scales` replace the table and scales of `norm_and_rope`. `half` is the number of rotated pairs.
     """
-    (b, g, h, r, d), (pk, pv, lengths), (slot, first, write) = q.shape, prefix, places
+    (b, g, h, r, d), (pk, pv, lengths), (slot, first, write) = q.shape, prefix, ring
     slots, p = cache[1].shape[3], pv.shape[2]
-    most = max(LEAST_SIDE, TILE_BYTES // (d * q.dtype.itemsize))
-    sizes = _tile(slots, most), _tile(p, most)
+    max_keys = max(MIN_TILE_SIDE, TILE_BYTES // (d * q.dtype.itemsize))
+    sizes = _tile_size(slots, max_keys), _tile_size(p, max_keys)
 
     position = slot - first
     window = 2**30 if kernel.window is None else kernel.window
-    # Tiles [oldest, newest) contain the visible completion keys, and tiles [prompt, ends) the visible prompt keys.
-    whole = slot >= slots  # the ring buffer is full, and all slots are read
-    oldest = jnp.where(whole, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
-    newest = jnp.where(whole, -(-slots // sizes[0]), slot // sizes[0] + 1)
+    # Tiles [first_tile, end_tile) contain visible completion keys, and the prompt tiles visible prompt keys.
+    full = slot >= slots  # the ring buffer is full, and all slots are read
+    first_tile = jnp.where(full, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
+    end_tile = jnp.where(full, -(-slots // sizes[0]), slot // sizes[0] + 1)
     length = jnp.broadcast_to(lengths[:, None], (b, g))
-    prompt = jnp.maximum(0, length + position - window + 1) // sizes[1]
-    ends = -(-length // sizes[1])
-    place = jnp.stack([slot % slots, position, length, oldest, newest, prompt, ends, write], axis=-1).astype(jnp.int32)
+    first_prompt_tile = jnp.maximum(0, length + position - window + 1) // sizes[1]
+    end_prompt_tile = -(-length // sizes[1])
+    scalars = [slot % slots, position, length, first_tile, end_tile, first_prompt_tile, end_prompt_tile, write]
 
     # XLA computes queries, key and value with one product. As blocks of its result, they are not copied.
     token = jnp.concatenate([q.reshape(b, g, h * r, d), *(new or ())], axis=2)
-    inputs = {"place": place, "q": token, "prompt_keys": pk, "prompt_values": pv}
-    at = {
-        "place": pl.BlockSpec((None, None, 8), lambda j, i: (i // h, j, 0)),
+    inputs = {"scalars": jnp.stack(scalars, -1).astype(jnp.int32), "q": token, "prompt_keys": pk, "prompt_values": pv}
+    in_specs = {
+        "scalars": pl.BlockSpec((None, None, 8), lambda j, i: (i // h, j, 0)),
         "q": pl.BlockSpec((None, None, r, d), lambda j, i: (i // h, j, i % h, 0)),
         "prompt_keys": pl.BlockSpec((None, None, d, p), lambda j, i: (i // h, i % h, 0, 0)),
         "prompt_values": pl.BlockSpec((None, None, p, d), lambda j, i: (i // h, i % h, 0, 0)),
     }
     if new is not None:
         inputs |= {"key": token, "value": token}
-        at["key"] = pl.BlockSpec((None, None, None, d), lambda j, i: (i // h, j, h * r + i % h, 0))
-        at["value"] = pl.BlockSpec((None, None, None, d), lambda j, i: (i // h, j, h * r + h + i % h, 0))
+        in_specs["key"] = pl.BlockSpec((None, None, None, d), lambda j, i: (i // h, j, h * r + i % h, 0))
+        in_specs["value"] = pl.BlockSpec((None, None, None, d), lambda j, i: (i // h, j, h * r + h + i % h, 0))
     if factors is not None:
-        inputs |= {"own": factors[0], "other": factors[1]}
+        inputs |= {"cos": factors[0], "sin": factors[1]}
         last = factors[0].shape[1] - 1  # G − 1, or 0 if the completions of a prompt share the factors
-        of_token = pl.BlockSpec((None, None, d), lambda j, i: (i // h, jnp.minimum(j, last), 0))
-        at |= {"own": of_token, "other": of_token}
+        factor_spec = pl.BlockSpec((None, None, d), lambda j, i: (i // h, jnp.minimum(j, last), 0))
+        in_specs |= {"cos": factor_spec, "sin": factor_spec}
     if scales is not None:
         inputs |= {"q_scale": scales[0], "k_scale": scales[1]}
-        at |= dict.fromkeys(("q_scale", "k_scale"), pl.BlockSpec((d,), lambda j, i: (0,)))
+        in_specs |= dict.fromkeys(("q_scale", "k_scale"), pl.BlockSpec((d,), lambda j, i: (0,)))
     if sinks is not None:
-        inputs["sinks"] = jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, _rows(r) - r)))
-        at["sinks"] = pl.BlockSpec((None, _rows(r)), lambda j, i: (i % h, 0))
-    of_cache = [pl.BlockSpec((None, None, None, *x.shape[3:]), lambda j, i: (i // h, i % h, j, 0, 0)) for x in cache]
+        inputs["sinks"] = jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, _padded_rows(r) - r)))
+        in_specs["sinks"] = pl.BlockSpec((None, _padded_rows(r)), lambda j, i: (i % h, 0))
+    cache_specs = [pl.BlockSpec((None, None, None, *x.shape[3:]), lambda j, i: (i // h, i % h, j, 0, 0)) for x in cache]
     # In the order of the output projection's input, so that the result is not transposed.
-    of_out = pl.BlockSpec((None, None, None, r, d), lambda j, i: (i // h, j, i % h, 0, 0))
+    out_spec = pl.BlockSpec((None, None, None, r, d), lambda j, i: (i // h, j, i % h, 0, 0))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *(() if new is None else cache))]
-    out, *written = pl.pallas_call(
-        functools.partial(_step_kernel, preparation=preparation, half=half, kernel=kernel, sizes=sizes),
+    out, *new_cache = pl.pallas_call(
+        functools.partial(_step_kernel, norm_and_rope=norm_and_rope, half=half, kernel=kernel, sizes=sizes),
         # In this order, a group's programs run at about the same time, so the keys of their prompt stay in the cache.
         grid=(g, b * h),
-        in_specs=[*of_cache, at],
-        out_specs=[of_out, *of_cache][: len(shapes)],
+        in_specs=[*cache_specs, in_specs],
+        out_specs=[out_spec, *cache_specs][: len(shapes)],
         out_shape=shapes,
         input_output_aliases={} if new is None else {0: 1, 1: 2},
         interpret=kernel.implementation == "interpreted",
         name="step_attention",
         compiler_params=compiler_params(kernel.implementation, warps=4, stages=3),
     )(cache[0], cache[1], inputs)
-    return out, cache if new is None else (written[0], written[1])
+    return out, cache if new is None else (new_cache[0], new_cache[1])
 
 
-def _rows(r: int) -> int:
+def _padded_rows(r: int) -> int:
     """Return the number of rows for R queries in a kernel, a power of two."""
-    return max(LEAST_SIDE, 1 << (r - 1).bit_length())
+    return max(MIN_TILE_SIDE, 1 << (r - 1).bit_length())
 
 
 def _step_kernel(
     keys: Ref,
     values: Ref,
-    given: dict[str, Ref],
+    inputs: dict[str, Ref],
     out: Ref,
-    *written: Ref,
-    preparation: Preparation,
+    *new_cache: Ref,
+    norm_and_rope: NormAndRope,
     half: int,
     kernel: Kernel,
     sizes: tuple[int, int],
 ) -> None:
     from jax.experimental.pallas.triton import load, store  # may be missing, see `tiles.implementation`
 
-    place, (r, d), slots = given["place"], out.shape, values.shape[0]
-    slot, position, length, write = place[0], place[1], place[2], place[7]
-    shape = rows, d = _rows(r), d
+    scalars, (r, d), slots = inputs["scalars"], out.shape, values.shape[0]
+    slot, position, length, write = scalars[0], scalars[1], scalars[2], scalars[7]
+    shape = rows, d = _padded_rows(r), d
     row, column = jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    real, channel = row < r, jnp.arange(d)  # rows from R on are padding
-    prepare = functools.partial(_prepare, given=given, preparation=preparation, half=half)
+    valid, channel = row < r, jnp.arange(d)  # rows from R on are padding
+    prepare = functools.partial(_normalize_and_rotate, inputs=inputs, norm_and_rope=norm_and_rope, half=half)
 
     def queries(channel: jax.Array) -> jax.Array:
-        return load(given["q"].at[row, jnp.broadcast_to(channel[None], shape)], mask=real, other=0.0)
+        return load(inputs["q"].at[row, jnp.broadcast_to(channel[None], shape)], mask=valid, other=0.0)
 
     q = prepare(queries, scale="q_scale")
 
-    def add(sums: Sums, keys: Ref, values: Ref, at: jax.Array, length: int, seen: jax.Array) -> Sums:
-        visible = jnp.broadcast_to(seen[None], (rows, length))
-        span = pl.ds(at, length)
-        return add_tile(sums, q, keys[:, span], values[span, :], visible, kernel, keys_axis=0)
+    def add(sums: Sums, keys: Ref, values: Ref, at: jax.Array, length: int, visible: jax.Array) -> Sums:
+        mask, span = jnp.broadcast_to(visible[None], (rows, length)), pl.ds(at, length)
+        return add_tile(sums, q, keys[:, span], values[span, :], mask, kernel, keys_axis=0)
 
-    def add_prompt(j: jax.Array, sums: Sums) -> Sums:
-        at, number = _begin(j, sizes[1], given["prompt_values"].shape[0])
-        seen = (number < length) & (number >= j * sizes[1])
+    def add_prompt_tile(j: jax.Array, sums: Sums) -> Sums:
+        at, index = _tile_slots(j, sizes[1], inputs["prompt_values"].shape[0])
+        visible = (index < length) & (index >= j * sizes[1])
         if kernel.window is not None:
-            seen &= length + position - number < kernel.window
-        return add(sums, given["prompt_keys"], given["prompt_values"], at, sizes[1], seen)
+            visible &= length + position - index < kernel.window
+        return add(sums, inputs["prompt_keys"], inputs["prompt_values"], at, sizes[1], visible)
 
-    def add_own(j: jax.Array, sums: Sums) -> Sums:
-        at, number = _begin(j, sizes[0], slots)
-        distance = slot - number
+    def add_completion_tile(j: jax.Array, sums: Sums) -> Sums:
+        at, index = _tile_slots(j, sizes[0], slots)
+        distance = slot - index
         distance = jnp.where(distance < 0, distance + slots, distance)
-        first = 1 if written else 0  # the sums already contain a new token
-        seen = (distance >= first) & (distance <= position) & (number >= j * sizes[0])
+        least = 1 if new_cache else 0  # the sums already contain a new token
+        visible = (distance >= least) & (distance <= position) & (index >= j * sizes[0])
         if kernel.window is not None:
-            seen &= distance < kernel.window
-        return add(sums, keys, values, at, sizes[0], seen)
+            visible &= distance < kernel.window
+        return add(sums, keys, values, at, sizes[0], visible)
 
-    sums = start_of_sums(shape)
-    if written:
-        key = prepare(lambda channel: load(given["key"].at[channel]), scale="k_scale").astype(keys.dtype)
-        value = given["value"][...].astype(values.dtype)
-        at, kept = jnp.full((d,), slot), jnp.broadcast_to(write > 0, (d,))
-        store(written[0].at[channel, at], key, mask=kept)
-        store(written[1].at[at, channel], value, mask=kept)
+    sums = initial_sums(shape)
+    if new_cache:
+        key = prepare(lambda channel: load(inputs["key"].at[channel]), scale="k_scale").astype(keys.dtype)
+        value = inputs["value"][...].astype(values.dtype)
+        at, write_mask = jnp.full((d,), slot), jnp.broadcast_to(write > 0, (d,))
+        store(new_cache[0].at[channel, at], key, mask=write_mask)
+        store(new_cache[1].at[at, channel], value, mask=write_mask)
         product = (q.astype(jnp.float32) * key[None].astype(jnp.float32)).sum(axis=1)
-        whole = jnp.broadcast_to(value[None].astype(jnp.float32), shape)
-        sums = whole, cap_scores(product, kernel), jnp.ones(rows)
-    sums = jax.lax.fori_loop(place[5], place[6], add_prompt, sums)
-    summed, top, total = jax.lax.fori_loop(place[3], place[4], add_own, sums)
-    if "sinks" in given:
-        sinks = given["sinks"][...]
-        higher = jnp.maximum(top, sinks)
-        summed, total = summed * jnp.exp(top - higher)[:, None], total * jnp.exp(top - higher)
-        total += jnp.exp(sinks - higher)
-    store(out.at[row, column], (summed / total[:, None]).astype(out.dtype), mask=real)
+        value = jnp.broadcast_to(value[None].astype(jnp.float32), shape)
+        sums = value, cap_scores(product, kernel), jnp.ones(rows)
+    sums = jax.lax.fori_loop(scalars[5], scalars[6], add_prompt_tile, sums)
+    acc, maximum, total = jax.lax.fori_loop(scalars[3], scalars[4], add_completion_tile, sums)
+    if "sinks" in inputs:
+        sinks = inputs["sinks"][...]
+        new_maximum = jnp.maximum(maximum, sinks)
+        rescale = jnp.exp(maximum - new_maximum)
+        acc, total = acc * rescale[:, None], total * rescale + jnp.exp(sinks - new_maximum)
+    store(out.at[row, column], (acc / total[:, None]).astype(out.dtype), mask=valid)
 
 
-def _prepare(
-    read: Callable[[jax.Array], jax.Array], *, given: dict[str, Ref], preparation: Preparation, half: int, scale: str
+def _normalize_and_rotate(
+    read: Callable[[jax.Array], jax.Array], *, inputs: dict[str, Ref], norm_and_rope: NormAndRope, half: int, scale: str
 ) -> jax.Array:
-    """Normalize and rotate [..., d], of which `read` returns the given channels, with a norm's scale by its name."""
+    """Normalize and rotate an array [..., d], whose channels `read` loads. `scale` is the key of the norm's scale."""
     from jax.experimental.pallas.triton import load
 
-    channel = jnp.arange(given["q"].shape[-1])
+    channel = jnp.arange(inputs["q"].shape[-1])
     x = read(channel)
     dtype, square = x.dtype, jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True)
 
     def normalized(x: jax.Array, channel: jax.Array) -> jax.Array:
-        if scale not in given:
+        if scale not in inputs:
             return x.astype(jnp.float32)
-        factor = load(given[scale].at[channel]).astype(jnp.float32) + preparation.offset
-        x = x.astype(jnp.float32) * jax.lax.rsqrt(square + preparation.eps)
+        factor = load(inputs[scale].at[channel]).astype(jnp.float32) + norm_and_rope.offset
+        x = x.astype(jnp.float32) * jax.lax.rsqrt(square + norm_and_rope.eps)
         return (x * factor.reshape((*(1,) * (x.ndim - 1), -1))).astype(dtype).astype(jnp.float32)
 
-    if "own" not in given:
+    if "cos" not in inputs:
         return normalized(x, channel).astype(dtype)
-    partner = channel + 1 - 2 * (channel % 2) if preparation.pairs else (channel + half) % (2 * half)
+    partner = channel + 1 - 2 * (channel % 2) if norm_and_rope.pairs else (channel + half) % (2 * half)
     partner = jnp.where(channel < 2 * half, partner, channel)
-    own, other = (given[name][...].reshape((*(1,) * (x.ndim - 1), -1)) for name in ("own", "other"))
-    return (normalized(x, channel) * own + normalized(read(partner), partner) * other).astype(dtype)
+    cos, sin = (inputs[name][...].reshape((*(1,) * (x.ndim - 1), -1)) for name in ("cos", "sin"))
+    return (normalized(x, channel) * cos + normalized(read(partner), partner) * sin).astype(dtype)
 
 
-def _begin(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array]:
+def _tile_slots(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array]:
     """Return the first slot and all slots of tile j. The last tile ends at the last slot."""
     at = j * size if slots % size == 0 else jnp.minimum(j * size, slots - size)
     return at, at + jnp.arange(size)
 
 
-def _tile(slots: int, most: int) -> int:
+def _tile_size(slots: int, max_keys: int) -> int:
     """Return the number of keys per tile, a power of two that divides the number of slots if possible."""
-    divisor = min(most, slots & -slots)
-    return divisor if divisor >= 32 else min(most, 1 << slots.bit_length() - 1)
+    divisor = min(max_keys, slots & -slots)
+    return divisor if divisor >= 32 else min(max_keys, 1 << slots.bit_length() - 1)

@@ -66,7 +66,7 @@ def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _store_transpose(w: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Return an identity on [N, M] that stores the transpose in memory on CPU if w [I, O] has I ≥ O.
+    """Return an identity function for x [N, M]. On CPU, it stores x's transpose in memory if w [I, O] has I ≥ O.
 
     XLA's CPU backend computes xᵀ g, with a transposed left operand, at half the speed of (gᵀ x)ᵀ with stored
     transposes. Tangents apply this identity before and after the operation that is linear in the weights.

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from grpo_jax.models.matmul import tile_product
-from grpo_jax.models.tiles import LEAST_SIDE, Ref, compiler_params, has_triton
+from grpo_jax.models.tiles import MIN_TILE_SIDE, Ref, compiler_params, has_triton
 
 
 def ragged_dot(
@@ -39,7 +39,7 @@ def ragged_dot(
 
 def has_kernel(implementation: str, *sides: int) -> bool:
     """Return whether a `ragged_dot` kernel supports matrices with these sides."""
-    return has_triton(implementation) and not any(side % LEAST_SIDE for side in sides)
+    return has_triton(implementation) and not any(side % MIN_TILE_SIDE for side in sides)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -179,4 +179,4 @@ def _tile(size: int, most: int) -> int:
 
 def _row_tile(n: int, groups: int, most: int) -> int:
     """Return the rows per tile, about the mean group size, so that a decode step runs many programs."""
-    return min(most, 1 << max(LEAST_SIDE, n // groups).bit_length() - 1)
+    return min(most, 1 << max(MIN_TILE_SIDE, n // groups).bit_length() - 1)

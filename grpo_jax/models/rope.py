@@ -112,7 +112,7 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 
 
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Compute float32 factors [B, G or 1, T, 2, r/2] for the halves of the channels and for the swapped halves.
+    """Compute the float32 factors cos and ±sin of `rotate`, each [B, G or 1, T, 2, r/2]. sin is negated in one half.
 
     Positions are [B, T] if they are the same for all completions of a prompt, otherwise [B, G, T], or
     [B, G or 1, T, r/2] from `positions_by_channel`.
@@ -150,15 +150,15 @@ def check_rope_length(rope: Rope, length: int) -> None:
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = False) -> jax.Array:
     """Rotate x [B, G, T, heads, d] by a `rope_table`. Channels are paired across halves, or with their neighbors."""
-    own, other = (t[:, :, :, None] for t in table)
-    half = own.shape[-1]
+    cos, sin = (t[:, :, :, None] for t in table)
+    half = cos.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
 
-    def turn(x: jax.Array) -> jax.Array:
+    def swap_axes(x: jax.Array) -> jax.Array:
         return x.swapaxes(-1, -2) if pairs else x
 
-    halves = turn(halves.reshape((*x.shape[:-1], *((half, 2) if pairs else (2, half)))))
+    halves = swap_axes(halves.reshape((*x.shape[:-1], *((half, 2) if pairs else (2, half)))))
     # Swap the halves with `rev`, since a concatenation takes three times as long on XLA's CPU backend.
-    turned = halves * own + jax.lax.rev(halves, (halves.ndim - 2,)) * other
-    turned = turn(turned).reshape((*x.shape[:-1], 2 * half)).astype(x.dtype)
-    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+    rotated = halves * cos + jax.lax.rev(halves, (halves.ndim - 2,)) * sin
+    rotated = swap_axes(rotated).reshape((*x.shape[:-1], 2 * half)).astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

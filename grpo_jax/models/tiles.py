@@ -26,10 +26,10 @@ from jax.experimental import pallas as pl
 from grpo_jax.models.devices import platform_of
 from grpo_jax.models.matmul import tile_product
 
-LEAST_SIDE = 16
+MIN_TILE_SIDE = 16
 """Minimum side of a kernel tile, since tensor cores multiply 16 × 16 matrices."""
 
-MOST_PARTS, LEAST_PART = 8, 64
+MAX_PARTS, MIN_PART = 8, 64
 """Maximum number of programs that share a tile of prompt keys, and minimum number of query tiles per program."""
 
 NO_PROMPT = -1
@@ -91,8 +91,8 @@ Ref = Any
 class Tiles(flax.struct.PyTreeNode):
     """Visible keys of each query, key tiles (of Y) that each of X query tiles reads, and vice versa. Arrays are int32.
 
-    A query attends to two ranges of keys, one in its prompt and one in its completion. `bounds` contains the first key
-    of the one and the key after its last, and then those of the other. If both are equal, the range is empty.
+    A query attends to two ranges of keys [first, end), one in its prompt and one in its completion. `bounds` contains
+    the two pairs in this order. Either range may be empty.
     """
 
     bounds: jax.Array  # [A, 4, N]
@@ -123,7 +123,7 @@ class Kernel(NamedTuple):
     """Static arguments to fused attention. Scale, window and soft cap are as in `attention.group_attention`."""
 
     implementation: str  # "tiles", "triton", "interpreted" (the "triton" kernels on any platform), "mosaic" or "splash"
-    rows: int  # queries per tile; R query heads that share a key head are R queries
+    rows: int  # queries per tile; each of the R query heads that share a key head counts
     columns: int  # keys per tile
     scale: float = 1.0
     window: int | None = None
@@ -151,12 +151,12 @@ class Kernel(NamedTuple):
         return cls(implementation, rows, columns)
 
 
-def find_tiles(bounds: jax.Array, num_keys: int, kernel: Kernel, group: int) -> Tiles:
+def find_tiles(bounds: jax.Array, num_keys: int, kernel: Kernel, queries_per_kv: int) -> Tiles:
     """Find the tiles that may contain visible keys. Extra tiles are harmless, since `visible` masks each score.
 
-    `group` query heads of a token are that many queries.
+    The `queries_per_kv` query heads of a token that share a key head are separate queries.
     """
-    each = repeated(bounds, group, kernel.rows)
+    each = repeated(bounds, queries_per_kv, kernel.rows)
     begins, ends = (each[:, i::2].reshape(len(bounds), 2, -1, kernel.rows) for i in range(2))
     some, first = begins < ends, jnp.arange(0, num_keys, kernel.columns).reshape(1, 1, 1, -1)
     low = jnp.where(some, begins, num_keys).min(axis=-1)[..., None]
@@ -171,9 +171,9 @@ def find_tiles(bounds: jax.Array, num_keys: int, kernel: Kernel, group: int) -> 
     return Tiles(bounds, keys, key_count, queries, query_count)
 
 
-def repeated(bounds: jax.Array, group: int, rows: int) -> jax.Array:
-    """Repeat each token's bounds for the `group` query heads that share a key head, and pad to a multiple of `rows`."""
-    bounds = jnp.repeat(bounds, group, axis=2)
+def repeated(bounds: jax.Array, queries_per_kv: int, rows: int) -> jax.Array:
+    """Repeat each token's bounds for the query heads that share a key head, and pad to a multiple of `rows`."""
+    bounds = jnp.repeat(bounds, queries_per_kv, axis=2)
     return jnp.pad(bounds, ((0, 0), (0, 0), (0, -bounds.shape[2] % rows)))
 
 
@@ -187,7 +187,7 @@ def over_key_tiles(
     are float32 [parts, ...].
     """
     whole, shared = x.k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
-    parts = min(MOST_PARTS, x.q.shape[2] // kernel.rows // LEAST_PART)
+    parts = min(MAX_PARTS, x.q.shape[2] // kernel.rows // MIN_PART)
     if parts < 2 or not shared:
         return gradients(0, whole, 1)
     sums = [y.sum(axis=0).astype(like.dtype) for y, like in zip(gradients(0, shared, parts), (x.k, x.v), strict=True)]
@@ -212,7 +212,7 @@ def cap_scores(products: jax.Array, kernel: Kernel) -> jax.Array:
     return scores if kernel.soft_cap is None else kernel.soft_cap * jnp.tanh(scores / kernel.soft_cap)
 
 
-def start_of_sums(shape: tuple[int, ...]) -> Sums:
+def initial_sums(shape: tuple[int, ...]) -> Sums:
     """Return initial sums for queries [..., rows, d]."""
     return jnp.zeros(shape), jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1])
 

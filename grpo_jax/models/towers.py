@@ -24,7 +24,7 @@ class SiglipConfig:
     image_size: int  # height and width of an image in pixels
     patch_size: int  # height and width of a patch in pixels
     block_size: int  # r, number of patches per side of the square that becomes one feature
-    features: int  # D, width of the text model
+    out_hidden_size: int  # D, width of the text model
     pool: bool  # whether a block's patches are averaged (Gemma 3) or concatenated (Idefics 3)
 
     @property
@@ -63,27 +63,27 @@ class SiglipTower(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Mapping[str, jax.Array]) -> jax.Array:
-        c, layer, pixels = self.config, self.config.encoder, inputs["pixels"]
-        n, side, p, width = len(pixels), c.side, c.patch_size, layer.hidden_size
+        c, encoder, pixels = self.config, self.config.encoder, inputs["pixels"]
+        n, side, p, width = len(pixels), c.side, c.patch_size, encoder.hidden_size
         if pixels.shape[1:] != c.inputs["pixels"].shape[1:]:
             raise ValueError(f"pixels must have shape [tiles, {c.image_size}, {c.image_size}, 3]; got {pixels.shape}.")
         patches = pixels[:, : side * p, : side * p].reshape(n, side, p, side, p, 3).transpose(0, 1, 3, 5, 2, 4)
-        x = linear(layer, "patch_embedding", width, True)(patches.reshape(n, side**2, 3 * p**2))
+        x = linear(encoder, "patch_embedding", width, True)(patches.reshape(n, side**2, 3 * p**2))
         positions = nn.Embed(side**2, width, name="position_embedding").embedding
         x = x + positions[None].astype(x.dtype)
-        for i in range(layer.num_layers):
-            x = _SiglipLayer(layer, name=f"layers_{i}")(x)
-        x = _layer_norm(layer, "post_layernorm", x)
+        for i in range(encoder.num_layers):
+            x = _SiglipLayer(encoder, name=f"layers_{i}")(x)
+        x = _layer_norm(encoder, "post_layernorm", x)
         rows, r = side // c.block_size, c.block_size
         x = x.reshape(n, rows, r, rows, r, width).transpose(0, 1, 3, 2, 4, 5).reshape(n, rows**2, r**2, width)
         if not c.pool:
-            return linear(layer, "proj", c.features)(x.reshape(n, rows**2, r**2 * width))
+            return linear(encoder, "proj", c.out_hidden_size)(x.reshape(n, rows**2, r**2 * width))
         x = x.mean(axis=2, dtype=jnp.float32).astype(x.dtype)
-        x = RMSNorm(layer.rms_norm_eps, 1.0, name="mm_soft_emb_norm")(x)
+        x = RMSNorm(encoder.rms_norm_eps, 1.0, name="mm_soft_emb_norm")(x)
         # Checkpoints store this matrix as [in, out], unlike the kernels of linear layers.
-        init = nn.initializers.normal(layer.initializer_range)
-        w = self.param("mm_input_projection_weight", init, (width, c.features))
-        return matmul(x.reshape(-1, width), w, None, layer.uses_float32_sums).reshape(n, rows**2, c.features)
+        init = nn.initializers.normal(encoder.initializer_range)
+        w = self.param("mm_input_projection_weight", init, (width, c.out_hidden_size))
+        return matmul(x.reshape(-1, width), w, None, encoder.uses_float32_sums).reshape(n, rows**2, c.out_hidden_size)
 
 
 class _SiglipLayer(nn.Module):
@@ -114,16 +114,16 @@ class QwenVisionConfig:
     """Configuration of a `QwenTower`."""
 
     encoder: TransformerConfig  # the layers and their rotary embedding; `vocab_size` is unused
-    patch_values: int  # F, number of values per patch
+    patch_dim: int  # F, number of values per patch
     merge_size: int  # number of patches per side of the square that becomes one feature
     window_size: int  # number of features per side of an attention window
-    full_layers: tuple[int, ...]  # indices of the layers that attend to the whole image
-    features: int  # D, width of the text model
+    full_attention_layers: tuple[int, ...]  # indices of the layers that attend to the whole image
+    out_hidden_size: int  # D, width of the text model
 
     @property
     def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of the inputs for one image of merge_size × merge_size patches."""
-        patches = np.zeros((self.merge_size**2, self.patch_values), np.float32)
+        patches = np.zeros((self.merge_size**2, self.patch_dim), np.float32)
         return jax.eval_shape(lambda: window_inputs(patches, (self.merge_size, self.merge_size), self))
 
 
@@ -139,28 +139,28 @@ class QwenTower(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Mapping[str, jax.Array]) -> jax.Array:
-        c, layer = self.config, self.config.encoder
-        x = linear(layer, "patch_embed", layer.hidden_size)(inputs["patches"])
-        table = _axial_table(inputs["positions"], layer.rope, layer.head_dim)
-        for i in range(layer.num_layers):
-            x = _QwenBlock(layer, i in c.full_layers, name=f"blocks_{i}")(x, table, inputs["valid"])
-        width = c.merge_size**2 * layer.hidden_size
-        x = norm(layer, "merger_ln_q")(x).reshape(len(x), -1, width)
-        x = ACTIVATIONS["gelu"](linear(layer, "merger_mlp_0", width, True)(x))
-        x = linear(layer, "merger_mlp_2", c.features, True)(x)
+        c, encoder = self.config, self.config.encoder
+        x = linear(encoder, "patch_embed", encoder.hidden_size)(inputs["patches"])
+        table = _axial_table(inputs["positions"], encoder.rope, encoder.head_dim)
+        for i in range(encoder.num_layers):
+            x = _QwenBlock(encoder, i in c.full_attention_layers, name=f"blocks_{i}")(x, table, inputs["valid"])
+        width = c.merge_size**2 * encoder.hidden_size
+        x = norm(encoder, "merger_ln_q")(x).reshape(len(x), -1, width)
+        x = ACTIVATIONS["gelu"](linear(encoder, "merger_mlp_0", width, True)(x))
+        x = linear(encoder, "merger_mlp_2", c.out_hidden_size, True)(x)
         return jnp.take_along_axis(x, inputs["raster_index"][:, :, None], axis=1)
 
 
 class _QwenBlock(nn.Module):
     config: TransformerConfig
-    full: bool  # whether patches attend to the whole image, not only to their window
+    full_attention: bool  # whether patches attend to the whole image, not only to their window
 
     @nn.compact
     def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array], valid: jax.Array) -> jax.Array:
         c, (n, windows, size, width) = self.config, x.shape
         qkv = linear(c, "attn_qkv", 3 * width, True)(norm(c, "norm1")(x))
         q, k, v = jnp.moveaxis(qkv.reshape(n, windows, size, 3, c.num_heads, c.head_dim), 3, 0)
-        b, t = (n, windows * size) if self.full else (n * windows, size)
+        b, t = (n, windows * size) if self.full_attention else (n * windows, size)
         q, k, v = (y.reshape(b, t, c.num_heads, c.head_dim) for y in (rotate(q, table), rotate(k, table), v))
         # Queries of windows without patches attend to all keys equally; their features are not used.
         y = jax.nn.dot_product_attention(q, k, v, mask=valid.reshape(b, 1, 1, t)).reshape(x.shape)

@@ -167,8 +167,8 @@ class Transformer(nn.Module):
         masks = []
         for heads, width in dict.fromkeys(map(c.heads_of, c.layer_kinds)):
             windows = {kind.window for kind in c.layer_kinds if c.heads_of(kind) == (heads, width)}
-            kernel = Kernel.of(chosen, width, c.dtype)
-            masks.append(make_tile_mask(tokens, prefix, segments, kernel, windows=windows, group=c.num_heads // heads))
+            kernel, r = Kernel.of(chosen, width, c.dtype), c.num_heads // heads
+            masks.append(make_tile_mask(tokens, prefix, segments, kernel, windows=windows, queries_per_kv=r))
         return masks[0].replace(tiles={window: tiles for mask in masks for window, tiles in mask.tiles.items()})
 
     def _layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.models.context import Cache, Prefix, empty_cache, pad_slots, rotate_ring
 from grpo_jax.models.sharding import constrain, for_head, for_lookup
-from grpo_jax.models.streams import shared
+from grpo_jax.models.threads import shared
 from grpo_jax.rollout.draw import (
     DecodeSettings,
     Variables,
@@ -31,7 +31,7 @@ from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, joi
 Tree = TypeVar("Tree")
 
 
-class Stream(flax.struct.PyTreeNode):
+class DecodeState(flax.struct.PyTreeNode):
     """Device state for completions that are decoded together.
 
     At each step, all completions write to the same slot of a ring buffer. A completion whose turn has ended stops
@@ -59,7 +59,7 @@ Drawn = tuple[jax.Array, jax.Array, jax.Array]
 """Tokens, log-probs and mask, each [B, G, steps]."""
 
 Carry = tuple[jax.Array, Cache, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array, jax.Array]
-Uncached = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
+UncachedCarry = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def _squeeze_cache(cache: Cache) -> Cache:
@@ -67,14 +67,14 @@ def _squeeze_cache(cache: Cache) -> Cache:
     return jax.tree.map(lambda x: x.squeeze(tuple(i for i in range(x.ndim - 2) if x.shape[i] == 1)), cache)
 
 
-def _unsqueeze_cache(stream: Stream) -> Cache:
+def _unsqueeze_cache(state: DecodeState) -> Cache:
     """Restore the axes that `_squeeze_cache` squeezed."""
-    b, g = stream.token.shape
+    b, g = state.token.shape
 
     def whole(x: jax.Array, of_prompts: jax.Array) -> jax.Array:
         return x.reshape(b, of_prompts.shape[1], g, x.shape[-2], x.shape[-1])
 
-    return jax.tree.map(whole, stream.cache, stream.prefix.layers)
+    return jax.tree.map(whole, state.cache, state.prefix.layers)
 
 
 def _prefill_prompts(
@@ -86,17 +86,18 @@ def _prefill_prompts(
     *,
     settings: DecodeSettings,
     multi_turn: bool = False,
-) -> tuple[Stream, Drawn]:
-    """Prefill the prompts, once per group, and draw the first tokens. The returned stream does not have a cache yet."""
+) -> tuple[DecodeState, Drawn]:
+    """Prefill the prompts, once per group, and draw the first tokens. The returned state does not have a cache yet."""
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
     last, prefix = model.apply({"params": params}, prompts, method="prefill")
     logits = model.apply({"params": params}, last, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, settings.sampling)
-    ended, state = ended_by(tokens, first_state((b, g), settings), settings)
-    stream = Stream(prefix, (), tokens, ended, keys, jnp.full((b, g) if multi_turn else b, slot, jnp.int32), state)
-    return stream, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
+    ended, stop_state = ended_by(tokens, first_state((b, g), settings), settings)
+    start = jnp.full((b, g) if multi_turn else b, slot, jnp.int32)
+    state = DecodeState(prefix, (), tokens, ended, keys, start, stop_state)
+    return state, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
 
 @shared
@@ -111,38 +112,38 @@ def prefill(
     settings: DecodeSettings,
     slots: int,
     multi_turn: bool = False,
-) -> tuple[Stream, Drawn]:
+) -> tuple[DecodeState, Drawn]:
     """Prefill the prompts and draw the first token of each completion.
 
     The completions start at `slot`. `multi_turn` is True for completions with several turns. On a mesh, the cached keys
     and values are sharded over prompts and heads.
     """
-    stream, drawn = _prefill_prompts(model, params, prompts, keys, slot, settings=settings, multi_turn=multi_turn)
-    cache = empty_cache(stream.prefix.layers, keys.shape[1], slots)
-    stream = stream.replace(cache=cache if multi_turn or settings.mesh is not None else _squeeze_cache(cache))
-    return place_stream(stream, settings.mesh, constrain), drawn
+    state, drawn = _prefill_prompts(model, params, prompts, keys, slot, settings=settings, multi_turn=multi_turn)
+    cache = empty_cache(state.prefix.layers, keys.shape[1], slots)
+    state = state.replace(cache=cache if multi_turn or settings.mesh is not None else _squeeze_cache(cache))
+    return place_state(state, settings.mesh, constrain), drawn
 
 
 @shared
-@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("stream",))
+@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
 def refill(
     model: CachedModel,
     params: Params,
-    stream: Stream,
+    state: DecodeState,
     prompts: Prompts,
     keys: jax.Array,
     indices: jax.Array,
     slot: jax.Array | int,
     *,
     settings: DecodeSettings,
-) -> tuple[Stream, Drawn]:
+) -> tuple[DecodeState, Drawn]:
     """Replace the ended groups at `indices` [B'] with new prompts.
 
-    `stream` is passed without its cache, which does not need to be reset: slots before a new group's first slot are
+    `state` is passed without its cache, which does not need to be reset: slots before a new group's first slot are
     never read, and a recurrent layer starts from the prompt's state when it processes a completion's first token.
     """
     new, drawn = _prefill_prompts(model, params, prompts, keys, slot, settings=settings)
-    return jax.tree.map(lambda old, x: old.at[indices].set(x), stream, new), drawn
+    return jax.tree.map(lambda old, x: old.at[indices].set(x), state, new), drawn
 
 
 @shared
@@ -151,7 +152,7 @@ def decode_burst(
     model: CachedModel,
     variables: Variables,
     cache: Cache,
-    stream: Stream,
+    state: DecodeState,
     slot: jax.Array | int,
     count: jax.Array | int,
     *,
@@ -163,13 +164,13 @@ def decode_burst(
 
     The cache is a separate argument because only the cache is donated. `count` is the maximum number of tokens to draw:
     a scalar for one turn, [B, G] for several. If `fixed`, all `steps` run: on a GPU or a mesh, a data-dependent loop
-    would wait for the host. Returns the stream's new cache, token, ended and stop_state, and the drawn tokens.
+    would wait for the host. Returns the state's new cache, token, ended and stop_state, and the drawn tokens.
     """
-    b, g = stream.token.shape
-    chex.assert_shape([stream.ended, stream.keys], (b, g))
-    multi_turn = stream.start.ndim == 2
+    b, g = state.token.shape
+    chex.assert_shape([state.ended, state.keys], (b, g))
+    multi_turn = state.start.ndim == 2
     chex.assert_shape(count, (b, g) if multi_turn else ())
-    u = step_uniforms(stream.keys, slot - stream.start + 1, steps)
+    u = step_uniforms(state.keys, slot - state.start + 1, steps)
     tokens = jnp.full((steps, b, g), settings.pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
@@ -183,14 +184,14 @@ def decode_burst(
         return (i < (steps if multi_turn else count)) & ~ended.all()
 
     def step(carry: Carry) -> Carry:
-        i, cache, token, ended, state, tokens, log_probs, mask = carry
+        i, cache, token, ended, stop_state, tokens, log_probs, mask = carry
         hidden, cache = model.apply(
             variables,
             token[:, :, None],
-            stream.prefix,
+            state.prefix,
             cache,
             slot + i,
-            stream.start,
+            state.start,
             write=~ended[..., None] if multi_turn else None,
             method="hidden",
         )
@@ -199,41 +200,41 @@ def decode_burst(
         tokens = tokens.at[i].set(drawn)
         log_probs = log_probs.at[i].set(jnp.where(ended, 0.0, log_prob))
         mask = mask.at[i].set(~ended)
-        after, (last, state) = i + 1, ended_by(drawn, state, settings)
+        after, (last, stop_state) = i + 1, ended_by(drawn, stop_state, settings)
         ended |= last
         if multi_turn:
             ended |= after >= count
-        return after, cache, drawn, ended, state, tokens, log_probs, mask
+        return after, cache, drawn, ended, stop_state, tokens, log_probs, mask
 
-    carry = (jnp.int32(0), cache, stream.token, stream.ended, stream.stop_state, tokens, log_probs, mask)
+    carry = (jnp.int32(0), cache, state.token, state.ended, state.stop_state, tokens, log_probs, mask)
     if fixed:
         carry = jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), carry)
     else:
         carry = jax.lax.while_loop(unfinished, step, carry)
-    _, cache, token, ended, state, *drawn = carry
+    _, cache, token, ended, stop_state, *drawn = carry
     tokens, log_probs, mask = (jnp.moveaxis(x, 0, -1) for x in drawn)
     cache = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), cache)
-    state = jax.tree.map(lambda x: constrain(x, mesh), state)
-    return (cache, constrain(token, mesh), constrain(ended, mesh), state), (tokens, log_probs, mask)
+    stop_state = jax.tree.map(lambda x: constrain(x, mesh), stop_state)
+    return (cache, constrain(token, mesh), constrain(ended, mesh), stop_state), (tokens, log_probs, mask)
 
 
 def decode(
     model: CachedModel,
     variables: Variables,
-    stream: Stream,
+    state: DecodeState,
     slot: int,
     count: int | jax.Array,
     *,
     settings: DecodeSettings,
     steps: int,
     fixed: bool = False,
-) -> tuple[Stream, Drawn]:
-    """Call `decode_burst` and return the updated stream and the drawn tokens."""
-    cache, rest = stream.cache, stream.replace(cache=())
-    (cache, token, ended, state), drawn = decode_burst(
+) -> tuple[DecodeState, Drawn]:
+    """Call `decode_burst` and return the updated state and the drawn tokens."""
+    cache, rest = state.cache, state.replace(cache=())
+    (cache, token, ended, stop_state), drawn = decode_burst(
         model, variables, cache, rest, slot, count, settings=settings, steps=steps, fixed=fixed
     )
-    return stream.replace(cache=cache, token=token, ended=ended, stop_state=state), drawn
+    return state.replace(cache=cache, token=token, ended=ended, stop_state=stop_state), drawn
 
 
 @shared
@@ -242,7 +243,7 @@ def prefill_chunk(
     model: CachedModel,
     variables: Variables,
     cache: Cache,
-    stream: Stream,
+    state: DecodeState,
     slot: jax.Array | int,
     tokens: jax.Array,
     valid: jax.Array,
@@ -254,10 +255,8 @@ def prefill_chunk(
     `valid` [B, G, N] is False on padding. Returns the cache, and the next tokens and their log-probs [B, G]; the tokens
     are valid only after the last chunk, and only where the last entry of `valid` is True.
     """
-    hidden, cache = model.apply(
-        variables, tokens, stream.prefix, cache, slot, stream.start, write=valid, method="hidden"
-    )
-    u = step_uniforms(stream.keys, slot + tokens.shape[-1] - stream.start, 1)[0]
+    hidden, cache = model.apply(variables, tokens, state.prefix, cache, slot, state.start, write=valid, method="hidden")
+    u = step_uniforms(state.keys, slot + tokens.shape[-1] - state.start, 1)[0]
     token, log_prob = draw_next(model, variables, u, hidden[:, :, -1], settings)
     return cache, token, log_prob
 
@@ -269,7 +268,7 @@ def concatenate(trees: Sequence[Tree], xp: ModuleType = jnp) -> Tree:
 
 @functools.partial(jax.jit, static_argnames=("slots", "parts", "mesh"))
 def rearrange(
-    streams: tuple[Stream, ...],
+    states: tuple[DecodeState, ...],
     groups: jax.Array | None,
     order: jax.Array,
     start: jax.Array | None = None,
@@ -277,14 +276,14 @@ def rearrange(
     slots: int,
     parts: int = 1,
     mesh: Mesh | None = None,
-) -> tuple[Stream, ...]:
-    """Gather completions from all streams into `parts` new streams whose caches have `slots` slots.
+) -> tuple[DecodeState, ...]:
+    """Gather completions from all states into `parts` new states whose caches have `slots` slots.
 
     `groups` [B'] contains the indices of the groups to keep, and `order` [B', G'] the indices of the completions within
     each group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] is each completion's
-    new first slot, for a single stream with several turns. If `start` is None, the slots are unchanged.
+    new first slot, for a single state with several turns. If `start` is None, the slots are unchanged.
     """
-    whole = concatenate([x.replace(cache=_unsqueeze_cache(x)) for x in streams])
+    whole = concatenate([x.replace(cache=_unsqueeze_cache(x)) for x in states])
 
     def pick(x: jax.Array) -> jax.Array:
         """Gather [B', G', …] from [B, G, …]."""
@@ -292,52 +291,52 @@ def rearrange(
 
     cache = jax.tree.map(lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2), whole.cache)
     cache = pad_slots(cache, slots) if start is None else rotate_ring(cache, pick(whole.start) - start, slots)
-    prefix, begins = whole.prefix, whole.start
+    prefix, starts = whole.prefix, whole.start
     if groups is not None:
-        prefix, begins = jax.tree.map(lambda x: x[groups], (prefix, begins))
+        prefix, starts = jax.tree.map(lambda x: x[groups], (prefix, starts))
     token, ended, keys = (pick(x) for x in (whole.token, whole.ended, whole.keys))
-    state = jax.tree.map(pick, whole.stop_state)
-    chosen = Stream(prefix, cache, token, ended, keys, begins if start is None else start, state)
+    stop_state = jax.tree.map(pick, whole.stop_state)
+    chosen = DecodeState(prefix, cache, token, ended, keys, starts if start is None else start, stop_state)
     if start is not None or mesh is not None:
-        return (place_stream(chosen, mesh, constrain),)
+        return (place_state(chosen, mesh, constrain),)
     size = len(order) // parts
     parts_of = (jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
     return tuple(part.replace(cache=_squeeze_cache(part.cache)) for part in parts_of)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
-def grow(stream: Stream, *, slots: int, mesh: Mesh | None = None) -> Stream:
-    """Enlarge a stream's cache to `slots` slots."""
-    return place_stream(stream.replace(cache=pad_slots(stream.cache, slots)), mesh, constrain)
+def grow(state: DecodeState, *, slots: int, mesh: Mesh | None = None) -> DecodeState:
+    """Enlarge a state's cache to `slots` slots."""
+    return place_state(state.replace(cache=pad_slots(state.cache, slots)), mesh, constrain)
 
 
-def place_stream(stream: Stream, mesh: Mesh | None, place: Callable[..., Any]) -> Stream:
-    """Shard a stream over prompts, and its keys and values also over heads. Without a mesh, return it unchanged.
+def place_state(state: DecodeState, mesh: Mesh | None, place: Callable[..., Any]) -> DecodeState:
+    """Shard a state over prompts, and its keys and values also over heads. Without a mesh, return it unchanged.
 
     `place(x, mesh, *axes)` is `constrain`, or a function that returns a `ShapeDtypeStruct` with the same sharding.
     """
     if mesh is None:
-        return stream
+        return state
 
     def by_heads(tree: Any) -> Any:
         return jax.tree.map(lambda x: place(x, mesh, "tensor"), tree)
 
-    placed = jax.tree.map(lambda x: place(x, mesh), stream.replace(cache=None))
-    prefix = placed.prefix.replace(layers=by_heads(stream.prefix.layers))
-    return placed.replace(prefix=prefix, cache=by_heads(stream.cache))
+    placed = jax.tree.map(lambda x: place(x, mesh), state.replace(cache=None))
+    prefix = placed.prefix.replace(layers=by_heads(state.prefix.layers))
+    return placed.replace(prefix=prefix, cache=by_heads(state.cache))
 
 
 def generate_traced(
     model: CachedModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
     """Generate single-turn completions in one compiled loop. `generate` calls this function under `jit`."""
-    stream, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
+    state, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
     if length > 1:
         steps = length - 1
-        stream, rest = decode(model, {"params": params}, stream, 0, steps, settings=settings, steps=steps)
+        state, rest = decode(model, {"params": params}, state, 0, steps, settings=settings, steps=steps)
         drawn = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), drawn, rest)
     tokens, log_probs, mask = drawn
-    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=stream.ended)
+    return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=state.ended)
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "length"))
@@ -347,8 +346,8 @@ def generate_uncached(
     """Generate single-turn completions with a model that has no cache. Each step processes all tokens again."""
     b, g = keys.shape
 
-    def step(t: jax.Array, carry: Uncached) -> Uncached:
-        tokens, log_probs, mask, ended, state = carry
+    def step(t: jax.Array, carry: UncachedCarry) -> UncachedCarry:
+        tokens, log_probs, mask, ended, stop_state = carry
         whole, start = join_rows(prompts, tokens)
         logits = model.apply({"params": params}, whole)
         at = (start - 1 + t)[:, None, None]
@@ -357,8 +356,8 @@ def generate_uncached(
         drawn = jnp.where(ended, settings.pad_token_id, drawn)
         tokens = tokens.at[:, :, t].set(drawn)
         log_probs = log_probs.at[:, :, t].set(jnp.where(ended, 0.0, log_prob))
-        last, state = ended_by(drawn, state, settings)
-        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | last, state
+        last, stop_state = ended_by(drawn, stop_state, settings)
+        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | last, stop_state
 
     start = (
         jnp.full((b, g, length), settings.pad_token_id, jnp.int32),

@@ -15,9 +15,9 @@ group 1     · · x y z · · ·     start 2; replaces a group that ended in slo
 group 2     s t u · · · q r     start 6; slots 8, 9 and 10 wrap around to 0, 1 and 2
 ```
 
-Completions with several turns use the same compiled functions in a different loop (`turns`). There, each stream runs in
-a separate thread, so that one stream decodes while another waits for answers, and each completion has its own start
-slot. With one turn, all streams share one loop, because they move to smaller layouts together.
+Completions with several turns use the same compiled functions in a different loop (`turns`). There, each thread runs
+a separate loop, so that one thread decodes while another waits for answers, and each completion has its own start
+slot. With one turn, all threads share one loop, because their completions move to smaller layouts together.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import numpy as np
 
 from grpo_jax.maths.sampling import Sampling, check_sampling
 from grpo_jax.models.sharding import abstract_from, fetch, mesh_of, shard_count
-from grpo_jax.models.streams import in_background, run_in_streams
+from grpo_jax.models.threads import in_background, run_in_threads
 from grpo_jax.rollout.decode import (
+    DecodeState,
     Drawn,
-    Stream,
     concatenate,
     decode,
     decode_burst,
@@ -49,7 +49,7 @@ from grpo_jax.rollout.decode import (
 )
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import decode_settings
-from grpo_jax.rollout.layouts import choose_layouts, groups_at_once, on_cpu, stream_count
+from grpo_jax.rollout.layouts import choose_layouts, decode_threads, groups_at_once, on_cpu
 from grpo_jax.rollout.programs import decode_variables
 from grpo_jax.rollout.table import SamplingJob, Table
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from grpo_jax.rollout.turns import AnswerTurn
 
 Part = TypeVar("Part")
-StreamResult = tuple[Stream, Drawn]
-"""An updated stream and the drawn tokens."""
+DecodeResult = tuple[DecodeState, Drawn]
+"""An updated state and the drawn tokens."""
 
 OnTokens = Callable[[np.ndarray, np.ndarray], None]
 """A callback that receives the tokens and the mask [B, G, T] drawn so far."""
@@ -221,14 +221,14 @@ class _SingleTurnRollout:
         self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # bursts not yet recorded in the table
         self._on_cpu = on_cpu(job.params, job.mesh)
 
-        def begin(part: np.ndarray) -> StreamResult:
+        def begin(part: np.ndarray) -> DecodeResult:
             prompts, keys = job.inputs(part)
             return prefill(job.model, job.params, prompts, keys, 0, settings=job.settings, slots=self.slots)
 
         job.interrupt()
-        parts = np.split(np.arange(groups), stream_count(job.params, groups, g))
+        parts = np.split(np.arange(groups), decode_threads(job.params, groups, g))
         with in_background(functools.partial(self._compile, parts[0])):
-            self.streams, drawn = self._run(begin, parts)
+            self.states, drawn = self._run(begin, parts)
         self._queue(self.rows, drawn)
 
     def _compile(self, part: np.ndarray) -> None:
@@ -237,9 +237,9 @@ class _SingleTurnRollout:
         if job.mesh is None:
             model, params, settings = job.model, job.params, job.settings
             shapes, _ = prefill.eval_shape(model, params, *job.inputs(part), 0, settings=settings, slots=self.slots)
-            stream = abstract_from(shapes, (params, model))
+            state = abstract_from(shapes, (params, model))
             burst = functools.partial(decode_burst.lower, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
-            burst(model, job.decode_variables, stream.cache, stream.replace(cache=()), 0, 0).compile()
+            burst(model, job.decode_variables, state.cache, state.replace(cache=()), 0, 0).compile()
 
     @property
     def empty(self) -> np.ndarray:
@@ -252,33 +252,33 @@ class _SingleTurnRollout:
         return self.next_group < len(self.job.keys)
 
     def refill(self) -> bool:
-        """Replace ended groups with waiting prompts, in streams where enough have ended. Returns whether it did so."""
-        job, size = self.job, len(self.rows) // len(self.streams)
+        """Refill states that have enough ended groups with waiting prompts. Returns whether any were refilled."""
+        job, size = self.job, len(self.rows) // len(self.states)
         count = max(1, size // 4)  # number of prompts per refill; with fewer, the call costs more than it saves
         self.rows = self.rows.copy()  # `bursts` holds references to the old array
         entering = []
-        for i, empty in enumerate(np.split(self.empty, len(self.streams))):
+        for i, empty in enumerate(np.split(self.empty, len(self.states))):
             if empty.sum() >= count and self.prompts_wait:
                 groups, indices = np.arange(self.next_group, self.next_group + count), np.flatnonzero(empty)[:count]
                 self.rows[i * size + indices], self.drawn[i * size + indices] = job.rows(groups), 1
                 self.next_group += count
                 entering.append((i, groups, indices))
 
-        def enter(entry: tuple[int, np.ndarray, np.ndarray]) -> StreamResult:
+        def enter(entry: tuple[int, np.ndarray, np.ndarray]) -> DecodeResult:
             i, groups, indices = entry
             prompts, keys = job.inputs(groups)
-            cache, stream = self.streams[i].cache, self.streams[i].replace(cache=())
-            stream, drawn = refill(
-                job.model, job.params, stream, prompts, keys, indices, self.slot, settings=job.settings
+            cache, state = self.states[i].cache, self.states[i].replace(cache=())
+            state, drawn = refill(
+                job.model, job.params, state, prompts, keys, indices, self.slot, settings=job.settings
             )
-            return stream.replace(cache=cache), drawn
+            return state.replace(cache=cache), drawn
 
         if not entering:
             return False
         job.interrupt()
         refilled, drawn = self._run(enter, entering)
-        new = {i: stream for (i, _, _), stream in zip(entering, refilled, strict=True)}
-        self.streams = tuple(new.get(i, stream) for i, stream in enumerate(self.streams))
+        new = {i: state for (i, _, _), state in zip(entering, refilled, strict=True)}
+        self.states = tuple(new.get(i, state) for i, state in enumerate(self.states))
         self._queue(self.rows[np.concatenate([i * size + indices for i, _, indices in entering])], drawn)
         return True
 
@@ -290,9 +290,9 @@ class _SingleTurnRollout:
             return
         (groups, order), mesh = chosen, self.job.mesh
         self.rows, self.drawn = self.rows[groups[:, None], order], self.drawn[groups]
-        parts = stream_count(self.job.params, len(groups), order.shape[1])
+        parts = decode_threads(self.job.params, len(groups), order.shape[1])
         kept = groups if mesh is None else None  # on a mesh, groups stay on their devices
-        self.streams = rearrange(self.streams, kept, order, slots=slots, parts=parts, mesh=mesh)
+        self.states = rearrange(self.states, kept, order, slots=slots, parts=parts, mesh=mesh)
         self.layout, self.slots = self.layout + 1, slots
 
     def decode(self) -> None:
@@ -300,30 +300,30 @@ class _SingleTurnRollout:
         job, layouts, last, settings = self.job, self.layouts, self.layouts.slots[-1], self.job.settings
         if self.slot >= self.slots < last:
             self.slots = layouts.slots[layouts.slots.index(self.slots) + 1]
-            self.streams = tuple(grow(stream, slots=self.slots, mesh=job.mesh) for stream in self.streams)
+            self.states = tuple(grow(state, slots=self.slots, mesh=job.mesh) for state in self.states)
         count = layouts.steps
         if not layouts.fixed:
             left = job.table.length - int(self.drawn[~self.empty].min())
             count = min(count, left if self.slots == last else min(left, self.slots - self.slot))
 
-        def draw(stream: Stream) -> StreamResult:
+        def draw(state: DecodeState) -> DecodeResult:
             burst = functools.partial(decode, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
-            return burst(job.model, job.decode_variables, stream, self.slot, count)
+            return burst(job.model, job.decode_variables, state, self.slot, count)
 
-        self.streams, drawn = self._run(draw, self.streams)
+        self.states, drawn = self._run(draw, self.states)
         before = self.rows
         self.drawn, self.slot = self.drawn + count, self.slot + count
         self.rows = np.where(self.drawn[:, None] < job.table.length, self.rows, -1)
         self._queue(before, drawn)
 
     def _run(
-        self, program: Callable[[Part], StreamResult], parts: Sequence[Part]
-    ) -> tuple[tuple[Stream, ...], list[Drawn]]:
-        """Call a compiled function for each stream. On a CPU, wait until the results are ready."""
-        results = run_in_streams(program, parts)
+        self, program: Callable[[Part], DecodeResult], parts: Sequence[Part]
+    ) -> tuple[tuple[DecodeState, ...], list[Drawn]]:
+        """Call a compiled function for each state. On a CPU, wait until the results are ready."""
+        results = run_in_threads(program, parts)
         if self._on_cpu:
             jax.block_until_ready(results)
-        return tuple(stream for stream, _ in results), [drawn for _, drawn in results]
+        return tuple(state for state, _ in results), [drawn for _, drawn in results]
 
     def _queue(self, rows: np.ndarray, drawn: Sequence[Drawn]) -> None:
         """Queue drawn tokens to be recorded later, while an accelerator decodes the next burst."""
@@ -337,8 +337,8 @@ class _SingleTurnRollout:
         """Record all bursts except the last `in_flight`, and mark the positions of ended completions as empty."""
         table = self.job.table
         while len(self.bursts) > in_flight:
-            rows, streams = self.bursts.popleft()
-            ended = table.record(rows, concatenate(fetch(streams), np), self.job.settings)
+            rows, drawn = self.bursts.popleft()
+            ended = table.record(rows, concatenate(fetch(drawn), np), self.job.settings)
             table.ended[rows[ended]] = True
             over = rows[ended | (table.lengths[rows] == table.length)]
             self.rows = np.where(np.isin(self.rows, over), -1, self.rows)

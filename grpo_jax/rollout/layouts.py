@@ -29,7 +29,7 @@ from grpo_jax.models.devices import platform_of
 from grpo_jax.models.fused_step import has_step_kernel
 from grpo_jax.models.layers import Quantized
 from grpo_jax.models.sharding import shard_count
-from grpo_jax.models.streams import count_streams, devices_of
+from grpo_jax.models.threads import count_threads, devices_of
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import CachedModel, Params
 
@@ -48,8 +48,8 @@ MIN_COMPLETIONS = 8
 MAX_SMALLER = 3
 """Maximum number of smaller layouts."""
 
-MIN_PER_STREAM = 16
-"""Minimum number of completions in a stream. With fewer, matrix products are too small to be efficient."""
+MIN_PER_THREAD = 16
+"""Minimum number of completions per thread. With fewer, matrix products are too small to be efficient."""
 
 MAX_RELATIVE_COST = 0.8
 """Maximum cost of the next layout relative to the current layout. A move copies the cache and may need compiling."""
@@ -181,13 +181,13 @@ def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: i
     )
 
 
-def stream_count(params: Params, groups: int, width: int, *, per_thread: int = 1) -> int:
-    """Return the number of streams for [groups, width] completions. It divides `groups`.
+def decode_threads(params: Params, groups: int, width: int, *, per_core: int = 1) -> int:
+    """Return the number of threads that decode [groups, width] completions. It divides `groups`.
 
-    `per_thread` is the number of streams per core. It is larger with several turns, because some streams wait.
+    `per_core` is the number of threads per core. It is larger with several turns, because some threads wait.
     """
-    parts = min(groups, groups * width // MIN_PER_STREAM)
-    most = max(1, min(parts, per_thread * count_streams(params, groups)))
+    parts = min(groups, groups * width // MIN_PER_THREAD)
+    most = max(1, min(parts, per_core * count_threads(params, groups)))
     return max(n for n in range(1, most + 1) if groups % n == 0)
 
 

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.layers import Quantized
 from grpo_jax.models.sharding import abstract, abstract_from, constrained_sharding, mesh_of, shard_count, split_sharding
-from grpo_jax.models.streams import devices_of
+from grpo_jax.models.threads import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
-from grpo_jax.rollout.decode import Stream, decode_burst, place_stream, prefill
+from grpo_jax.rollout.decode import DecodeState, decode_burst, place_state, prefill
 from grpo_jax.rollout.draw import DecodeSettings, Variables, completion_keys
 from grpo_jax.rollout.layouts import choose_layouts, groups_at_once
 from grpo_jax.types import CachedModel, Model, Params, Prompts, as_argument, is_cached
@@ -126,9 +126,9 @@ def decode_call(
     settings = settings._replace(mesh=mesh)
     read = functools.partial(prefill, settings=settings, slots=layouts.slots[-1])
     prompts, keys = _inputs(at_once, num_generations, prompt_length, mesh)
-    stream: Stream = jax.eval_shape(read, argument, shapes, prompts, keys, 0)[0]
-    stream = abstract_from(stream, (shapes, argument)) if mesh is None else place_stream(stream, mesh, _at)
-    cache, rest = stream.cache, stream.replace(cache=())
+    state: DecodeState = jax.eval_shape(read, argument, shapes, prompts, keys, 0)[0]
+    state = abstract_from(state, (shapes, argument)) if mesh is None else place_state(state, mesh, _at)
+    cache, rest = state.cache, state.replace(cache=())
     burst = functools.partial(decode_burst, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
     return functools.partial(burst, argument, variables, cache, rest, 0, 0)
 

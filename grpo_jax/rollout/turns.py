@@ -11,7 +11,7 @@ position of 0     0  1  2           3  4  5           6  7  8  9
 prefilled together   (only EOS)  EOS  x  y  z
 ```
 
-Answers are computed while other completions are decoded. When half of a stream's completions are waiting, the others
+Answers are computed while other completions are decoded. When half of a thread's completions are waiting, the others
 are decoded for two more bursts, during which most answers arrive. Then all observations are read together. The sequence
 of compiled functions and their shapes thus depends only on the tokens, not on how long answers take, and a resumed run
 reproduces the same results bit for bit.
@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.models.sharding import fetch, gather_objects, shard_count, split
-from grpo_jax.models.streams import run_in_streams
+from grpo_jax.models.threads import run_in_threads
 from grpo_jax.rollout.decode import Drawn, decode, prefill, prefill_chunk, rearrange
-from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, Layouts, decode_step, on_cpu, stream_count
+from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, Layouts, decode_step, decode_threads, on_cpu
 from grpo_jax.rollout.table import SamplingJob
 from grpo_jax.types import Completions
 
@@ -45,7 +45,7 @@ CHUNK = 256
 """Maximum number of observation tokens per completion that are processed in one call."""
 
 MIN_WAITING = 0.5
-"""Fraction of a stream's completions that must be waiting before observations are read. Waiting completions are idle,
+"""Fraction of a thread's completions that must be waiting before observations are read. Waiting completions are idle,
 but reading a single observation costs as much as reading all."""
 
 EXTRA_BURSTS = 2
@@ -81,11 +81,11 @@ class AnswerTurn(Protocol):
 
 
 class _OtherFailed(Exception):
-    """Raised in a stream after another stream has failed."""
+    """Raised in a thread after another thread has failed."""
 
 
-class _MultiTurnStream:
-    """State of one stream's completions."""
+class _MultiTurnDecoder:
+    """Decoding state of one thread's completions."""
 
     def __init__(self, job: SamplingJob, answer_turn: AnswerTurn, groups: np.ndarray, max_turn_length: int):
         self.job, self.table = job, job.table
@@ -107,7 +107,7 @@ class _MultiTurnStream:
         self._record(self.rows, drawn)
 
     def run(self) -> None:
-        """Sample all turns of the stream's completions."""
+        """Sample all turns of the thread's completions."""
         while (self.rows >= 0).any():
             if self.active.any():
                 self._draw()
@@ -136,11 +136,11 @@ class _MultiTurnStream:
         left = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
         count = np.where(active, left, 0).astype(np.int32)
         # Use the host's automaton state, which is reset to 0 at the start of each turn.
-        state = None if self.device_state.stop_state is None else table.stop_state[self.rows]
-        ended, count, state = split((~active, count, state), job.mesh)
-        stream = self.device_state.replace(ended=ended, stop_state=state)
+        stop_state = None if self.device_state.stop_state is None else table.stop_state[self.rows]
+        ended, count, stop_state = split((~active, count, stop_state), job.mesh)
+        state = self.device_state.replace(ended=ended, stop_state=stop_state)
         self.device_state, drawn = decode(
-            job.model, job.decode_variables, stream, self.slot, count, settings=job.settings, steps=BURST
+            job.model, job.decode_variables, state, self.slot, count, settings=job.settings, steps=BURST
         )
         self.slot += self._record(self.rows, drawn)
 
@@ -159,8 +159,8 @@ class _MultiTurnStream:
             length = int(table.lengths[row])
             turn = table.tokens[row, self.turn_starts[row] : length]
             self.waiting[row] = self.answer_turn(row, turn, table.length - length - 1)
-        over = mask.any(axis=-1) & ~ended & (lengths == table.length)
-        self.rows = np.where(over, -1, self.rows)
+        finished = mask.any(axis=-1) & ~ended & (lengths == table.length)
+        self.rows = np.where(finished, -1, self.rows)
         return int(mask.sum(axis=-1).max())
 
     def _observations(self) -> dict[int, Sequence[int]]:
@@ -179,8 +179,8 @@ class _MultiTurnStream:
                 table.ended[row] = True
             elif len(tokens) < table.length - table.lengths[row]:
                 observed[row] = tokens
-        over = np.isin(self.rows, [row for row in self.waiting if row not in observed])
-        self.rows, self.waiting = np.where(over, -1, self.rows), {}
+        finished = np.isin(self.rows, [row for row in self.waiting if row not in observed])
+        self.rows, self.waiting = np.where(finished, -1, self.rows), {}
         return observed
 
     def _prefill_observations(self, observed: Mapping[int, Sequence[int]]) -> None:
@@ -212,9 +212,9 @@ class _MultiTurnStream:
             padded[at][width - len(ids) :] = ids
         for start in range(0, width, size):
             ids, present = split((padded[..., start : start + size], valid[..., start : start + size]), job.mesh)
-            cache, stream, slot = self.device_state.cache, self.device_state.replace(cache=()), first + start
+            cache, state, slot = self.device_state.cache, self.device_state.replace(cache=()), first + start
             cache, token, log_prob = prefill_chunk(
-                job.model, job.decode_variables, cache, stream, slot, ids, present, settings=job.settings
+                job.model, job.decode_variables, cache, state, slot, ids, present, settings=job.settings
             )
             self.device_state = self.device_state.replace(cache=cache)
         self.slot, old = first + width, self.device_state.token
@@ -282,20 +282,20 @@ def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_tu
         if failed.is_set():
             raise _OtherFailed
 
-    # With several processes, all must exchange observations in the same order, so they use one stream.
+    # With several processes, all must exchange observations in the same order, so they use one thread.
     single = job.mesh is not None or jax.process_count() > 1
-    streams = 1 if single else stream_count(job.params, at_once, g, per_thread=2)
-    size, interruptible = at_once // streams, dataclasses.replace(job, interrupt=interrupted)
+    threads = 1 if single else decode_threads(job.params, at_once, g, per_core=2)
+    size, interruptible = at_once // threads, dataclasses.replace(job, interrupt=interrupted)
 
-    def play(stream: int) -> None:
+    def sample_groups(thread: int) -> None:
         try:
-            for first in range(stream * size, b, at_once):
-                _MultiTurnStream(interruptible, answer_turn, np.arange(first, first + size), max_turn_length).run()
+            for first in range(thread * size, b, at_once):
+                _MultiTurnDecoder(interruptible, answer_turn, np.arange(first, first + size), max_turn_length).run()
         except _OtherFailed:
             return  # the failed thread raises its error
         except BaseException:
             failed.set()
             raise
 
-    run_in_streams(play, range(streams))
+    run_in_threads(sample_groups, range(threads))
     return job.table.to_completions(b, multi_turn=True)

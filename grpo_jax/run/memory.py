@@ -21,7 +21,7 @@ from grpo_jax.models.sharding import (
     split_sharding,
     tree_sharding,
 )
-from grpo_jax.models.streams import devices_of
+from grpo_jax.models.threads import devices_of
 from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.placement import with_shape

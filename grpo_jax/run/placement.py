@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config, SFTConfig
-from grpo_jax.models.attention import mosaic_fault
+from grpo_jax.models.attention import mosaic_error
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.devices import compute_dtype, has_fast_float32_sums, platform_of
 from grpo_jax.models.lora import LoraModel
@@ -86,14 +86,14 @@ def _attention(config: TransformerConfig, devices: Sequence[jax.Device]) -> str:
     here = [device for device in devices or jax.local_devices() if device in jax.local_devices()]  # others are absent
     if chosen != "mosaic" or config.attention == chosen or not config.fits_mosaic or not here:
         return chosen
-    faults = [fault for width in config.attention_widths if (fault := mosaic_fault(here[0], width)) is not None]
-    if faults:
+    errors = [error for width in config.attention_widths if (error := mosaic_error(here[0], width)) is not None]
+    if errors:
         warnings.warn(
             f"slower attention kernels are used, because those for {here[0].device_kind} do not work with jax "
-            f"{jax.__version__} and this version of CUDA: {faults[0]}. Try another version of CUDA",
+            f"{jax.__version__} and this version of CUDA: {errors[0]}. Try another version of CUDA",
             stacklevel=2,
         )
-    return triton_or_tiles() if faults else chosen
+    return triton_or_tiles() if errors else chosen
 
 
 def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:

@@ -15,7 +15,7 @@ from grpo_jax.config.sft import SFTConfig
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import ErrorList, show
 from grpo_jax.models.devices import compute_dtype, memory_of
-from grpo_jax.models.streams import devices_of
+from grpo_jax.models.threads import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import arguments_of, as_list, check_reward_fns, eval_names, reward_names
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds

@@ -29,7 +29,7 @@ from grpo_jax.config.sft import SFTConfig, config_class
 from grpo_jax.messages import show, some
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import fetch
-from grpo_jax.models.streams import count_cores, devices_of
+from grpo_jax.models.threads import count_cores, devices_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import function_name, reward_names
 from grpo_jax.run.run import BaseRun, Run, SFTRun

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 import jax
 
 from grpo_jax.models.sharding import gather_objects
-from grpo_jax.models.streams import in_background
+from grpo_jax.models.threads import in_background
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import OnDemandRollouts, sampling_key, sampling_params
 from grpo_jax.run.rollout_result import RolloutResult

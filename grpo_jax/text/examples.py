@@ -337,7 +337,7 @@ class _Encoder:
         return mask
 
     def learn_openings(self, ids: list[int], mask: list[bool], last: Message, keywords: Json) -> None:
-        """Include EOS tokens that open the next turn in `mask`, in place. Appends one to a final assistant turn."""
+        """Include EOS tokens that start the next turn in `mask`, and append one to a final assistant turn, in place."""
         # Nothing to do if there is no EOS, or if an EOS already closes the last turn.
         if self.ends.isdisjoint(ids) or not self.ends.isdisjoint(ids[-2:]):
             return

@@ -199,7 +199,7 @@ def _render(
     tools: Sequence[list[Json] | None],
     where: Sequence[str],
 ) -> list[str]:
-    """Render conversations with the chat template, each with its tools, up to the policy's turn."""
+    """Render each conversation and its tools with the chat template, including the generation prompt or prefill."""
     seen: set[object] = set()
     texts = []
     for prompt, shown, name in zip(prompts, tools, where, strict=True):

@@ -41,7 +41,7 @@ from grpo_jax.models.packing import (
 )
 from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
 from grpo_jax.models.sharding import abstract_from, constrain, constrain_params, fetch, shard_count, split
-from grpo_jax.models.streams import count_streams, devices_of, in_background, run_in_streams, shared, wait_on_cpu
+from grpo_jax.models.threads import count_threads, devices_of, in_background, run_in_threads, shared, wait_on_cpu
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
 from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic, router_coef_of, sampling_of
@@ -115,12 +115,12 @@ class PackedUpdater(Updater):
             _, entropies = self._score(state.params, batch.prompts, batch.tokens, batch.mask, with_entropy=True)
             selected = fetch(_entropy_mask(entropies, split(batch.mask, self.mesh), self.config.top_entropy_quantile))
         parts, _ = self.pack(state.params, batch, selected)
-        totals, streams = _count_totals(batch, selected), count_streams(state.params, len(parts))  # threads
-        zeros = [zero_gradients(self, state.params) for _ in range(streams)]
+        totals, threads = _count_totals(batch, selected), count_threads(state.params, len(parts))
+        zeros = [zero_gradients(self, state.params) for _ in range(threads)]
 
-        def add_parts(stream: int) -> tuple[Params, list[MetricSums]]:
-            grads_sum, sums = zeros[stream], []
-            for part in parts[stream::streams]:
+        def add_parts(thread: int) -> tuple[Params, list[MetricSums]]:
+            grads_sum, sums = zeros[thread], []
+            for part in parts[thread::threads]:
                 placed = split(part, self.mesh)
                 if part.num_trained > 0:
                     grads_sum, more = wait_on_cpu(add_gradients(self, grads_sum, state, placed, totals))
@@ -132,16 +132,16 @@ class PackedUpdater(Updater):
         def compile_next() -> None:
             """Compile the programs that run after `add_gradients` while that one compiles."""
             arguments = self, state, parts[0], totals
-            if streams == 1 and any(part.num_used > part.num_trained for part in parts):
+            if threads == 1 and any(part.num_used > part.num_trained for part in parts):
                 sum_metrics.lower(*arguments).compile()
             if self.optimizer is not None:
                 grads, sums = zero_gradients.eval_shape(self, state.params), sum_metrics.eval_shape(*arguments)
                 apply_update.lower(self, state, *abstract_from((grads, sums), state)).compile()
 
         with in_background(compile_next) if self.mesh is None else contextlib.nullcontext():
-            results = run_in_streams(add_parts, range(streams))
+            results = run_in_threads(add_parts, range(threads))
         sums = functools.reduce(_merge, [more for _, sums in results for more in sums])
-        grads = results[0][0] if streams == 1 else _add([grads for grads, _ in results])
+        grads = results[0][0] if threads == 1 else _add([grads for grads, _ in results])
         used = [jax.tree.map(operator.itemgetter(np.s_[:, : part.num_used]), part.sequences) for part in parts]
         return grads, sums, padding_share(used)
 
@@ -151,14 +151,14 @@ class PackedUpdater(Updater):
         """Return log-probs and entropies [B, G, T] of all completions."""
         batch = Batch(prompts, tokens, mask, advantages=mask, sampling_log_probs=mask)  # unused placeholders
         parts, indices = self.pack(params, batch, for_scoring=True)
-        streams = count_streams(params, len(parts))
+        threads = count_threads(params, len(parts))
 
-        def score_parts(stream: int) -> list[tuple[jax.Array, jax.Array]]:
-            chosen = (split(part, self.mesh) for part in parts[stream::streams])
+        def score_parts(thread: int) -> list[tuple[jax.Array, jax.Array]]:
+            chosen = (split(part, self.mesh) for part in parts[thread::threads])
             return [wait_on_cpu(score_part(self, params, part, with_entropy)) for part in chosen]
 
-        by_stream = run_in_streams(score_parts, range(streams))
-        scores = [by_stream[i % streams][i // streams] for i in range(len(parts))]
+        by_thread = run_in_threads(score_parts, range(threads))
+        scores = [by_thread[i % threads][i // threads] for i in range(len(parts))]
         return _in_order(self, scores, np.argsort(indices.ravel())[-len(mask) :])  # drop the -1s, which sort first
 
     def pack(
@@ -171,10 +171,10 @@ class PackedUpdater(Updater):
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
-        streams, count, size = self.count_parts(params, batch)
+        threads, count, size = self.count_parts(params, batch)
         lengths = lengths_of(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
-        indices = order_prompts(work, has_gradient, bins=streams * devices, bin_size=size).reshape(count, devices, size)
+        indices = order_prompts(work, has_gradient, bins=threads * devices, bin_size=size).reshape(count, devices, size)
         padded = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)  # by device
         shape = best_shape(self.shapes(params, batch.mask.shape), padded, t, devices=devices, part_size=size)
         by_part, parts = indices.reshape(count, -1), list[Part]()
@@ -216,11 +216,11 @@ class PackedUpdater(Updater):
         """Return (threads that run parts, parts, K), where K is the number of prompts per part and device."""
         b, p = batch.prompts.tokens.shape
         prompts = math.ceil(b / shard_count(self.mesh))  # per device
-        streams = count_streams(params, prompts)
+        threads = count_threads(params, prompts)
         tokens = max(self.shapes(params, batch.mask.shape)[0].size // 16, PROMPT_TOKENS)  # prompt tokens per part
-        rounds = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / streams)
-        k = math.ceil(prompts / (rounds * streams))
-        return streams, math.ceil(prompts / (k * streams)) * streams, k
+        rounds = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / threads)
+        k = math.ceil(prompts / (rounds * threads))
+        return threads, math.ceil(prompts / (k * threads)) * threads, k
 
     def has_gradient(self, batch: Batch) -> np.ndarray:
         """Return a mask [B] of prompts with at least one completion that has a gradient."""

@@ -20,7 +20,7 @@ from grpo_jax.hub.files import computed
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.quantize import Source, dequantize_mxfp4, dynamic_levels, find_plain, read_quantized
-from grpo_jax.hub.tensors import Part
+from grpo_jax.hub.tensors import ParamSlice
 from grpo_jax.models.layers import NF4, Quantized
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import make_mesh
@@ -53,7 +53,7 @@ def dequantized(name):
 
 def quantized(x, method):
     """Return a kernel [in, out] as `Quantized`."""
-    source = Source(in_memory(np.asarray(x).T), 0, Part(("layers_0", "up_proj", "kernel"), x.shape))
+    source = Source(in_memory(np.asarray(x).T), 0, ParamSlice(("layers_0", "up_proj", "kernel"), x.shape))
     return read_quantized(x.shape, [source], method, "float32")
 
 

@@ -74,7 +74,7 @@ def test_windows_of_an_image_are_padded():
         "vision_config": {**QWEN, "temporal_patch_size": 1, "in_chans": 1, "patch_size": 1, "window_size": 4},
     }
     config = tower_config(raw)
-    assert (config.patch_values, config.window_size, config.merge_size) == (1, 2, 2)
+    assert (config.patch_dim, config.window_size, config.merge_size) == (1, 2, 2)
     rows, columns = np.indices((10, 6))
     squares = (rows // 2 * 3 + columns // 2) * 4 + rows % 2 * 2 + columns % 2  # position in the processor's order
     values = np.zeros((60, 1))

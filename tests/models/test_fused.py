@@ -62,16 +62,16 @@ def test_completions_side_by_side(window, soft_cap, group, d, shared, sinks):
     def ours(kind, q, k, v, pk, pv, sinks=None):
         kernel = Kernel.of(kind, d)._replace(rows=16, columns=16, **settings)
         prompts = Prefix(((pk, pv),), LENGTHS) if shared else None
-        tile_mask = make_tile_mask((b, g, t), prompts, None, kernel, windows={window}, group=group)
+        tile_mask = make_tile_mask((b, g, t), prompts, None, kernel, windows={window}, queries_per_kv=group)
         return tiled_attention(q, k, v, prefix(pk, pv), tile_mask, kernel, sinks=sinks)
 
     assert_same(ours, plain, given)
 
 
-@pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, tiles.LEAST_PART)])
+@pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, tiles.MIN_PART)])
 def test_packed_sequences(window, least_part, monkeypatch):
     """Fused attention over packed segments with several prompts and padding equals plain attention."""
-    monkeypatch.setattr(tiles, "LEAST_PART", least_part)
+    monkeypatch.setattr(tiles, "MIN_PART", least_part)
     h, group, d, size = 2, 2, 8, 48
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
     sequence = pack(SequenceShape(size, 4, 12, whole=True), np.ones(mask.shape, int), mask)[0]
@@ -87,7 +87,7 @@ def test_packed_sequences(window, least_part, monkeypatch):
     def ours(kind, q, k, v, pk, pv, sinks=None):
         kernel = Kernel.of(kind, d)._replace(rows=16, columns=16, scale=0.3, window=window)
         prompts = Prefix(((pk, pv),), LENGTHS)
-        tile_mask = make_tile_mask((1, 1, size), prompts, segments, kernel, windows={window}, group=group)
+        tile_mask = make_tile_mask((1, 1, size), prompts, segments, kernel, windows={window}, queries_per_kv=group)
         return there * tiled_attention(q, k, v, (pk, pv, LENGTHS), tile_mask, kernel, sinks=sinks)
 
     assert_same(ours, plain, given)
@@ -97,7 +97,7 @@ def test_packed_sequences(window, least_part, monkeypatch):
 def test_tiles_without_visible_keys_are_skipped(windows):
     """Tiles without visible keys are skipped: about half for causal attention, all but a band with a window."""
     kernel, t = Kernel("tiles", 16, 16), 128
-    tile_mask = make_tile_mask((1, 1, t), None, None, kernel, windows=set(windows), group=1)
+    tile_mask = make_tile_mask((1, 1, t), None, None, kernel, windows=set(windows), queries_per_kv=1)
     for window in set(windows):
         expected = [min(x + 1, 2 if window else x + 1) for x in range(t // 16)]
         assert tile_mask.tiles[str(window)].key_count.tolist() == [expected]
@@ -171,7 +171,9 @@ def test_each_device_in_a_mesh_computes_its_own_rows_and_heads(axes):
     (sinks,), lengths = arrays((h, group)), np.arange(b) % P + 1
 
     def loss(q, k, v, pk, pv, sinks, mesh=None):
-        tile_mask = make_tile_mask((b, 1, t), Prefix(((pk, pv),), lengths), None, kernel, windows={None}, group=group)
+        tile_mask = make_tile_mask(
+            (b, 1, t), Prefix(((pk, pv),), lengths), None, kernel, windows={None}, queries_per_kv=group
+        )
         return (tiled_attention(q, k, v, (pk, pv, lengths), tile_mask, kernel, mesh, sinks) ** 2).sum()
 
     gradient = jax.jit(jax.grad(loss, argnums=range(6)), static_argnames="mesh")

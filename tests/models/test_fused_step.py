@@ -12,7 +12,7 @@ from tiny import random_params
 
 from grpo_jax.models import block, fused_step
 from grpo_jax.models.attention import group_attention
-from grpo_jax.models.fused_step import Preparation, has_step_kernel, step_attention
+from grpo_jax.models.fused_step import NormAndRope, has_step_kernel, step_attention
 from grpo_jax.models.layers import unit_rms
 from grpo_jax.models.rope import Rope, rope_table, rotate
 from grpo_jax.models.sharding import make_mesh
@@ -35,7 +35,7 @@ def of_both(*, slots, p=40, d=16, index=5, start=None, window=None, soft_cap=Non
         x[(..., *at)] = np.nan
     position = lengths[:, None] + np.arange(G)[None]
     table = rope and rope_table(jnp.asarray(position[:, :, None]), rope, d)
-    how = Preparation(tuple(scales) if norms else None, table, 1e-6, 0.5, rope.pairs if rope else False)
+    how = NormAndRope(tuple(scales) if norms else None, table, 1e-6, 0.5, rope.pairs if rope else False)
     mesh = None if axes is None else make_mesh(axes)
     kernel = Kernel(KERNEL, 0, 0, d**-0.5, window, soft_cap)
     places, prefix = {"index": index, "start": start}, (pk, pv, lengths)
@@ -98,7 +98,7 @@ def test_step_kernel_in_several_turns(monkeypatch):
     shape = dataclasses.replace(test_turns.SHAPE, num_layers=2, windows=(None, 9), mixers=None)
     params = random_params(Transformer(shape))
     plain, _ = test_turns.play(model=Transformer(shape), params=params)
-    monkeypatch.setattr(fused_step, "LEAST_SIDE", 1)
+    monkeypatch.setattr(fused_step, "MIN_TILE_SIDE", 1)
     model = Transformer(dataclasses.replace(shape, attention="interpreted"))
     steps, own = [], fused_step.step_attention
     monkeypatch.setattr(block, "step_attention", lambda *given, **how: (steps.append(1), own(*given, **how))[1])

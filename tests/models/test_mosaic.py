@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 from grpo_jax import GRPOConfig
 from grpo_jax.models import attention, tiles
-from grpo_jax.models.attention import make_tile_mask, mosaic_fault, packed_attention, tiled_attention
+from grpo_jax.models.attention import make_tile_mask, mosaic_error, packed_attention, tiled_attention
 from grpo_jax.models.context import Prefix
 from grpo_jax.models.packing import SequenceShape, pack
 from grpo_jax.models.tiles import Kernel, implementation
@@ -45,7 +45,7 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(mosaic, "_product", product)
     monkeypatch.setattr(mosaic, "_in_layout", lambda x, layout: x)
     monkeypatch.setattr(mosaic, "_indices", lambda shape, axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis))
-    monkeypatch.setattr(tiles, "LEAST_PART", 1)
+    monkeypatch.setattr(tiles, "MIN_PART", 1)
     with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
         yield
     assert not interpret_pallas_call.get_races().races_found
@@ -71,7 +71,7 @@ def test_random_packed_sequence():
 
     def ours(q, k, v, pk, pv):
         prompts = Prefix(((pk, pv),), lengths)
-        tile_mask = make_tile_mask((1, 1, N), prompts, segments, kernel, windows={6}, group=group)
+        tile_mask = make_tile_mask((1, 1, N), prompts, segments, kernel, windows={6}, queries_per_kv=group)
         return tiled_attention(q, k, v, (pk, pv, lengths), tile_mask, kernel)
 
     def gradients(f):
@@ -100,7 +100,7 @@ def test_output_and_gradients_of_the_kernels_are_compared_with_tiles(fault, monk
         return out + jax.lax.stop_gradient(out * (scale - 1))
 
     monkeypatch.setattr(attention, "tiled_attention", stand_in)
-    found = mosaic_fault.__wrapped__(jax.devices()[0], 8)
+    found = mosaic_error.__wrapped__(jax.devices()[0], 8)
     assert found is None if fault is None else fault in found
 
 
@@ -108,7 +108,7 @@ def test_output_and_gradients_of_the_kernels_are_compared_with_tiles(fault, monk
 def test_a_run_falls_back_to_other_kernels_if_they_disagree(monkeypatch):
     """The check is made once, on a device that is here, for models that the kernels support."""
     asked = []
-    monkeypatch.setattr(placement, "mosaic_fault", lambda device, width: asked.append(width) or "a reason")
+    monkeypatch.setattr(placement, "mosaic_error", lambda device, width: asked.append(width) or "a reason")
     monkeypatch.setattr(placement, "implementation", lambda name, devices: "mosaic" if name == "auto" else name)
     model, _ = tiny_model()
     config = GRPOConfig(compute_dtype="bfloat16")
@@ -128,4 +128,4 @@ def test_a_run_falls_back_to_other_kernels_if_they_disagree(monkeypatch):
 @pytest.mark.skipif(implementation("auto") != "mosaic", reason="needs a Hopper GPU")
 @pytest.mark.parametrize("width", [64, 128])
 def test_on_a_gpu(width):
-    assert mosaic_fault(jax.devices()[0], width) is None
+    assert mosaic_error(jax.devices()[0], width) is None

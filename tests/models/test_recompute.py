@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import random_params
 
-from grpo_jax.models.block import recomputed
+from grpo_jax.models.block import cpu_remat
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.transformer import Transformer
 
@@ -51,7 +51,7 @@ def test_recomputed_gradients_equal_the_plain_gradients(bad):
 
         return jax.grad(loss, (0, 1))(jnp.ones(3), jnp.linspace(0.5, 1, 3))
 
-    again = gradients(recomputed)
+    again = gradients(cpu_remat)
     assert all(np.isfinite(x).all() == np.isfinite(bad) for x in again)
     if np.isfinite(bad):
         chex.assert_trees_all_close(again, gradients(lambda function: function), rtol=1e-6)

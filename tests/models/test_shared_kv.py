@@ -41,7 +41,7 @@ def test_tiles_and_packed_sequences_agree():
 
 
 def test_samples_of_the_decode_kernel_are_scored_as_drawn(monkeypatch):
-    monkeypatch.setattr(fused_step, "LEAST_SIDE", 1)
+    monkeypatch.setattr(fused_step, "MIN_TILE_SIDE", 1)
     model = Transformer(dataclasses.replace(SHAPE, head_dim=8, full_heads=(1, 16), attention="interpreted"))
     assert_scored_as_drawn(model, random_params(model))
 

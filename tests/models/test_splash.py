@@ -41,7 +41,7 @@ def test_random_packed_sequences(dtype, window, soft_cap, group, axes):
 
     def ours(segments, lengths, q, k, v, pk, pv):
         prompts = Prefix(((pk, pv),), lengths)
-        tile_mask = make_tile_mask((a, 1, N), prompts, segments, kernel, windows={window, 77}, group=group)
+        tile_mask = make_tile_mask((a, 1, N), prompts, segments, kernel, windows={window, 77}, queries_per_kv=group)
         assert tile_mask.tiles[str(window)].keys.shape[-1] <= 4 + 3, "tiles for 128 + T own keys, and for all prompts"
         return tiled_attention(q, k, v, (pk, pv, lengths), tile_mask, kernel, mesh)
 

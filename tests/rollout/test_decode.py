@@ -63,20 +63,20 @@ def test_block_found_by_sum_equals_block_found_by_index(vocab, axis):
     np.testing.assert_allclose(plain[1], summed[1], atol=1e-6)
 
 
-def stream_of(model, params, groups=4, width=2, slots=20):
+def state_of(model, params, groups=4, width=2, slots=20):
     prompts = Prompts(jnp.ones((groups, 4), jnp.int32), jnp.full(groups, 4))
     keys = jax.random.split(jax.random.key(0), (groups, width))
-    stream, _ = prefill(as_argument(model), params, prompts, keys, 0, slots=slots, settings=DecodeSettings())
-    return prompts, keys, stream
+    state, _ = prefill(as_argument(model), params, prompts, keys, 0, slots=slots, settings=DecodeSettings())
+    return prompts, keys, state
 
 
 def test_refill_keeps_the_cache_and_other_groups_in_place():
     model, params = tiny_model(layers=1)
-    prompts, keys, stream = stream_of(model, params)
+    prompts, keys, state = state_of(model, params)
     some = jax.tree.map(lambda x: x[:1], (prompts, keys))
-    given = (as_argument(model), params, stream.replace(cache=()), *some, np.array([2]), 7)
+    given = (as_argument(model), params, state.replace(cache=()), *some, np.array([2]), 7)
     program = refill.lower(*given, settings=DecodeSettings()).compile()
-    arrays = sum(x.nbytes for x in jax.tree.leaves(stream.replace(cache=(), keys=None)))
+    arrays = sum(x.nbytes for x in jax.tree.leaves(state.replace(cache=(), keys=None)))
     assert program.memory_analysis().alias_size_in_bytes >= arrays, "the other groups' prompts must not be copied"
     new, _ = program(*given)
     assert new.start.tolist() == [0, 0, 7, 0]

@@ -85,7 +85,7 @@ def test_programs_compiled_in_advance_are_the_ones_that_run(monkeypatch):
 
     jax.monitoring.register_event_duration_secs_listener(note)
     monkeypatch.setattr(packed, "add_gradients", slow)
-    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    monkeypatch.setattr(packed, "count_threads", lambda *_: 1)
     run(only_ab, rows=ROWS[:2], max_steps=1, max_completion_length=5)
     names = ("add_gradients", "decode_burst", "sum_metrics", "apply_gradients")
     at = {name: [background for found, background in compiled if found == f"jit({name})"] for name in names}

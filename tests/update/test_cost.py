@@ -29,7 +29,7 @@ config_of = lambda beta, t: GRPOConfig(beta=beta, max_completion_length=t)
 def programs_of_an_iteration(monkeypatch, b=2, g=4, t=64, tokens=512, model=MODEL, optimizer=None, beta=0.1):
     """Return the programs that score and update full rows, as name → (lowered, number of runs)."""
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
-    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    monkeypatch.setattr(packed, "count_threads", lambda *_: 1)
     runs, lowered = collections.Counter(), {}
     for name, program in PROGRAMS.items():
 

@@ -77,7 +77,7 @@ def assert_same_step(plain, packed_step, padding=None):
 ], ids=lambda settings: settings["loss_type"])  # fmt: skip
 def test_packed_update_equals_train_step(monkeypatch, settings):
     """The packed update equals the padded one for every kind of objective."""
-    monkeypatch.setattr(packed, "count_streams", lambda *_: 1 + ("top_p" in settings))
+    monkeypatch.setattr(packed, "count_threads", lambda *_: 1 + ("top_p" in settings))
     config, b = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0, **settings), batch()
     if settings["loss_type"] == "grpo":  # a filler group, and the metric kl_initial
         mask, counted = b.mask.at[1].set(False), jnp.array([True, False, True, True])
@@ -112,7 +112,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8}
 def test_experts_are_balanced_over_completion_tokens(monkeypatch):
     """The load-balancing loss adds the gradient of `router_loss` for unshared rows, counted over completion tokens."""
     monkeypatch.setattr(packed, "CPU_TOKENS", 256)  # all completions in one sequence, like one micro-batch
-    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    monkeypatch.setattr(packed, "count_threads", lambda *_: 1)
     model, params = tiny_model(**EXPERTS, expert_layers=(True, True), layers=2, remat=True, loop_layers=True)
     b, coef = batch(), 0.7
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
@@ -154,7 +154,7 @@ FULL, SHORT = np.full((4, G), T), np.array([[12, 0, 0, 0], [1, 1, 1, 0], [2, 0, 
 )
 def test_packed_update_equals_train_step_in_every_layout(monkeypatch, tokens, half, lengths, padding):
     monkeypatch.setattr(packed, "CPU_TOKENS", tokens)
-    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)  # one part
+    monkeypatch.setattr(packed, "count_threads", lambda *_: 1)  # one part
     if half is not None:
         monkeypatch.setattr(packing, "MIN_HALF_SIZE", half)
     b = batch(mask=jnp.asarray(np.arange(T) < lengths[..., None]))
@@ -165,7 +165,7 @@ def test_packed_update_equals_train_step_in_every_layout(monkeypatch, tokens, ha
 def test_all_parts_of_an_update_use_one_program(monkeypatch):
     """JAX compiles a program separately for committed arrays, such as a run's params, and uncommitted ones."""
     monkeypatch.setattr(packed, "PROMPT_TOKENS", 8)
-    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    monkeypatch.setattr(packed, "count_threads", lambda *_: 1)
     kinds, program = [], packed.add_gradients
 
     def call(updater, total, state, part, totals):

@@ -57,13 +57,13 @@ BNPO = {"loss_type": "bnpo", "importance_sampling_level": "sequence", "top_entro
 
 
 @pytest.mark.parametrize(
-    ("learnt", "settings", "streams"),
+    ("learnt", "settings", "threads"),
     [((), {}, 2), ((2,), {}, 1), ((2,), {}, 2), ((0, 1, 2, 3), {}, 1), ((0, 3), VESPO, 2), ((1, 2), BNPO, 1)],
-    ids=["none", "one", "one, two streams", "all", "vespo", "bnpo"],
+    ids=["none", "one", "one, two threads", "all", "vespo", "bnpo"],
 )
-def test_step_with_zero_signal_groups_equals_train_step(monkeypatch, parts, learnt, settings, streams):
+def test_step_with_zero_signal_groups_equals_train_step(monkeypatch, parts, learnt, settings, threads):
     """The step equals `train_step`, with backward passes only through prompts with a signal: none, some or all."""
-    monkeypatch.setattr(packed, "count_streams", lambda _, parts: min(streams, parts))
+    monkeypatch.setattr(packed, "count_threads", lambda _, parts: min(threads, parts))
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0, num_iterations=2, **settings)
     b = with_signal(*learnt, by_token=bool(settings))
     plain, packed_step = both(MODEL, PARAMS, b, config)
@@ -87,7 +87,7 @@ def test_groups_without_a_trained_token_are_skipped(parts, learnt):
 def test_groups_with_and_without_a_gradient_share_a_part(parts, monkeypatch):
     """Groups with and without a gradient use separate sequences in a part, unless this takes more operations."""
     monkeypatch.setattr(packed, "PROMPT_TOKENS", 1024)
-    monkeypatch.setattr(packed, "count_streams", lambda *_: 1)
+    monkeypatch.setattr(packed, "count_threads", lambda *_: 1)
     config = GRPOConfig(max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(MODEL, PARAMS, with_signal(2), config))
     ((trained, used),) = parts

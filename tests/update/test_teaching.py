@@ -19,7 +19,7 @@ from grpo_jax.maths.surrogates import sampler_weights
 from grpo_jax.models.scoring import Scores
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.run.teacher import Teaching
+from grpo_jax.run.teacher import Distillation
 from grpo_jax.types import as_argument
 from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic
 from grpo_jax.update.packed import PackedUpdater, choose_updater
@@ -188,8 +188,8 @@ def test_tokens_beyond_the_teachers_vocabulary_are_not_compared(packs):
     grads, sums = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), part)
     chex.assert_tree_all_finite((grads, sums.sums["distillation_loss"]))
     config = dataclasses.replace(CONFIG, distillation_mode="sampled_token")
-    teaching = Teaching(teacher, (PackedUpdater if packs else Updater)(teacher.model, config, (2, G)))
-    told = teaching.add_log_probs(jax.tree.map(np.asarray, part), part, config).teacher_log_probs
+    distillation = Distillation(teacher, (PackedUpdater if packs else Updater)(teacher.model, config, (2, G)))
+    told = distillation.add_log_probs(jax.tree.map(np.asarray, part), part, config).teacher_log_probs
     beyond = np.asarray(part.tokens) >= V - 4
     np.testing.assert_array_equal(told[beyond], np.asarray(part.sampling_log_probs)[beyond])
     assert np.isfinite(told).all()

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_jax import SFTConfig, sft, train
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.run.resume import with_saved_recomputation
+from grpo_jax.run.resume import with_saved_gradient_checkpointing
 from grpo_jax.watch.page import html_report
 from grpo_jax.watch.writer import RunWriter, absolute_run_dir, read_lines, read_settings
 
@@ -82,7 +82,7 @@ def test_settings_that_a_power_failure_left_incomplete_are_ignored(text, tmp_pat
     (tmp_path / "run.json").write_text(text)
     assert read_settings(tmp_path) == {}
     config = GRPOConfig(gradient_checkpointing=None)
-    assert with_saved_recomputation(config, tmp_path) == config
+    assert with_saved_gradient_checkpointing(config, tmp_path) == config
 
 
 def test_line_cut_short_by_a_kill_is_ignored_and_not_duplicated(tmp_path):

@@ -1,4 +1,4 @@
-"""Threads ("streams") for independent parts of a batch, to keep all CPU cores busy.
+"""Threads for independent parts of a batch, to keep all CPU cores busy.
 
 XLA's CPU backend parallelizes only large operations, but the operations in a decode step are small. Two threads with
 half of the groups each draw the same samples in less time. On GPUs and TPUs, batches are not split. `in_background`
@@ -19,8 +19,8 @@ import jax
 
 from grpo_jax.types import Params
 
-CACHED = 64 * 2**20
-"""Maximum size in bytes of params that fit in a CPU's cache. Each stream would read larger params from memory."""
+CACHE_BYTES = 64 * 2**20
+"""Maximum size in bytes of params that fit in a CPU's cache. Each thread would read larger params from memory."""
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -37,16 +37,16 @@ def devices_of(params: Params) -> set[jax.Device]:
     return devices
 
 
-def count_streams(params: Params, parts: int) -> int:
-    """Return the number of streams for a batch with `parts` parts: one per core, but at most one per part.
+def count_threads(params: Params, parts: int) -> int:
+    """Return the number of threads for a batch with `parts` parts: one per core, but at most one per part.
 
     Returns 1 unless the parameters are small and on a single CPU device. The matrix products of a large model already
-    use all cores, and each additional stream would read the weights again.
+    use all cores, and each additional thread would read the weights again.
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
         return 1
-    if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) > CACHED:
+    if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) > CACHE_BYTES:
         return 1
     return max(1, min(parts, count_cores()))
 
@@ -56,7 +56,7 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_in_streams(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """Apply `function` to each part in a separate thread, and return the results in order.
 
     Exceptions are raised after all threads have ended. Jitted functions that `function` calls must be `shared`.
@@ -118,4 +118,4 @@ def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
 @functools.cache
 def _pool(size: int) -> ThreadPoolExecutor:
     """Return a thread pool, cached because decoding uses it once per 16 tokens."""
-    return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-stream")
+    return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-part")
