@@ -115,8 +115,8 @@ class Session:
             restored.state,
             self.progress,
             total_steps=self.run.total_steps,
-            num_rows=len(data.rows),
-            num_dropped=len(data.dropped),
+            num_rows=len(data.blocks or data.rows),
+            num_dropped=0 if data.blocks else len(data.dropped),  # `encode_examples` has warned of dropped examples
             resumed=restored.progress is not None,
             updates=self.run.sizes.updates,
         )

@@ -21,9 +21,11 @@ from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.run.run import new_state
+from grpo_jax.run.session import open_session
 from grpo_jax.run.sft import evaluate_examples, next_examples, prepare_sft
 from grpo_jax.run.stored import load_params
 from grpo_jax.update.step import Updater
+from grpo_jax.watch.display import Display
 from grpo_jax.watch.writer import read_lines
 
 sys.path.append(str(Path(__file__).with_name("golden")))
@@ -241,3 +243,17 @@ def test_fields_shared_with_trl_have_its_defaults():
     for field in dataclasses.fields(SFTConfig):
         if field.name in theirs and not (field.name in grpo and field.default == grpo[field.name]):
             assert field.default == theirs[field.name], field.name
+
+
+@pytest.mark.quick
+def test_blocks_are_counted_at_the_start_of_a_run(monkeypatch):
+    """With packing, steps are counted in blocks. Prompts have no maximum length, so none is dropped because of it."""
+    said, rows = [], [*ROWS * 4, {"prompt": "x" * 40, "completion": "y"}]
+    monkeypatch.setattr(Display, "say", lambda display, text: said.append(text))
+    config = settings(packing=True, max_steps=-1, num_train_epochs=1, completion_only_loss=True, max_length=9)
+    with pytest.warns(UserWarning, match="1 examples without tokens in the loss were dropped"):
+        run = prepare_sft(tiny_policy(), rows, config)
+    with open_session(run, None, None) as session:
+        session.start(new_state(run), "auto", donate=False)
+    assert f"{run.total_steps} optimizer steps" in said[0]
+    assert not any("max_prompt_length" in text for text in said)
