@@ -32,7 +32,7 @@ from experiments.common import Stopwatch, use_compile_cache
 from experiments.estimators import add_result, read_results
 from experiments.stories import GROUP, LONGEST, fetch_stories260K, make_config, make_rows, uses_word
 from grpo_jax import GRPOConfig, Policy, SFTConfig, TrainState, evaluate, from_pretrained, sft, train
-from grpo_jax.run.stored import load_params
+from grpo_jax.run.checkpoint_reader import load_params
 
 SAMPLES = 4
 """Stories per held-out prompt."""

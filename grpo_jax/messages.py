@@ -27,10 +27,10 @@ def one_line(error: BaseException, limit: int | None = 200) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:limit]
 
 
-def some(items: Sequence[str], most: int = 5) -> str:
-    """Join the first `most` items and count the rest, as in "a, b and 1 more"."""
-    rest = len(items) - most
-    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
+def shorten(items: Sequence[str], limit: int = 5) -> str:
+    """Join the first `limit` items and count the rest, as in "a, b and 1 more"."""
+    rest = len(items) - limit
+    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:

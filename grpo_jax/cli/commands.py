@@ -32,13 +32,13 @@ from grpo_jax.models.sharding import make_mesh
 from grpo_jax.planning import plan as plan_run
 from grpo_jax.policy import Policy
 from grpo_jax.run import distributed
+from grpo_jax.run.checkpoint_reader import load_params
 from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.placement import place_policy
 from grpo_jax.run.rehearse import rehearse
 from grpo_jax.run.run_dir import POLICY
 from grpo_jax.run.sft import sft
-from grpo_jax.run.stored import load_params
 from grpo_jax.run.teacher import Scorer
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.watch.page import write_report
@@ -83,7 +83,7 @@ def _run_file(run_dir: Path) -> Path:
         raise ValueError(
             f"the run in {run_dir} was started from Python, so the directory does not contain its data, its reward"
             " functions or its adapters' base model; resume it with train(..., run_dir=...) in Python, or load its"
-            " params with grpo_jax.run.stored.load_params(run_dir, policy.params)"
+            " params with grpo_jax.run.checkpoint_reader.load_params(run_dir, policy.params)"
         )
     raise FileNotFoundError(f"{run_dir} is not a run directory; it contains neither {NAME} nor run.json")
 

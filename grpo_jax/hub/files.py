@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.messages import one_line, show, some
+from grpo_jax.messages import one_line, shorten, show
 from grpo_jax.types import Json, Tokenizer
 
 TOKENIZER_FILES = (
@@ -147,10 +147,10 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
     absent = [name for name in files if not (directory / name).is_file()]
     if absent:
         others = sorted(path.name for path in directory.glob("*.bin"))
-        advice = f" Convert the PyTorch weights to safetensors: {some(others)}." if others else ""
+        advice = f" Convert the PyTorch weights to safetensors: {shorten(others)}." if others else ""
         if index is None and (shards := sorted(path.name for path in directory.glob(f"{stem}-*-of-*.safetensors"))):
-            advice = f" The index {index_path.name} of these shards is missing: {some(shards)}."
-        raise FileNotFoundError(f"name_or_directory {str(directory)!r} does not contain {some(absent)}.{advice}")
+            advice = f" The index {index_path.name} of these shards is missing: {shorten(shards)}."
+        raise FileNotFoundError(f"name_or_directory {str(directory)!r} does not contain {shorten(absent)}.{advice}")
     return {name: tensor for path in files for name, tensor in _tensors_of(directory / path).items()}
 
 
@@ -206,7 +206,7 @@ def check_replaceable(target: Path) -> None:
     others = [p.name for p in target.iterdir() if p.name not in known and not p.match("*.safetensors")]
     if others:
         raise FileExistsError(
-            f"directory {str(target)!r} contains files that do not belong to a checkpoint ({some(sorted(others))}); "
+            f"directory {str(target)!r} contains files that do not belong to a checkpoint ({shorten(sorted(others))}); "
             "pass a different directory."
         )
 

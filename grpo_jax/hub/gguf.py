@@ -22,7 +22,7 @@ from grpo_jax.hub.gguf_header import NEEDS, Architecture, Header, read_header, r
 from grpo_jax.hub.policy import tokenizer_files
 from grpo_jax.hub.tensors import Tensor, tensor_plan
 from grpo_jax.hub.weights import shape_differences
-from grpo_jax.messages import one_line, some
+from grpo_jax.messages import one_line, shorten
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.types import Json
 
@@ -62,7 +62,7 @@ def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if len(files) > 1:
-        names = some([file.name for file in files])
+        names = shorten([file.name for file in files])
         raise ValueError(f"name_or_directory {name!r} contains several GGUF files: {names}; pass the path of one.")
     return files[0] if files else None
 

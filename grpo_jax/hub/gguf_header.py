@@ -15,7 +15,7 @@ import numpy as np
 from grpo_jax.hub.families import FAMILIES
 from grpo_jax.hub.keys import PARTIAL_ROTARY
 from grpo_jax.hub.weights import check_sizes
-from grpo_jax.messages import show, some
+from grpo_jax.messages import shorten, show
 from grpo_jax.types import Json, Tokenizer
 
 NEEDS = "pip install 'grpo_jax[gguf]'"
@@ -51,7 +51,7 @@ class Header:
         """Raise ValueError if an architecture key was not read, unless its value is zero, False or empty."""
         unread = [key for key, x in self._keys.items() if key not in self._read and x not in (0, 0.0, False, [])]
         if unread:
-            names = some([f"{self.architecture}.{key} = {show(self._keys[key])}" for key in sorted(unread)])
+            names = shorten([f"{self.architecture}.{key} = {show(self._keys[key])}" for key in sorted(unread)])
             raise ValueError(f"unknown GGUF keys could change the model: {names}.")
 
 

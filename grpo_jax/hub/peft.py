@@ -17,7 +17,7 @@ from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_js
 from grpo_jax.hub.huggingface import find_files, save_pretrained
 from grpo_jax.hub.policy import files_of
 from grpo_jax.hub.tensors import tensor_plan
-from grpo_jax.messages import show, some
+from grpo_jax.messages import shorten, show
 from grpo_jax.models.lora import TARGETS, LoraModel, init_adapters, merge_adapters
 from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.models.transformer import Transformer
@@ -247,7 +247,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
             adapters[(*part.path[:-1], "b")] = jnp.array(rows.T, copy=True)
             row += part.rows
     if stored or not adapters:
-        found = f"adapters for projections that the policy lacks: {some(sorted(stored))}" if stored else "no adapters"
+        found = f"adapters for projections not in the policy: {shorten(sorted(stored))}" if stored else "no adapters"
         raise ValueError(f"directory {str(path)!r} has {found}.")
     model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
     return policy.replace(model=model, params=unflatten_dict(adapters))

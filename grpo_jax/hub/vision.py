@@ -24,7 +24,7 @@ from grpo_jax.hub.files import PROCESSOR_FILES, READ, STORED, reading
 from grpo_jax.hub.keys import Keys, activation_of, text_config
 from grpo_jax.hub.policy import quiet_import
 from grpo_jax.hub.tensors import SUFFIXES
-from grpo_jax.messages import import_extra, some
+from grpo_jax.messages import import_extra, shorten
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.rope import Rope
 from grpo_jax.models.towers import QwenTower, QwenVisionConfig, SiglipConfig, SiglipTower, window_inputs
@@ -126,7 +126,7 @@ def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTo
             problems.append(f"{name} must have shape {wanted} and dtype {' or '.join(READ)}; got {got}")
         params[path] = array
     if problems:
-        raise ValueError(f"policy.extra_tensors does not match policy.config: {some(problems)}.")
+        raise ValueError(f"policy.extra_tensors does not match policy.config: {shorten(problems)}.")
     return tower, unflatten_dict({path: jnp.array(x, dtype or policy.model.config.dtype) for path, x in params.items()})
 
 

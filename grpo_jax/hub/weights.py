@@ -27,7 +27,7 @@ from grpo_jax.hub.quantize import (
     without_quantization,
 )
 from grpo_jax.hub.tensors import Tensor, abstract_params, layout_of, prefixes_of, tensor_plan
-from grpo_jax.messages import some
+from grpo_jax.messages import shorten
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.layers import Quantized
 from grpo_jax.models.lora import TARGETS, init_adapters
@@ -106,7 +106,7 @@ def shape_differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str,
             if name in found and found[name] != shape
         ],
     }
-    return "; ".join(f"{what}: {some(names)}" for what, names in problems.items() if names)
+    return "; ".join(f"{what}: {shorten(names)}" for what, names in problems.items() if names)
 
 
 def check_tensors(

@@ -197,7 +197,7 @@ class Engine:
             self.last_metrics |= {
                 "sampler/seconds/hand_over": loaded - begin,
                 "sampler/seconds/sample": time.monotonic() - loaded,
-                "sampler/lost": float(requests.lost),
+                "sampler/lost": float(requests.num_lost),
             }
             with contextlib.suppress(ConnectionLost):
                 if await self._has_loaded():
@@ -216,7 +216,7 @@ class Engine:
             draw = functools.partial(
                 self._server.draw,
                 batch.prompts[row] + table.tokens[row, :begin].tolist(),
-                most=min(left, batch.max_turn_length),
+                max_tokens=min(left, batch.max_turn_length),
                 seed=(batch.seeds[row] + begin * SEED_STEP) % 2**63,
                 settings=batch.settings,
             )

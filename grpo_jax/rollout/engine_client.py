@@ -25,15 +25,15 @@ if sys.platform != "win32":
 
 Result = TypeVar("Result")
 
-BUSY = (408, 425, 429, 500, 502, 503, 504)
+RETRYABLE = (408, 425, 429, 500, 502, 503, 504)
 """HTTP status codes after which a request is retried."""
-SHORT = 2**20
+SHORT_BYTES = 2**20
 """Maximum size in bytes of responses that do not grow with the number of tokens."""
-CONNECT = 10.0
+CONNECT_TIMEOUT = 10.0
 """Time limit for a connection in seconds."""
-HEADERS = 2**16
+HEADER_BYTES = 2**16
 """Maximum size in bytes of a response's headers."""
-LENGTH = re.compile(rb"(?i)(?:[^\r\n]+\r\n)+?content-length: *(\d+)\r\n(?:[^\r\n]+\r\n)*\r\n")
+CONTENT_LENGTH = re.compile(rb"(?i)(?:[^\r\n]+\r\n)+?content-length: *(\d+)\r\n(?:[^\r\n]+\r\n)*\r\n")
 """Headers of a response that state the length of its body."""
 MAX_REQUESTS = 1024
 """Maximum number of concurrent requests."""
@@ -50,7 +50,7 @@ class ConnectionLost(EngineError):
     """Raised if the server does not respond. It may become available again, with different weights."""
 
 
-class Refused(EngineError):
+class StatusError(EngineError):
     """Raised if the server responded with an HTTP `status` other than 200."""
 
     def __init__(self, message: str, status: int):
@@ -81,17 +81,17 @@ class Client:
         self._timeout, self.patience, self._env = timeout, patience, api_key_env
 
     async def request(
-        self, path: str, body: Json | None = None, *, busy: Sequence[int] = BUSY, most_bytes: int = SHORT
+        self, path: str, body: Json | None = None, *, retry: Sequence[int] = RETRYABLE, max_bytes: int = SHORT_BYTES
     ) -> Json:
         """Send a POST request, or a GET request if `body` is None, and return the JSON object in the response.
 
-        Returns {} if the response is not JSON. After a status in `busy`, the request is repeated for at most `patience`
-        seconds. Raises `ConnectionLost` if there is no response in time, `Refused` if the status is not 200, and
-        `EngineError` if the response is longer than `most_bytes` or contains invalid JSON.
+        Returns {} if the response is not JSON. After a status in `retry`, the request is repeated for up to `patience`
+        seconds. Raises `ConnectionLost` if there is no response in time, `StatusError` if the status is not 200, and
+        `EngineError` if the response is longer than `max_bytes` or contains invalid JSON.
         """
         end, pause = time.monotonic() + self.patience, 0.1
         while True:
-            status, content = await self._once(path, body, most_bytes)
+            status, content = await self._send_once(path, body, max_bytes)
             text = self._without_key(content.decode(errors="replace").strip())
             if status == 200:
                 try:
@@ -101,17 +101,17 @@ class Client:
             message = f"{self.base_url}{path} returned status {status}: {show(text, 300)}"
             if status in (401, 403):
                 message += f". Set its key in the environment variable {self._env or 'given by api_key_env'}"
-            if status not in busy:
-                raise Refused(message, status)
+            if status not in retry:
+                raise StatusError(message, status)
             if time.monotonic() + pause > end:
                 raise ConnectionLost(f"{message}. Gave up after retrying for {self.patience:g} s")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 10.0)
 
-    async def alive(self) -> bool:
+    async def is_alive(self) -> bool:
         """Return whether the server responds to a request."""
         try:
-            return (await self._once("/health", None, SHORT))[0] in (200, 404)
+            return (await self._send_once("/health", None, SHORT_BYTES))[0] in (200, 404)
         except ConnectionLost:
             return False
 
@@ -127,7 +127,7 @@ class Client:
         key = self._key()
         return text.replace(key, "***") if key else text
 
-    async def _once(self, path: str, body: Json | None, most_bytes: int) -> tuple[int, bytes]:
+    async def _send_once(self, path: str, body: Json | None, max_bytes: int) -> tuple[int, bytes]:
         """Send a request once over a new connection, and return the status and the body of the response."""
         method, key = "GET" if body is None else "POST", self._key()
         data = b"" if body is None else json.dumps(body).encode()
@@ -136,10 +136,10 @@ class Client:
         head += [f"Authorization: Bearer {key}"] if key else []
         try:
             async with asyncio.timeout(self._timeout):
-                received = await self._exchange("\r\n".join([*head, "", ""]).encode() + data, most_bytes + HEADERS)
-            if len(received) > most_bytes + HEADERS:
-                raise EngineError(f"{self.base_url}{path} returned more than {most_bytes} bytes")
-            answer = http.client.HTTPResponse(_Received(received))  # type: ignore[arg-type]
+                received = await self._exchange("\r\n".join([*head, "", ""]).encode() + data, max_bytes + HEADER_BYTES)
+            if len(received) > max_bytes + HEADER_BYTES:
+                raise EngineError(f"{self.base_url}{path} returned more than {max_bytes} bytes")
+            answer = http.client.HTTPResponse(_ResponseBytes(received))  # type: ignore[arg-type]
             answer.begin()
             return answer.status, answer.read()
         except TimeoutError:
@@ -152,9 +152,9 @@ class Client:
             fix = "Check that the server is running and that base_url is correct"
             raise ConnectionLost(f"{self.base_url}{path}: {cause}. {fix}") from None
 
-    async def _exchange(self, request: bytes, most_bytes: int) -> bytes:
-        """Send bytes over a new connection, and return what the server sends, up to slightly more than `most_bytes`."""
-        limit = min(self._timeout, CONNECT)
+    async def _exchange(self, request: bytes, max_bytes: int) -> bytes:
+        """Send bytes over a new connection, and return what the server sends, up to slightly more than `max_bytes`."""
+        limit = min(self._timeout, CONNECT_TIMEOUT)
         try:
             connecting = asyncio.open_connection(self._host, self._port, ssl=self._ssl)
             reader, writer = await asyncio.wait_for(connecting, limit)
@@ -162,17 +162,17 @@ class Client:
             raise ConnectionError(f"no connection within {limit:g} s") from error
         try:
             writer.write(request)
-            received, end = bytearray(), most_bytes + 1
+            received, end = bytearray(), max_bytes + 1
             while len(received) < end and (part := await reader.read(2**16)):
                 received += part
-                if stated := LENGTH.match(received):  # the server may keep the connection open
+                if stated := CONTENT_LENGTH.match(received):  # the server may keep the connection open
                     end = min(end, stated.end() + int(stated[1]))
             return bytes(received)
         finally:
             writer.close()
 
 
-class _Received:
+class _ResponseBytes:
     """A finished response, as the part of a socket that `http.client.HTTPResponse` reads."""
 
     def __init__(self, received: bytes):
@@ -195,15 +195,15 @@ class Requests:
 
     def __init__(self, client: Client, restore: Callable[[], Awaitable[None]]):
         self._client, self._restore = client, restore
-        self.lost = 0  # number of lost connections
+        self.num_lost = 0  # number of lost connections
         self._lock, self._epoch = asyncio.Lock(), 0  # the epoch is the number of recoveries
 
-    async def run(self, tasks: Sequence[Callable[[], Awaitable[Result]]], most: int = MAX_REQUESTS) -> list[Result]:
-        """Run tasks that call `send`, at most `most` at once, and return their results. An exception cancels all."""
-        limit = asyncio.Semaphore(min(most, max_connections()))
+    async def run(self, tasks: Sequence[Callable[[], Awaitable[Result]]], limit: int = MAX_REQUESTS) -> list[Result]:
+        """Run tasks that call `send`, at most `limit` at once, and return their results. An exception cancels all."""
+        slots = asyncio.Semaphore(min(limit, max_connections()))
 
         async def limited(task: Callable[[], Awaitable[Result]]) -> Result:
-            async with limit:
+            async with slots:
                 return await task()
 
         try:
@@ -232,13 +232,13 @@ class Requests:
         patience = self._client.patience
         async with self._lock:
             while epoch == self._epoch:
-                if self.lost == MAX_RECOVERIES:
+                if self.num_lost == MAX_RECOVERIES:
                     message = f"{lost}. This was failure {MAX_RECOVERIES + 1} in one batch. {NOT_TRAINED}"
                     raise EngineError(message) from lost
-                self.lost += 1
+                self.num_lost += 1
                 warnings.warn(f"{lost}. Waiting up to {patience:g} s for the server", stacklevel=3)
                 end = time.monotonic() + patience
-                while not await self._client.alive():
+                while not await self._client.is_alive():
                     await asyncio.sleep(min(1.0, patience / 10))
                     if time.monotonic() > end:
                         raise EngineError(f"{lost}. Gave up after waiting {patience:g} s. {NOT_TRAINED}") from lost

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.messages import show, some
+from grpo_jax.messages import shorten, show
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused
+from grpo_jax.rollout.engine_client import SHORT_BYTES, Client, ConnectionLost, EngineError, StatusError
 from grpo_jax.types import Json
 
 START = (
@@ -89,7 +89,7 @@ class VLLM:
         # negative log-prob under the raw distribution.
         if sampling == Sampling() or sampling.temperature == 0:
             return
-        drawn = await self.draw([1, 2, 3], most=1, seed=0, settings=DecodeSettings(sampling=Sampling(top_k=1)))
+        drawn = await self.draw([1, 2, 3], max_tokens=1, seed=0, settings=DecodeSettings(sampling=Sampling(top_k=1)))
         if drawn.log_probs[0] < -1e-6:
             raise EngineError(
                 f"{self.url} returns log-probs that ignore temperature, top_k, top_p and min_p; start it with"
@@ -104,9 +104,9 @@ class VLLM:
         models = self._read("/v1/models", await self.client.request("/v1/models"), _MODELS)["data"]
         names, bases = [one["id"] for one in models], [one for one in models if one.get("parent") is None]
         if self._base and self._base not in names:
-            raise EngineError(f"model must be a model that {self.url} serves ({some(names)}); got {self._base!r}")
+            raise EngineError(f"model must be a model that {self.url} serves ({shorten(names)}); got {self._base!r}")
         if not self._base and len({one.get("root") for one in bases}) != 1:
-            raise EngineError(f"{self.url} serves {some(names) or 'no models'}; pass the model's name as model")
+            raise EngineError(f"{self.url} serves {shorten(names) or 'no models'}; pass the model's name as model")
         self._base = self._base or bases[0]["id"]
         self._name = self._name or self._base
         limit = min((one.get("max_model_len") or longest for one in bases), default=longest)
@@ -122,7 +122,7 @@ class VLLM:
         if adapters:
             await self._change("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(directory)})
             if before not in (version, self._base):
-                with contextlib.suppress(Refused):  # not loaded if the server was restarted
+                with contextlib.suppress(StatusError):  # not loaded if the server was restarted
                     await self.client.request("/v1/unload_lora_adapter", {"lora_name": before})
             return
         await self._change("/pause?mode=wait", {})
@@ -134,7 +134,7 @@ class VLLM:
             await self._change("/resume", {})
         try:
             await self.client.request("/update_weight_version", {"new_version": version})
-        except Refused:  # in older vLLM versions, only the probe verifies the weights
+        except StatusError:  # in older vLLM versions, only the probe verifies the weights
             self._reports_version = False
 
     async def holds(self, version: str) -> bool:
@@ -144,12 +144,12 @@ class VLLM:
         found = self._read("/weight_info", await self.client.request("/weight_info"), {"weight_version": _TEXT})
         return bool(found["weight_version"] == version)
 
-    async def draw(self, ids: Sequence[int], *, most: int, seed: int, settings: DecodeSettings) -> ServerTurn:
-        """Draw up to `most` tokens after `ids`."""
+    async def draw(self, ids: Sequence[int], *, max_tokens: int, seed: int, settings: DecodeSettings) -> ServerTurn:
+        """Draw up to `max_tokens` tokens after `ids`."""
         sampling, stop, stops = settings.sampling, settings.eos_token_ids, settings.stops
         body = {
             "prompt": list(ids),
-            "max_tokens": most,
+            "max_tokens": max_tokens,
             "seed": seed,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
@@ -165,7 +165,7 @@ class VLLM:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        choice = await self._complete(body, len(ids) + most, {"finish_reason": _TEXT})
+        choice = await self._complete(body, len(ids) + max_tokens, {"finish_reason": _TEXT})
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):  # aborted by another client
             raise ConnectionLost(f"{self.url} aborted a completion ({reason})")
@@ -182,11 +182,11 @@ class VLLM:
         if end is not None:
             return ServerTurn(tokens[:end], log_probs[:end], True)
         ended = tokens[-1] in stop
-        if ended != (reason == "stop") or (not ended and len(tokens) != most):
+        if ended != (reason == "stop") or (not ended and len(tokens) != max_tokens):
             raise EngineError(
-                f"{self.url} ended a completion after {len(tokens)} of {most} tokens with finish_reason {reason!r}. The"
-                f" last token, {tokens[-1]}, is not in stop_token_ids ({some([str(i) for i in stop])})"
-                f"{'' if stops is None else f', and no stop string ({some(list(map(repr, stops.strings)))}) matches'}."
+                f"{self.url} ended a completion after {len(tokens)} of {max_tokens} tokens with finish_reason"
+                f" {reason!r}. The last token, {tokens[-1]}, is not in stop_token_ids ({shorten([*map(str, stop)])})"
+                f"{'' if stops is None else f', and no stop string ({shorten([*map(repr, stops.strings)])}) matches'}."
                 " Check that its --max-model-len is sufficient and that its tokenizer is the same as the policy's"
             )
         return ServerTurn(tokens, log_probs, ended)
@@ -199,10 +199,10 @@ class VLLM:
         body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
         try:
             choice = await self._complete(body, len(ids) * (k + 1), {"prompt_logprobs": [_POSITION]})
-        except Refused as refused:
-            if "max allowed" not in str(refused):
+        except StatusError as error:
+            if "max allowed" not in str(error):
                 raise
-            raise EngineError(f"{refused}. Start it with --max-logprobs {k}, or reduce distillation_topk") from refused
+            raise EngineError(f"{error}. Start it with --max-logprobs {k}, or reduce distillation_topk") from error
         found = choice["prompt_logprobs"]
         if len(found) != len(ids):
             raise EngineError(f"{self.url} must return prompt_logprobs for {len(ids)} tokens; got {len(found)}")
@@ -217,12 +217,12 @@ class VLLM:
 
     async def _complete(self, body: Json, log_probs: int, schema: Json) -> Json:
         """Request one completion with at most `log_probs` log-probs. Returns the validated choice."""
-        most = SHORT + BYTES_OF_LOG_PROB * log_probs
+        most = SHORT_BYTES + BYTES_OF_LOG_PROB * log_probs
         try:
-            answer = await self.client.request("/v1/completions", {"model": self._name, **body}, most_bytes=most)
-        except Refused as refused:
-            if refused.status == 404 and self._name != self._base:  # a restart removes adapters
-                raise ConnectionLost(str(refused)) from refused
+            answer = await self.client.request("/v1/completions", {"model": self._name, **body}, max_bytes=most)
+        except StatusError as error:
+            if error.status == 404 and self._name != self._base:  # a restart removes adapters
+                raise ConnectionLost(str(error)) from error
             raise
         choices: list[Json] = self._read("/v1/completions", answer, {"choices": [schema]})["choices"]
         if len(choices) != 1:
@@ -238,11 +238,11 @@ class VLLM:
     async def _change(self, path: str, body: Json) -> None:
         """Send a request that changes the weights. The server must have been started with the flags of `START`."""
         try:
-            await self.client.request(path, body, busy=(429, 503))
-        except Refused as refused:
-            if "already been loaded" in str(refused):
+            await self.client.request(path, body, retry=(429, 503))
+        except StatusError as error:
+            if "already been loaded" in str(error):
                 return
             fix = ". Check that the server can read the weights under this path" if "_path" in str(body) else ""
-            if refused.status in (404, 405):
+            if error.status in (404, 405):
                 fix = f". Start it as `{START}`, with access to {body.get('lora_path', 'the weights directory')}"
-            raise EngineError(f"{refused}{fix}") from refused
+            raise EngineError(f"{error}{fix}") from error

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from grpo_jax.messages import raise_all, show, some
+from grpo_jax.messages import raise_all, shorten, show
 from grpo_jax.rewards.calls import run_on_event_loop
 from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.text.calls import parse_json
@@ -143,7 +143,7 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
     parameters = tool.schema["function"].get("parameters") or {}
     known, required = list(parameters.get("properties") or {}), list(parameters.get("required") or [])
     unknown = [show(name) for name in arguments if name not in known]
-    problems = [f"unknown arguments {some(unknown)} (available: {', '.join(known) or 'none'})"] if unknown else []
+    problems = [f"unknown arguments {shorten(unknown)} (available: {', '.join(known) or 'none'})"] if unknown else []
     problems += [f"missing argument {name!r}" for name in required if name not in arguments]
     bound = {}
     for name in () if problems else arguments:

@@ -36,8 +36,8 @@ import jax
 from grpo_jax.config.sft import Config
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, split
+from grpo_jax.run.checkpoint_reader import abstract_of, as_target, shapes_of, tried_by_all
 from grpo_jax.run.resume import changed_functions, differences, warn_of_changes
-from grpo_jax.run.stored import abstract_of, as_target, shapes_of, tried_by_all
 from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Progress

@@ -26,7 +26,7 @@ import optax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Resume
 from grpo_jax.config.sft import SFTConfig, config_class
-from grpo_jax.messages import show, some
+from grpo_jax.messages import shorten, show
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import fetch
 from grpo_jax.models.threads import count_cores, devices_of
@@ -242,7 +242,7 @@ def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[s
     """Describe up to three changed arrays of the state, params first. Returns [] if none changed."""
     paths = sorted(_changed(old, new), key=lambda path: not path.startswith(".params"))
     arrays = [f"{x.lstrip('.')} {new.get(x, '(none)')} instead of {old.get(x, '(none)')}" for x in paths]
-    return [f"state: its arrays differ from the run's: {some(arrays, 3)}"] if arrays else []
+    return [f"state: its arrays differ from the run's: {shorten(arrays, 3)}"] if arrays else []
 
 
 def _hash_rows(datasets: Sequence[EncodedPrompts]) -> Json:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.messages import raise_all, show, some
+from grpo_jax.messages import raise_all, shorten, show
 from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.sampler import ROUNDING
@@ -128,7 +128,7 @@ def check_same_tokenizer(ours: object, theirs: object) -> None:
     one, other = one(), other()
     different = sorted(token for token in {*one, *other} if one.get(token) != other.get(token))
     if different:
-        examples = some([f"{token!r} ({one.get(token)}, {other.get(token)})" for token in different], 3)
+        examples = shorten([f"{token!r} ({one.get(token)}, {other.get(token)})" for token in different], 3)
         raise ValueError(
             f"teacher.tokenizer must have the policy's vocabulary, but {len(different)} tokens have different ids"
             f" (policy, teacher): {examples}. Use a teacher from the same model family"

@@ -20,7 +20,7 @@ from grpo_jax.cli.runfile import read_run
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora
 from grpo_jax.models.layers import is_quantized
-from grpo_jax.run.stored import load_params
+from grpo_jax.run.checkpoint_reader import load_params
 from grpo_jax.types import as_argument
 from grpo_jax.watch.display import escape_controls
 from grpo_jax.watch.writer import RunWriter

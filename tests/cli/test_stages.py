@@ -11,7 +11,7 @@ from tiny import tiny_policy
 from grpo_jax import SFTConfig
 from grpo_jax.cli import commands
 from grpo_jax.cli.runfile import read_run
-from grpo_jax.run.stored import load_params
+from grpo_jax.run.checkpoint_reader import load_params
 
 LESSONS = [{"prompt": "say a: ", "completion": "a"}, {"prompt": "say b: ", "completion": "b"}]
 SFT = {"data": "lessons.jsonl", "max_steps": 2, "learning_rate": 0.01, "per_device_train_batch_size": 3}

@@ -13,7 +13,7 @@ import pytest
 from grpo_jax.rewards.calls import run_on_event_loop
 from grpo_jax.rollout import engine_client
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.engine_client import SHORT, Client, ConnectionLost, EngineError, Refused, Requests
+from grpo_jax.rollout.engine_client import SHORT_BYTES, Client, ConnectionLost, EngineError, Requests, StatusError
 from grpo_jax.rollout.engine_server import VLLM
 
 pytestmark = pytest.mark.quick
@@ -46,14 +46,14 @@ CHUNKED = "Transfer-Encoding: chunked"
 
 
 @pytest.mark.parametrize(("answer", "kind", "message"), [
-    (of(200, b" " * 3 * SHORT, "Connection: close"), EngineError, f"more than {SHORT} bytes"),
-    (of(200, b" " * 3 * SHORT), EngineError, f"more than {SHORT} bytes"),
+    (of(200, b" " * 3 * SHORT_BYTES, "Connection: close"), EngineError, f"more than {SHORT_BYTES} bytes"),
+    (of(200, b" " * 3 * SHORT_BYTES), EngineError, f"more than {SHORT_BYTES} bytes"),
     (of(200, b"", "Content-Length: 99999999999999"), ConnectionLost, "IncompleteRead"),
     (of(200, b"ffffffffffffff\r\n", CHUNKED), ConnectionLost, "IncompleteRead"),
     (of(200, b"-5\r\n", CHUNKED), ConnectionLost, "IncompleteRead"),
     (of(200, b'{"a":' + b"[" * 100_000), EngineError, "returned invalid JSON"),
     (of(200, b'{"a": ' + b"7" * 5_000 + b"}"), EngineError, "returned invalid JSON"),
-    (of(400, b"[" * 100_000), Refused, "returned status 400"),
+    (of(400, b"[" * 100_000), StatusError, "returned status 400"),
 ], ids=["endless", "long", "length", "chunk", "negative chunk", "deep", "digits", "deep refusal"])  # fmt: skip
 def test_unreadable_response_error_contains_the_url(answer, kind, message):
     with serving(lambda _: [answer]) as url, pytest.raises(kind, match=message) as caught:
@@ -123,7 +123,7 @@ def test_few_connections_are_open_if_the_process_may_open_few_files(monkeypatch)
 
 def test_connecting_has_a_shorter_timeout(monkeypatch):
     """An unreachable server must not take the timeout of a completion."""
-    monkeypatch.setattr(engine_client, "CONNECT", 0.2)
+    monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT", 0.2)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(3):  # a full backlog, so that further connections are not answered
@@ -171,7 +171,7 @@ def choices(**changes):
 
 
 def drawn(answer):
-    return run_on_event_loop(VLLM(Answering(answer)).draw([3, 4], most=2, seed=0, settings=DecodeSettings()))
+    return run_on_event_loop(VLLM(Answering(answer)).draw([3, 4], max_tokens=2, seed=0, settings=DecodeSettings()))
 
 
 def scored(answer):

@@ -256,7 +256,7 @@ def test_several_processes_decide_together(tmp_path, monkeypatch):
         reading = []
         monkeypatch.setattr(checkpoints, "_load", lambda step, *x: reading.append(step) or load(checkpoints, step, *x))
         broken = lambda own: [own, "OSError: disk failed on one host" if reading and reading.pop() == 4 else ""]
-        monkeypatch.setattr("grpo_jax.run.stored.gather_objects", broken)
+        monkeypatch.setattr("grpo_jax.run.checkpoint_reader.gather_objects", broken)
         with pytest.warns(RuntimeWarning, match=r"step 4 cannot be read \(OSError: disk failed on one host\)"):
             assert checkpoints.restore(state_at(0))[1].step == 2
 

@@ -20,10 +20,10 @@ from grpo_jax import GRPOConfig, SFTConfig, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.models.sharding import make_mesh, place
+from grpo_jax.run.checkpoint_reader import load_params
 from grpo_jax.run.run import new_state
 from grpo_jax.run.session import open_session
 from grpo_jax.run.sft import evaluate_examples, next_examples, prepare_sft
-from grpo_jax.run.stored import load_params
 from grpo_jax.update.step import Updater
 from grpo_jax.watch.display import Display
 from grpo_jax.watch.writer import read_lines
