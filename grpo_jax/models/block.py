@@ -38,12 +38,11 @@ class Attention(nn.Module):
         n = t if context.last is None else 1
         h, d = c.heads_of(self.kind)
         q, k, v, gate = self._project(x, context)
-        kernel, sinks = self._kernel(context), self._sinks()
-        if n == 1 and self._has_step_kernel(context, kernel, b * h * g):
-            y, new_cache = self._step(q, k, v, context, kernel, sinks)
+        if n == 1 and self._has_step_kernel(context, b * h * g):
+            y, new_cache = self._step(q, k, v, context)
         else:
             q, k = self._normalize_and_rotate(q, k, context)
-            y, new_cache = self._attend(q, k, v, context, kernel, sinks)
+            y, new_cache = self._attend(q, k, v, context)
         y = y.reshape(b, g, n, c.num_heads * d)
         if gate is not None:
             y = y * jax.nn.sigmoid(gate.reshape(y.shape))
@@ -105,23 +104,17 @@ class Attention(nn.Module):
         init = nn.initializers.normal(c.initializer_range)
         return self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(c.heads_of(self.kind)[0], -1)
 
-    def _has_step_kernel(self, context: Context, kernel: Kernel, heads: int) -> bool:
+    def _has_step_kernel(self, context: Context, heads: int) -> bool:
         """Return whether the decode kernel computes this layer for one token per completion. `heads` is B·H_kv·G."""
         cache, prefix, mesh = context.shared or context.cache, context.prompt_cache, self.config.mesh
         if context.cache is None or prefix is None or context.last is not None:
             return False
         slots = cast(KeysValues, cache)[1].shape[-2], prefix[1].shape[-2]
         d, programs = prefix[1].shape[-1], heads // (1 if mesh is None else mesh.size)
-        return has_step_kernel(kernel.implementation, head_dim=d, keys=slots, programs=programs)
+        return has_step_kernel(self._kernel(context).implementation, head_dim=d, keys=slots, programs=programs)
 
     def _step(
-        self,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        context: Context,
-        kernel: Kernel,
-        sinks: jax.Array | None,
+        self, q: jax.Array, k: jax.Array | None, v: jax.Array | None, context: Context
     ) -> tuple[jax.Array, LayerCache]:
         """Compute the attention [B, G, H_kv, R, d] of one token per completion with the decode kernel."""
         c, (h, d), (b, g, *_), prefix = self.config, self.config.heads_of(self.kind), q.shape, context.prompt_cache
@@ -147,20 +140,14 @@ class Attention(nn.Module):
             index=context.index,
             start=context.start,
             write=write,
-            kernel=kernel,
+            kernel=self._kernel(context),
             mesh=c.mesh,
-            sinks=sinks,
+            sinks=self._sinks(),
         )
         return y, () if new is None else (new_cache[0].reshape(cache[0].shape), new_cache[1].reshape(cache[1].shape))
 
     def _attend(
-        self,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        context: Context,
-        kernel: Kernel,
-        sinks: jax.Array | None,
+        self, q: jax.Array, k: jax.Array | None, v: jax.Array | None, context: Context
     ) -> tuple[jax.Array, LayerCache]:
         """Compute the attention [B, G, T, H_kv, R, d] of prepared queries over keys and values."""
         (h, d), (b, g, n, *_) = self.config.heads_of(self.kind), q.shape
@@ -177,7 +164,8 @@ class Attention(nn.Module):
             if context.cache is not None:
                 k, v = keys, v = self._update_cache(context, keys, v)
             new_cache = (k, v)
-        prefix, scale, window, cap = context.prompt_cache, kernel.scale, kernel.window, kernel.soft_cap
+        kernel, sinks, prefix = self._kernel(context), self._sinks(), context.prompt_cache
+        scale, window, cap = kernel.scale, kernel.window, kernel.soft_cap
         if context.tile_mask is not None:
             y = tiled_attention(q, k, v, prefix, context.tile_mask, kernel, self.config.mesh, sinks)
         elif context.segments is not None:
