@@ -1,6 +1,6 @@
 """Multi-turn rollouts and per-turn advantages.
 
-Environments are created and reset before sampling, called between turns, and closed when all completions have ended.
+Environments are created and reset before sampling, called between turns, and released when all completions have ended.
 """
 
 from __future__ import annotations
