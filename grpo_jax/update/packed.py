@@ -219,7 +219,9 @@ class PackedUpdater(Updater):
         threads = count_threads(params, prompts)
         tokens = max(self.shapes(params, batch.mask.shape)[0].size // 16, PROMPT_TOKENS)  # prompt tokens per part
         rounds = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / threads)
-        k = math.ceil(prompts / (rounds * threads))
+        most = math.ceil(prompts / (rounds * threads))
+        # Up to a third less, if fewer positions in parts are then empty.
+        k = min(range(most, most - most // 3 - 1, -1), key=lambda k: -prompts % (k * threads))
         return threads, math.ceil(prompts / (k * threads)) * threads, k
 
     def has_gradient(self, batch: Batch) -> np.ndarray:

@@ -16,7 +16,7 @@ from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
 from grpo_jax.models.packing import order_prompts
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.types import as_argument
+from grpo_jax.types import Prompts, as_argument
 from grpo_jax.update import packed
 from grpo_jax.update.objective import loss_settings, vanishes_without_advantage
 from grpo_jax.update.packed import choose_updater, zero_gradients
@@ -145,6 +145,22 @@ def test_every_prompt_is_in_one_part_and_prompts_with_a_gradient_come_first(seed
     assert len(order) - b < bins * bin_size
     rounds = [learns[own[own >= 0]] for own in order.reshape(-1, bins * bin_size)]
     assert all(first.all() or not second.any() for first, second in itertools.pairwise(rounds))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("prompts", "threads", "parts", "each"), [
+    (8, 1, 4, 2),  # 3 parts of 3 prompts would have an empty position
+    (9, 1, 3, 3),
+    (7, 1, 4, 2),
+    (8, 2, 4, 2),
+    (3, 1, 1, 3),
+])  # fmt: skip
+def test_parts_have_few_empty_positions(monkeypatch, prompts, threads, parts, each):
+    monkeypatch.setattr(packed, "count_threads", lambda _, most: min(threads, most))
+    tokens, lengths = np.zeros((prompts, 160), np.int32), np.ones(prompts, np.int32)
+    b = with_signal(0).replace(prompts=Prompts(tokens, lengths), mask=np.ones((prompts, G, T)))
+    updater = choose_updater(MODEL, GRPOConfig(max_completion_length=T), micro_shape=(prompts, G))
+    assert updater.count_parts(PARAMS, b) == (threads, parts, each)
 
 
 OTHER_TERMS = {
