@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from grpo_jax.models.config import DecodeStep, TransformerConfig, count_weights, state_bytes
+from grpo_jax.models.config import StepCost, TransformerConfig, count_weights, state_bytes
 
 PEAKS = {
     "T4": (65e12, 0.32e12),
@@ -53,7 +53,7 @@ class Work:
         """Bytes read while decoding: per step, the weights and the keys and values of all prompts and completions."""
         steps, p = self.completion_length, self.prompt_length
         # At step t a completion has t cached slots, (T + 1) / 2 on average.
-        mean = DecodeStep.of(self.shape, prompt_length=p, completion_length=(steps + 1) / 2, itemsize=self.itemsize)
+        mean = StepCost.of(self.shape, prompt_length=p, completion_length=(steps + 1) / 2, itemsize=self.itemsize)
         return steps * mean.cost(self.prompts, self.group)
 
     @property

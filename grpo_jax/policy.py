@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from grpo_jax.messages import one_line, show
-from grpo_jax.types import MODEL_CALL, Json, Params, as_argument, is_cached
+from grpo_jax.types import MODEL_CALL, Json, Params, as_argument, is_builtin
 
 
 class Donated(dict[str, Any]):
@@ -107,7 +107,7 @@ class Policy:
     def check_model(self) -> None:
         """Raise ValueError unless the model implements `types.Model`. Custom models are checked by tracing `apply`."""
         model, tokens = as_argument(self.model), np.zeros((2, 3), np.int32)
-        if is_cached(model):
+        if is_builtin(model):
             return
         try:
             logits = jax.eval_shape(lambda params: model.apply({"params": params}, tokens), self.params)

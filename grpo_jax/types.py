@@ -178,7 +178,7 @@ class Model(Protocol):
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
-class CachedModel(Model, Protocol):
+class BuiltinModel(Model, Protocol):
     """One of this package's models, which process a prompt once for all of its completions and decode with a cache.
 
     `apply(..., method=name)` calls the methods `prefill`, `hidden`, `unembed` and `unembed_columns` of
@@ -192,8 +192,8 @@ class CachedModel(Model, Protocol):
     def prefill(self) -> Any: ...
 
 
-def is_cached(model: Model) -> TypeGuard[CachedModel]:
-    """Return whether a model is a `CachedModel`, possibly as a `LoraModel` or a result of `as_argument`."""
+def is_builtin(model: Model) -> TypeGuard[BuiltinModel]:
+    """Return whether a model is a `BuiltinModel`, possibly as a `LoraModel` or a result of `as_argument`."""
     return hasattr(model, "prefill")
 
 

@@ -35,8 +35,8 @@ from grpo_jax.maths.surrogates import (
     clip_events,
     kl_term,
     off_policy_mask,
-    read_importance_weights,
     vespo,
+    weights_and_log_sums,
 )
 
 
@@ -112,7 +112,7 @@ def grpo_loss_terms(
     # Policy term. Its masks and weights do not apply to the KL.
     log_ratio = l - l_old
     w = RATIOS[settings.importance_sampling_level](l, log_ratio, mask)
-    weights, log_weights = read_importance_weights(importance_weights, l, mask)
+    weights, log_weights = weights_and_log_sums(importance_weights, l, mask)
     chex.assert_equal_shape([l, log_ratio, w, mask])
     chex.assert_shape(log_weights, mask.shape[:-1])
     inputs = SurrogateInputs(l, log_ratio, w, A, mask, log_weights)

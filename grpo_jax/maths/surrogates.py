@@ -146,7 +146,7 @@ def off_policy_mask(
     return (inputs.advantages >= 0) | (row_mean(l_sampling - l, inputs.mask) <= threshold)
 
 
-def read_importance_weights(
+def weights_and_log_sums(
     importance_weights: jax.Array | None, l: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array | None, jax.Array]:
     """Return weights ([..., 1], [..., T] or None) and the sum of their logs over each row, [...]."""
@@ -215,8 +215,8 @@ def sampler_weights(
     w = jnp.exp(jnp.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     low, high = -jnp.inf if clip_min is None else clip_min, jnp.inf if clip_max is None else clip_max
     w = jnp.clip(w, low, high) if mode.endswith("truncate") else jnp.where((w < low) | (w > high), 0, w)
-    counts = mask if mode.startswith("token") else mask.any(axis=-1)
-    return sg(jnp.where(counts, w, 1))
+    has_tokens = mask if mode.startswith("token") else mask.any(axis=-1)
+    return sg(jnp.where(has_tokens, w, 1))
 
 
 def mean_of_row_means(values: jax.Array, mask: jax.Array, counts: Counts) -> jax.Array:
@@ -263,7 +263,7 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
 To add a loss type, add a function and an entry here, and add the name to `config.fields.LossType` and to the docstring
 of `grpo_loss`. Add a NumPy version to tests/maths/test_losses.py and a setting to `experiments.estimators`. If the loss
 clips, extend `clip_events`. If it applies the sampler weights itself, like `vespo`, extend `losses.grpo_loss_terms`. If
-it has a gradient where the advantage is 0, extend `update.objective.vanishes_without_advantage`.
+it has a gradient where the advantage is 0, extend `update.objective.zero_advantage_has_no_gradient`.
 Add new settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their conflicts with other fields to
 `config.contradictions`, and the corresponding TRL fields to `compat.trl_fields`.
 """

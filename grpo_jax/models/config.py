@@ -238,7 +238,7 @@ def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeStep:
+class StepCost:
     """Cost model for a decode step, in bytes read, for completions with the layout [groups, width].
 
     cost = weights + groups · (prompt + width · (own + state + products))
@@ -262,7 +262,7 @@ class DecodeStep:
         itemsize: float,
         weight_itemsize: float | None = None,
         bytes_per_operation: float = 0.0,
-    ) -> DecodeStep:
+    ) -> StepCost:
         """Build the cost model for a decoder. `weight_itemsize` defaults to `itemsize`."""
         attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
         token = itemsize * sum(2 * heads * width for heads, width in attention)  # bytes of keys and values per token

@@ -24,7 +24,7 @@ from grpo_jax.maths.sampling import Sampling, process_logits
 from grpo_jax.models.context import Prefix, Segments
 from grpo_jax.models.experts import router_loss
 from grpo_jax.models.packing import PackedSequence
-from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, is_cached, join_rows
+from grpo_jax.types import BuiltinModel, Completions, Model, Params, Prompts, is_builtin, join_rows
 
 CHUNK = 1024
 """Tokens per chunk: enough for an efficient matrix product, with logits that are small compared to activations."""
@@ -150,7 +150,7 @@ def score_completions(
     """
     b, g, t = tokens.shape
     states, aux = predicting_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
-    if is_cached(model):
+    if is_builtin(model):
         if statistic is not None:
             statistic = statistic._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in statistic.arrays))
         scores = score_chunks(
@@ -189,7 +189,7 @@ def predicting_states(
     logits [B, G, T, V] are returned as states.
     """
     b, g, t = tokens.shape
-    if is_cached(model):
+    if is_builtin(model):
         last, prefix = model.apply({"params": params}, prompts, method="prefill", rngs=rngs)
         hidden, aux = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
         if t > 1 or router_mask is not None:
@@ -204,7 +204,7 @@ def predicting_states(
 
 
 def _hidden(
-    model: CachedModel,
+    model: BuiltinModel,
     params: Params,
     tokens: jax.Array,
     prefix: Prefix,
@@ -226,7 +226,7 @@ def _hidden(
 
 def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
     """Return a function that maps params and states from `predicting_states` to logits."""
-    if not is_cached(model):
+    if not is_builtin(model):
         return lambda params, states: states
     return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
 
@@ -239,7 +239,7 @@ class PromptStates(NamedTuple):
 
 
 def prefill_prompts(
-    model: CachedModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
+    model: BuiltinModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> PromptStates:
     """Run the model on prompts once, for use in all `score_packed` calls with their completions."""
     last, prefix = model.apply({"params": params}, prompts, method="prefill", rngs=rngs)
@@ -247,7 +247,7 @@ def prefill_prompts(
 
 
 def score_packed(
-    model: CachedModel,
+    model: BuiltinModel,
     params: Params,
     prompt_states: PromptStates,
     lengths: jax.Array,
@@ -281,7 +281,7 @@ def score_packed(
 
 
 def packed_states(
-    model: CachedModel,
+    model: BuiltinModel,
     params: Params,
     prompt_states: PromptStates,
     lengths: jax.Array,

@@ -59,7 +59,7 @@ def count_cores() -> int:
 def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """Apply `function` to each part in a separate thread, and return the results in order.
 
-    Exceptions are raised after all threads have ended. Jitted functions that `function` calls must be `shared`.
+    Exceptions are raised after all threads have ended. Jitted functions that `function` calls need `@compile_once`.
     """
     if len(parts) == 1:
         return [function(parts[0])]
@@ -68,7 +68,7 @@ def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) ->
     return [future.result() for future in futures]
 
 
-class shared:
+class compile_once:
     """Wrapper for a jitted function that several threads may call, so that each program is compiled only once.
 
     Without a lock, two threads that need a new program at the same time would both compile it. The lock is released

@@ -212,7 +212,7 @@ RUN_METRICS = {
     "clip_fraction_low", "clip_fraction_high", "clip_fraction_delta", "off_policy_fraction", "distillation",
     "distillation_loss",
 }  # fmt: skip
-"""Metrics that the run itself logs. `log_metric` rejects these names; `check_metrics` rejects rollout metrics."""
+"""Metrics that the run itself logs. `log_metric` rejects these names; `check_names` rejects rollout metrics."""
 
 RUN_METRIC_PREFIXES = ("eval/", "seconds/", "sampler/", "dynamic_sampling/")
 RUN_COLUMNS = ("step", "prompt", "images", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
@@ -228,7 +228,7 @@ class Log:
 
     def metric(self, name: str, value: float) -> None:
         """Log a scalar. If several values are logged under the same name in a step, their mean is reported."""
-        check_metrics([name], [name] if name.startswith(RUN_METRIC_PREFIXES) else RUN_METRICS)
+        check_names([name], [name] if name.startswith(RUN_METRIC_PREFIXES) else RUN_METRICS)
         self.metrics.setdefault(name, []).append(float(value))
 
     def extra(self, column: str, values: Sequence[object]) -> None:
@@ -244,7 +244,7 @@ class Log:
             row[column] = value
 
 
-def check_metrics(logged: Iterable[str], reserved: Iterable[str]) -> None:
+def check_names(logged: Iterable[str], reserved: Iterable[str]) -> None:
     """Raise SetupError if a reward function logged a metric under a reserved name."""
     taken = sorted({*logged} & {*reserved})
     if taken:

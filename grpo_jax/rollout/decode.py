@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.models.context import Cache, Prefix, empty_cache, pad_slots, rotate_ring
 from grpo_jax.models.sharding import constrain, for_head, for_lookup
-from grpo_jax.models.threads import shared
+from grpo_jax.models.threads import compile_once
 from grpo_jax.rollout.draw import (
     DecodeSettings,
     Variables,
@@ -26,7 +26,7 @@ from grpo_jax.rollout.draw import (
     step_uniforms,
     vocabulary_axes,
 )
-from grpo_jax.types import CachedModel, Completions, Model, Params, Prompts, join_rows
+from grpo_jax.types import BuiltinModel, Completions, Model, Params, Prompts, join_rows
 
 Tree = TypeVar("Tree")
 
@@ -78,7 +78,7 @@ def _unsqueeze_cache(state: DecodeState) -> Cache:
 
 
 def _prefill_prompts(
-    model: CachedModel,
+    model: BuiltinModel,
     params: Params,
     prompts: Prompts,
     keys: jax.Array,
@@ -100,10 +100,10 @@ def _prefill_prompts(
     return state, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
 
 
-@shared
+@compile_once
 @functools.partial(jax.jit, static_argnames=("settings", "slots", "multi_turn"))
 def prefill(
-    model: CachedModel,
+    model: BuiltinModel,
     params: Params,
     prompts: Prompts,
     keys: jax.Array,
@@ -124,10 +124,10 @@ def prefill(
     return place_state(state, settings.mesh, constrain), drawn
 
 
-@shared
+@compile_once
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
 def refill(
-    model: CachedModel,
+    model: BuiltinModel,
     params: Params,
     state: DecodeState,
     prompts: Prompts,
@@ -146,10 +146,10 @@ def refill(
     return jax.tree.map(lambda old, x: old.at[indices].set(x), state, new), drawn
 
 
-@shared
+@compile_once
 @functools.partial(jax.jit, static_argnames=("settings", "steps", "fixed"), donate_argnames=("cache",))
 def decode_burst(
-    model: CachedModel,
+    model: BuiltinModel,
     variables: Variables,
     cache: Cache,
     state: DecodeState,
@@ -219,7 +219,7 @@ def decode_burst(
 
 
 def decode(
-    model: CachedModel,
+    model: BuiltinModel,
     variables: Variables,
     state: DecodeState,
     slot: int,
@@ -237,10 +237,10 @@ def decode(
     return state.replace(cache=cache, token=token, ended=ended, stop_state=stop_state), drawn
 
 
-@shared
+@compile_once
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))
 def prefill_chunk(
-    model: CachedModel,
+    model: BuiltinModel,
     variables: Variables,
     cache: Cache,
     state: DecodeState,
@@ -327,7 +327,7 @@ def place_state(state: DecodeState, mesh: Mesh | None, place: Callable[..., Any]
 
 
 def generate_traced(
-    model: CachedModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
+    model: BuiltinModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
     """Generate single-turn completions in one compiled loop. `generate` calls this function under `jit`."""
     state, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))

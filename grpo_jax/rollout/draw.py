@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from grpo_jax.maths.sampling import Sampling, draw_tokens, greedy_tokens, process_logits, uniforms, vocabulary_blocks
 from grpo_jax.maths.stops import Stops
 from grpo_jax.models.sharding import constrain
-from grpo_jax.types import CachedModel, Params
+from grpo_jax.types import BuiltinModel, Params
 
 Variables = dict[str, Params]
 """A model's variable collections: "params" and, on a CPU, "columns"."""
@@ -67,7 +67,7 @@ def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
 
 
 def draw_next(
-    model: CachedModel, variables: Variables, u: jax.Array, hidden: jax.Array, settings: DecodeSettings
+    model: BuiltinModel, variables: Variables, u: jax.Array, hidden: jax.Array, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array]:
     """Draw tokens [B, G] from hidden states [B, G, D] with uniforms [B, G, 2]. Returns the tokens and log-probs."""
     sampling, mesh = settings.sampling, settings.mesh

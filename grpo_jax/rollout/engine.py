@@ -47,7 +47,7 @@ from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, Connecti
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.rollout.table import Table
 from grpo_jax.rollout.turns import AnswerTurn, wait_for
-from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
+from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_builtin
 
 if sys.platform != "win32":
     import fcntl
@@ -221,7 +221,7 @@ class Engine:
                 settings=batch.settings,
             )
             turn = await requests.send(draw)
-            table.append(row, turn.tokens, turn.log_probs)
+            table.append_sampled(row, turn.tokens, turn.log_probs)
             table.ended[row] = turn.ended and batch.answer_turn is None
             left -= len(turn.tokens)
             if batch.answer_turn is None or (not turn.ended and left == 0):
@@ -233,7 +233,7 @@ class Engine:
                 table.ended[row] = True
             if observation is None or len(observation) >= left:
                 return
-            table.observe(row, observation)
+            table.append_observation(row, observation)
 
     async def _check_and_load(self, sampling: Sampling, longest: int) -> None:
         """Check the server, which may have been restarted with other flags, and load the weights if it lacks them."""
@@ -338,7 +338,7 @@ def _with_head(policy: Policy) -> Policy:
 
 def probe_ids(policy: Policy) -> list[int]:
     """Tokenize the probe's text. Returns 1, 2, … without a tokenizer, or if the text has too few distinct ids."""
-    size = int(policy.model.config.vocab_size) if is_cached(policy.model) else PROBE + 1
+    size = int(policy.model.config.vocab_size) if is_builtin(policy.model) else PROBE + 1
     found = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     found = [i for i in found if i < size]
     known = found if len(set(found)) > 8 else [1 + i % (size - 1) for i in range(PROBE)]

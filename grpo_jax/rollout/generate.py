@@ -52,12 +52,12 @@ from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.layouts import choose_layouts, decode_threads, groups_at_once, on_cpu
 from grpo_jax.rollout.programs import decode_variables
 from grpo_jax.rollout.table import SamplingJob, Table
-from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_cached
+from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_builtin
 
 if TYPE_CHECKING:
     from grpo_jax.rollout.turns import AnswerTurn
 
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 DecodeResult = tuple[DecodeState, Drawn]
 """An updated state and the drawn tokens."""
 
@@ -154,11 +154,11 @@ def generate(
         per_thread = f" on each of the {shards} data-parallel devices" if shards > 1 else ""
         least = f"{shards * num_generations}, one group of completions{per_thread}"
         raise ValueError(f"batch_size must be at least {least}; got {batch_size!r}.")
-    if answer_turn is not None and not is_cached(model):
+    if answer_turn is not None and not is_builtin(model):
         kind = type(model).__name__
         raise ValueError(f"model must be a built-in model if completions have several turns; got {kind}.")
     groups, longest = prompts.tokens.shape[0], int(max_completion_length)
-    turn = min(longest, int(max_turn_length or longest))
+    turn_length = min(longest, int(max_turn_length or longest))
     keys = completion_keys(
         key, jnp.arange(groups) if prompt_indices is None else jnp.asarray(prompt_indices), num_generations
     )
@@ -166,22 +166,22 @@ def generate(
         sampling, eos_token_ids, pad_token_id, stop=stop, stop_token_ids=stop_token_ids, tokenizer=tokenizer
     )
     argument = as_argument(model)
-    if not is_cached(model):
-        completions = generate_uncached(argument, params, prompts, keys, settings=settings, length=turn)
+    if not is_builtin(model):
+        completions = generate_uncached(argument, params, prompts, keys, settings=settings, length=turn_length)
         return fetch(completions) if on_host else completions
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
-        return generate_traced(argument, params, prompts, keys, settings=settings, length=turn)
-    table = Table(keys.size, turn if answer_turn is None else longest, settings.pad_token_id)
-    decode_weights = decode_variables(argument, params)  # laid out for decoding
+        return generate_traced(argument, params, prompts, keys, settings=settings, length=turn_length)
+    table = Table(keys.size, turn_length if answer_turn is None else longest, settings.pad_token_id)
+    variables = decode_variables(argument, params)
     settings = settings._replace(mesh=mesh)
-    job = SamplingJob(argument, params, decode_weights, prompts, keys, settings, table, interrupt)
+    job = SamplingJob(argument, params, variables, prompts, keys, settings, table, interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)
     if answer_turn is None:
         completions = _sample_one_turn(job, at_once, on_tokens)
     else:
         from grpo_jax.rollout.turns import sample_turns
 
-        completions = sample_turns(job, at_once, answer_turn, turn)
+        completions = sample_turns(job, at_once, answer_turn, turn_length)
     return completions if on_host else jax.tree.map(jnp.asarray, completions)
 
 
@@ -212,8 +212,8 @@ class _SingleTurnRollout:
     def __init__(self, job: SamplingJob, groups: int):
         (b, g), p = job.keys.shape, job.prompts.tokens.shape[1]
         self.job, self.next_group = job, groups  # index of the first waiting prompt
-        length, waits = job.table.length, groups < b
-        self.layouts = choose_layouts(job.model, job.params, p, groups, g, length, mesh=job.mesh, waits=waits)
+        length, mesh, waiting = job.table.length, job.mesh, groups < b
+        self.layouts = choose_layouts(job.model, job.params, p, groups, g, length, mesh=mesh, prompts_wait=waiting)
         self.layout, self.slots = 0, self.layouts.slots[0]  # index of the layout; cache size
         self.slot = 0  # next slot, before reduction modulo the ring size
         # [B', G'] table row of the completion at each position, −1 if empty; [B'] number of tokens drawn in each group
@@ -317,10 +317,10 @@ class _SingleTurnRollout:
         self._queue(before, drawn)
 
     def _run(
-        self, program: Callable[[Part], DecodeResult], parts: Sequence[Part]
+        self, program: Callable[[Item], DecodeResult], items: Sequence[Item]
     ) -> tuple[tuple[DecodeState, ...], list[Drawn]]:
-        """Call a compiled function for each state. On a CPU, wait until the results are ready."""
-        results = run_in_threads(program, parts)
+        """Call a function for each item in parallel. On a CPU, wait until the results are ready."""
+        results = run_in_threads(program, items)
         if self._on_cpu:
             jax.block_until_ready(results)
         return tuple(state for state, _ in results), [drawn for _, drawn in results]
@@ -340,5 +340,5 @@ class _SingleTurnRollout:
             rows, drawn = self.bursts.popleft()
             ended = table.record(rows, concatenate(fetch(drawn), np), self.job.settings)
             table.ended[rows[ended]] = True
-            over = rows[ended | (table.lengths[rows] == table.length)]
-            self.rows = np.where(np.isin(self.rows, over), -1, self.rows)
+            finished = rows[ended | (table.lengths[rows] == table.length)]
+            self.rows = np.where(np.isin(self.rows, finished), -1, self.rows)

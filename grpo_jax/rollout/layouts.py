@@ -24,14 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from grpo_jax.models.config import DecodeStep
+from grpo_jax.models.config import StepCost
 from grpo_jax.models.devices import platform_of
 from grpo_jax.models.fused_step import has_step_kernel
 from grpo_jax.models.layers import Quantized
 from grpo_jax.models.sharding import shard_count
 from grpo_jax.models.threads import count_threads, devices_of
 from grpo_jax.models.tiles import implementation
-from grpo_jax.types import CachedModel, Params
+from grpo_jax.types import BuiltinModel, Params
 
 BURST = 16
 """Maximum number of decode steps per call. After each call, the host checks which completions have ended."""
@@ -69,7 +69,7 @@ class Layouts:
     slots: tuple[int, ...]  # cache sizes in increasing order
     steps: int  # number of steps per burst
     fixed: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host
-    step: DecodeStep  # cost of a decode step with the largest cache
+    step: StepCost  # cost of a decode step with the largest cache
     shards: int = 1  # number of devices over which groups are sharded; groups do not change devices
 
     @classmethod
@@ -78,17 +78,17 @@ class Layouts:
         groups: int,
         width: int,
         length: int,
-        step: DecodeStep,
+        step: StepCost,
         *,
         shards: int = 1,
-        waits: bool = False,
+        prompts_wait: bool = False,
         multi_turn: bool = False,
         fixed: bool = False,
         grows: bool = True,
     ) -> Layouts:
         """Compute the layouts for [groups, width] completions of at most `length` tokens.
 
-        `waits` is True if more prompts are waiting; the cache is then a ring buffer with its final size from the start.
+        With `prompts_wait` (more prompts are waiting), the cache is a ring buffer with its final size from the start.
         `multi_turn` is True if completions have several turns, each with any number of bursts. `grows` is True if steps
         also read empty slots, so that a smaller cache is faster.
         """
@@ -97,14 +97,14 @@ class Layouts:
         # run after all completions have ended.
         steps = BURST if tokens > MIN_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
-        if grows and not waits:
+        if grows and not prompts_wait:
             first = max(MIN_SLOTS, -(-length // 4))
             first = -(-first // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else first
             slots = [*(n for n in (first, 2 * first) if n < last), last]
         shapes = [(groups, width)]
         # Completions move at most once between bursts.
         bursts = -(-tokens // steps)
-        max_smaller = MAX_SMALLER if waits or multi_turn else min(MAX_SMALLER, bursts - 1)
+        max_smaller = MAX_SMALLER if prompts_wait or multi_turn else min(MAX_SMALLER, bursts - 1)
         while len(shapes) <= max_smaller and (smaller := _next(shapes[-1], groups * width, step, shards)) is not None:
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
@@ -140,7 +140,7 @@ class Layouts:
         return flat // alive.shape[1], (flat % alive.shape[1])[:, None]
 
 
-def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int) -> tuple[int, int] | None:
+def _next(last: tuple[int, int], completions: int, step: StepCost, shards: int) -> tuple[int, int] | None:
     """Return (groups, width) for the layout after `last`, or None if no layout is sufficiently cheaper.
 
     The first choice is groups of half the width, if they are 25% cheaper than as many completions in groups of one,
@@ -166,12 +166,12 @@ def _next(last: tuple[int, int], completions: int, step: DecodeStep, shards: int
     return next(filter(worth, (*singles, fewer)), None)
 
 
-def decode_step(model: CachedModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> DecodeStep:
+def decode_step_cost(model: BuiltinModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> StepCost:
     """Estimate a decode step's cost. In the time to read one byte, a CPU does 8 multiplications and a GPU 100."""
     arrays = jax.tree.leaves((model, params))
     weights = jax.tree.leaves((model, params), is_leaf=lambda x: isinstance(x, Quantized))  # NF4 has two in a byte
     size = sum(x.size * x.dtype.itemsize for x in arrays)
-    return DecodeStep.of(
+    return StepCost.of(
         model.config,
         prompt_length=prompt_length,
         completion_length=slots,
@@ -201,7 +201,7 @@ def groups_at_once(groups: int, num_generations: int, batch_size: int | None, sh
 
 
 def choose_layouts(
-    model: CachedModel,
+    model: BuiltinModel,
     params: Params,
     prompt_length: int,
     groups: int,
@@ -209,17 +209,17 @@ def choose_layouts(
     length: int,
     *,
     mesh: Mesh | None,
-    waits: bool,
+    prompts_wait: bool,
 ) -> Layouts:
     """Return the `Layouts` for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = whole_cache(length, fixed=not cpu)
-    step = decode_step(model, params, prompt_length, slots, cpu=cpu)
+    step = decode_step_cost(model, params, prompt_length, slots, cpu=cpu)
     grows = not _reads_full_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
-    return Layouts.of(groups, width, length, step, shards=shards, waits=waits, fixed=not cpu, grows=grows)
+    return Layouts.of(groups, width, length, step, shards=shards, prompts_wait=prompts_wait, fixed=not cpu, grows=grows)
 
 
-def _reads_full_slots(model: CachedModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
+def _reads_full_slots(model: BuiltinModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
     """Return whether all attention layers use the decode kernel, which reads only occupied slots."""
     shape = model.config
     heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}

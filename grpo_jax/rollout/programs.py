@@ -23,7 +23,7 @@ from grpo_jax.models.transformer import Transformer, kernels_by_columns, project
 from grpo_jax.rollout.decode import DecodeState, decode_burst, place_state, prefill
 from grpo_jax.rollout.draw import DecodeSettings, Variables, completion_keys
 from grpo_jax.rollout.layouts import choose_layouts, groups_at_once
-from grpo_jax.types import CachedModel, Model, Params, Prompts, as_argument, is_cached
+from grpo_jax.types import BuiltinModel, Model, Params, Prompts, as_argument, is_builtin
 
 Tree = TypeVar("Tree")
 
@@ -34,7 +34,7 @@ _jit_kernels_by_columns = jax.jit(kernels_by_columns, static_argnums=1)
 _jit_rounded = jax.jit(lambda arrays, dtype: {at: x.astype(dtype) for at, x in arrays.items()}, static_argnums=1)
 
 
-def decode_variables(model: CachedModel, params: Params) -> Variables:
+def decode_variables(model: BuiltinModel, params: Params) -> Variables:
     """Convert params to variables for `decode`: with column-major kernels on a CPU, else in the compute dtype."""
     params = _without_tower(params)
     if _by_columns(params):
@@ -43,7 +43,7 @@ def decode_variables(model: CachedModel, params: Params) -> Variables:
     return {"params": _with(params, _jit_rounded(wide, _dtype(model))) if wide else params}
 
 
-def variables_shape(model: CachedModel, params: Params) -> Variables:
+def variables_shape(model: BuiltinModel, params: Params) -> Variables:
     """Return the result of `decode_variables` as `ShapeDtypeStruct`s."""
     params = _without_tower(params)
     if _by_columns(params):
@@ -55,7 +55,7 @@ def variables_shape(model: CachedModel, params: Params) -> Variables:
     return {"params": _with(shapes, rounded) if rounded else shapes}
 
 
-def copies(model: CachedModel, params: Params) -> tuple[Params, Params]:
+def copies(model: BuiltinModel, params: Params) -> tuple[Params, Params]:
     """Return the params that `decode_variables` copies for decoding, and their copies, as abstract arrays."""
     variables = variables_shape(model, params)
     if "columns" in variables:
@@ -77,11 +77,11 @@ def _by_columns(params: Params) -> bool:
     return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
 
-def _dtype(model: CachedModel) -> jnp.dtype:
+def _dtype(model: BuiltinModel) -> jnp.dtype:
     return jnp.dtype(model.config.dtype)
 
 
-def _wide_kernels(model: CachedModel, params: Params) -> dict[tuple[str, ...], jax.Array]:
+def _wide_kernels(model: BuiltinModel, params: Params) -> dict[tuple[str, ...], jax.Array]:
     """Return the float32 matrices and embedding that a decoder casts to a narrower dtype, keyed by path."""
     if not isinstance(getattr(model, "model", model), Transformer) or not isinstance(params, dict):
         return {}  # custom models may need float32, and adapters are small
@@ -111,7 +111,7 @@ def decode_call(
 
     `generate` documents the arguments. Returns None for a model without a cache.
     """
-    if not is_cached(model):
+    if not is_builtin(model):
         return None
     argument, shapes = abstract((as_argument(model), params))
     variables, mesh = variables_shape(model, params), mesh_of(params)
@@ -121,12 +121,12 @@ def decode_call(
     # On a mesh, waiting prompts form the next batch instead of replacing finished groups.
     waits = at_once < groups and mesh is None
     layouts = choose_layouts(
-        argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh, waits=waits
+        argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh, prompts_wait=waits
     )
     settings = settings._replace(mesh=mesh)
-    read = functools.partial(prefill, settings=settings, slots=layouts.slots[-1])
+    prefill_fn = functools.partial(prefill, settings=settings, slots=layouts.slots[-1])
     prompts, keys = _inputs(at_once, num_generations, prompt_length, mesh)
-    state: DecodeState = jax.eval_shape(read, argument, shapes, prompts, keys, 0)[0]
+    state: DecodeState = jax.eval_shape(prefill_fn, argument, shapes, prompts, keys, 0)[0]
     state = abstract_from(state, (shapes, argument)) if mesh is None else place_state(state, mesh, _at)
     cache, rest = state.cache, state.replace(cache=())
     burst = functools.partial(decode_burst, settings=settings, steps=layouts.steps, fixed=layouts.fixed)

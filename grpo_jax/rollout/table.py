@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from grpo_jax.models.sharding import split
 from grpo_jax.rollout.decode import Drawn
 from grpo_jax.rollout.draw import DecodeSettings, Variables
-from grpo_jax.types import CachedModel, Completions, Params, Prompts
+from grpo_jax.types import BuiltinModel, Completions, Params, Prompts
 
 
 class Table:
@@ -51,13 +51,13 @@ class Table:
         # A completion that is waiting for an observation may be in the final state, but has no new tokens.
         return ended | (new.any(axis=-1) & (state == settings.stops.found))
 
-    def append(self, completion: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+    def append_sampled(self, completion: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         """Append tokens that were drawn by an inference server."""
         new = slice(self.lengths[completion], self.lengths[completion] + len(tokens))
-        self.observe(completion, tokens)
+        self.append_observation(completion, tokens)
         self.mask[completion, new], self.log_probs[completion, new] = True, log_probs
 
-    def observe(self, completion: int, tokens: Sequence[int]) -> None:
+    def append_observation(self, completion: int, tokens: Sequence[int]) -> None:
         """Append an observation and start a new turn."""
         start, end = self.lengths[completion], self.lengths[completion] + len(tokens)
         self.tokens[completion, start:end], self.lengths[completion] = tokens, end
@@ -78,7 +78,7 @@ class SamplingJob:
     `keys` are typed PRNG keys [B, G]. `interrupt` is called before each prefill and burst, and during long waits.
     """
 
-    model: CachedModel
+    model: BuiltinModel
     params: Params
     decode_variables: Variables
     prompts: Prompts

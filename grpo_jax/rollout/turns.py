@@ -32,7 +32,7 @@ import numpy as np
 from grpo_jax.models.sharding import fetch, gather_objects, shard_count, split
 from grpo_jax.models.threads import run_in_threads
 from grpo_jax.rollout.decode import Drawn, decode, prefill, prefill_chunk, rearrange
-from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, Layouts, decode_step, decode_threads, on_cpu
+from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, Layouts, decode_step_cost, decode_threads, on_cpu
 from grpo_jax.rollout.table import SamplingJob
 from grpo_jax.types import Completions
 
@@ -80,7 +80,7 @@ class AnswerTurn(Protocol):
         ...
 
 
-class _OtherFailed(Exception):
+class _OtherThreadFailed(Exception):
     """Raised in a thread after another thread has failed."""
 
 
@@ -92,7 +92,7 @@ class _MultiTurnDecoder:
         self.answer_turn, self.max_turn_length = answer_turn, max_turn_length
         self.rows = job.rows(groups)  # [B', G'] table row at each position, −1 if empty
         g, p, length = job.keys.shape[1], job.prompts.tokens.shape[1], job.table.length
-        step_cost = decode_step(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
+        step_cost = decode_step_cost(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
         self.layouts = Layouts.of(len(groups), g, length, step_cost, shards=shard_count(job.mesh), multi_turn=True)
         self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index in the layouts; ring size
         self.slot = FIRST_SLOT  # next slot of the active completions
@@ -202,12 +202,12 @@ class _MultiTurnDecoder:
             self._align(counts[self.rows], min_slots=min_slots)
             first = self.slots - width
         for row, tokens in observed.items():
-            table.observe(row, tokens)
+            table.append_observation(row, tokens)
             self.turn_starts[row] = table.lengths[row]
         padded = np.zeros((*self.rows.shape, width), np.int32)
         valid = np.arange(width) >= width - counts[self.rows][..., None]
-        resumed = np.isin(self.rows, list(new_tokens))
-        for at in map(tuple, np.argwhere(resumed)):
+        answered = np.isin(self.rows, list(new_tokens))
+        for at in map(tuple, np.argwhere(answered)):
             ids = new_tokens[int(self.rows[at])]
             padded[at][width - len(ids) :] = ids
         for start in range(0, width, size):
@@ -218,9 +218,9 @@ class _MultiTurnDecoder:
             )
             self.device_state = self.device_state.replace(cache=cache)
         self.slot, old = first + width, self.device_state.token
-        self.device_state = self.device_state.replace(token=jnp.where(split(resumed, job.mesh), token, old))
+        self.device_state = self.device_state.replace(token=jnp.where(split(answered, job.mesh), token, old))
         drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))
-        self._record(np.where(resumed, self.rows, -1), drawn)
+        self._record(np.where(answered, self.rows, -1), drawn)
 
     def _ring_size(self, min_slots: int) -> int:
         """Return a ring size of at least `min_slots` slots. Only a few sizes are used, since each is compiled."""
@@ -236,12 +236,12 @@ class _MultiTurnDecoder:
         """
         alive = self.rows >= 0
         end, read = (self.start_slots + self.table.lengths[self.rows] - 1)[alive], counts[alive]
-        if (end != end[0]).any() or (read != read[0]).any() or min_slots > self.slots or self._smaller() is not None:
+        if (end != end[0]).any() or (read != read[0]).any() or min_slots > self.slots or self._choose() is not None:
             return None
         first = int(end[0] + read[0]) - width
         return first if first >= 0 and first % self.slots + width <= self.slots else None
 
-    def _smaller(self) -> tuple[np.ndarray, np.ndarray] | None:
+    def _choose(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Select completions for the next smaller layout. Returns None if there is none or if they do not fit."""
         last = self.layout + 1 == len(self.layouts.shapes)
         return None if last else self.layouts.choose(self.layout, self.rows >= 0)
@@ -251,17 +251,17 @@ class _MultiTurnDecoder:
 
         Also moves the completions to the next smaller layout if they fit.
         """
-        chosen, shape = self._smaller(), self.rows.shape
+        chosen, shape = self._choose(), self.rows.shape
         unchanged = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
         groups, order = unchanged if chosen is None else chosen
         self.layout, self.slots = self.layout + (chosen is not None), max(self.slots, self._ring_size(min_slots))
         self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
         filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)
         self.start_slots, self.slot = self.slots - counts - filled, self.slots
-        moved = None if self.job.mesh is not None else groups.astype(np.int32)  # groups; None: all of them
+        kept = None if self.job.mesh is not None else groups.astype(np.int32)  # on a mesh, groups stay on their devices
         order, starts = order.astype(np.int32), self.start_slots.astype(np.int32)
         (self.device_state,) = rearrange(
-            (self.device_state,), moved, order, starts, slots=self.slots, mesh=self.job.mesh
+            (self.device_state,), kept, order, starts, slots=self.slots, mesh=self.job.mesh
         )
 
 
@@ -280,18 +280,18 @@ def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_tu
     def interrupted() -> None:
         job.interrupt()
         if failed.is_set():
-            raise _OtherFailed
+            raise _OtherThreadFailed
 
     # With several processes, all must exchange observations in the same order, so they use one thread.
-    single = job.mesh is not None or jax.process_count() > 1
-    threads = 1 if single else decode_threads(job.params, at_once, g, per_core=2)
+    one_thread = job.mesh is not None or jax.process_count() > 1
+    threads = 1 if one_thread else decode_threads(job.params, at_once, g, per_core=2)
     size, interruptible = at_once // threads, dataclasses.replace(job, interrupt=interrupted)
 
     def sample_groups(thread: int) -> None:
         try:
             for first in range(thread * size, b, at_once):
                 _MultiTurnDecoder(interruptible, answer_turn, np.arange(first, first + size), max_turn_length).run()
-        except _OtherFailed:
+        except _OtherThreadFailed:
             return  # the failed thread raises its error
         except BaseException:
             failed.set()

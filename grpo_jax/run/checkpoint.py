@@ -42,7 +42,7 @@ from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Progress
 
-RESUME = ("auto", "must", "never", "changed")
+RESUME_MODES = ("auto", "must", "never", "changed")
 
 _OPTIONAL = {"batch": Batch, "ahead": Completions}
 

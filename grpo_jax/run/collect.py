@@ -27,10 +27,10 @@ from grpo_jax.models.packing import lengths_of
 from grpo_jax.models.sharding import fetch, local_range
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, compute_rewards, means_of
-from grpo_jax.rewards.contract import TrainerState, check_metrics, reward_names
+from grpo_jax.rewards.contract import TrainerState, check_names, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import OnTokens, generate
-from grpo_jax.run.policy_checks import check_positions
+from grpo_jax.run.policy_checks import check_context_length
 from grpo_jax.run.rollout_result import (
     RolloutResult,
     completion_records,
@@ -150,10 +150,10 @@ def collect(
         interrupt()
         return phase(name)
 
-    rollout, rewards, metrics, batch = _next_rollout(run, state, source, interruptible_phase)
+    rollout, rewards, metrics, batch = _sample_and_score(run, state, source, interruptible_phase)
     counted = np.ones(len(rollout.rows), bool)
     if config.dynamic_sampling:
-        sample_more = functools.partial(_next_rollout, run, state, source, interruptible_phase)
+        sample_more = functools.partial(_sample_and_score, run, state, source, interruptible_phase)
         rollout, rewards, metrics, counted = refill_groups(rollout, rewards, metrics, config, sample_more)
         with interruptible_phase("reference"):
             batch = _make_batch(run, state, rollout, counted)
@@ -165,15 +165,15 @@ def collect(
         with interruptible_phase("teacher"):
             batch = run.distillation.add_log_probs(batch, rollout.completions, config)
     if run.sampler is not None:
-        from grpo_jax.run.sampler import mismatch
+        from grpo_jax.run.sampler import mismatch_metrics
 
-        metrics |= mismatch(batch, config)
+        metrics |= mismatch_metrics(batch, config)
     interrupt()
     source.commit()
     return batch, metrics, completion_records(rewards, reward_names(run.reward_fns), rollout, _mean_advantages(batch))
 
 
-def _next_rollout(
+def _sample_and_score(
     run: Run, state: TrainState, source: OnDemandRollouts, phase: Phase
 ) -> tuple[RolloutResult, Rewards, dict[str, float], Batch | None]:
     """Return the next rollout, its rewards and metrics, and its batch (None with `dynamic_sampling`)."""
@@ -193,7 +193,7 @@ def _next_rollout(
         rewards = gather_rewards(local_rewards, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.metrics)
-    check_metrics(rewards.logged_metrics, metrics)
+    check_names(rewards.logged_metrics, metrics)
     return rollout, rewards, means_of(rewards.logged_metrics) | metrics, batch
 
 
@@ -301,7 +301,7 @@ def sample(
         generate_fn = functools.partial(generate_with_engine, sampler, policy)
 
     def complete(prompts: Prompts, answer_turn: AnswerTurn | None = None) -> Completions:
-        check_positions(policy, int(np.max(prompts.lengths)), config.max_completion_length)  # `reset` may add text
+        check_context_length(policy, int(np.max(prompts.lengths)), config.max_completion_length)  # `reset` may add text
         return generate_fn(
             policy.model,
             params,

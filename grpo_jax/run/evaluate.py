@@ -16,7 +16,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.sharding import mesh_of, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewards
-from grpo_jax.rewards.contract import TrainerState, as_list, check_metrics, check_reward_fns, eval_names, reward_names
+from grpo_jax.rewards.contract import TrainerState, as_list, check_names, check_reward_fns, eval_names, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.images import check_text_only, with_encoder, without_image_token
@@ -238,7 +238,7 @@ def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[f
     found = eval_names(names)
     metrics = dict(zip(found, map(mean_of_scored, scores.T), strict=False))
     metrics["reward"] = mean_of_scored(total_rewards(scores, weights))
-    check_metrics(joined.logged_metrics, found)
+    check_names(joined.logged_metrics, found)
     return means_of(joined.logged_metrics) | metrics
 
 

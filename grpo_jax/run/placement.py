@@ -21,7 +21,7 @@ from grpo_jax.models.sharding import AXES, check_fits, make_mesh, mesh_of, place
 from grpo_jax.models.tiles import implementation, triton_or_tiles
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.types import Model, Params, is_cached
+from grpo_jax.types import Model, Params, is_builtin
 
 _Config = TypeVar("_Config", GRPOConfig, SFTConfig)
 
@@ -47,7 +47,7 @@ def shape_of(policy: Policy) -> TransformerConfig | None:
 
 def vocab_size(model: Model, params: Params) -> int:
     """Return V, the size of the last axis of the model's logits."""
-    if is_cached(model):
+    if is_builtin(model):
         return int(model.config.vocab_size)
 
     def logits(params: Params) -> jax.Array:

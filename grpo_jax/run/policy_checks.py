@@ -72,10 +72,10 @@ def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: in
             f" {shape.vocab_size}. Use the tokenizer from the model's checkpoint."
         )
     if max_completion_length:
-        check_positions(policy, max(map(len, data.token_ids)), max_completion_length, prefix)
+        check_context_length(policy, max(map(len, data.token_ids)), max_completion_length, prefix)
 
 
-def check_positions(policy: Policy, longest_prompt: int, max_completion_length: int, prefix: str = "") -> None:
+def check_context_length(policy: Policy, longest_prompt: int, max_completion_length: int, prefix: str = "") -> None:
     """Raise ValueError if prompts and completions need more positions than the policy's model has."""
     for problem in _position_problems(policy, longest_prompt, max_completion_length):
         raise ValueError(prefix + problem)

@@ -37,7 +37,7 @@ from grpo_jax.text.images import load_processor_if_needed
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, check_finite, named_datasets
-from grpo_jax.types import AdvantageFn, Environments, RewardFn, Row, is_cached
+from grpo_jax.types import AdvantageFn, Environments, RewardFn, Row, is_builtin
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 
@@ -276,7 +276,7 @@ def _make_interaction(
     """Build the tools and environments for multi-turn completions."""
     from grpo_jax.rollout.interaction import make_interaction
 
-    if not is_cached(policy.model):
+    if not is_builtin(policy.model):
         raise ValueError(
             "tools and environment_factory need a model with a KV cache; use a model loaded by from_pretrained"
         )

@@ -176,7 +176,7 @@ class Publisher:
             for file in ("README.md", "report.png"):
                 (self._directory / file).unlink(missing_ok=True)
 
-    def saved(self, step: int, params: Params, *, last: int) -> None:
+    def checkpoint_saved(self, step: int, params: Params, *, last: int) -> None:
         """Upload a checkpoint's policy, unless `step` is the last or `hub_strategy` is "end". Failures only warn."""
         if self._config.hub_strategy == "end" or step == last:
             return
@@ -191,13 +191,13 @@ class Publisher:
                 stacklevel=3,
             )
 
-    def end(self, params: Params, *, draw: Callable[[], object] = lambda: None) -> None:
-        """Call `draw` to create the plot, then upload the final policy and its card. Raises OSError on failure."""
+    def end(self, params: Params, *, write_report: Callable[[], object] = lambda: None) -> None:
+        """Write the report and its plot, then upload the final policy and its card. Raises OSError on failure."""
         write_policy(self._directory, self._policy.replace(params=params))
         if not self._name:
             return
         try:
-            draw()
+            write_report()
             card = model_card(self._name, run_dir=self._run_dir, adapters=isinstance(self._policy.model, LoraModel))
             _write_card(self._directory, card, self._run_dir, self._name, self._config.hub_revision)
             self._push("End of training")

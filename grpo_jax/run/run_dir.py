@@ -45,7 +45,7 @@ def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -
         (folder / name).write_text(json.dumps(values, indent=2), encoding="utf-8")
 
 
-def check_shared(run_dir: str | os.PathLike[str] | None) -> None:
+def check_shared_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
     """Raise ValueError in all processes unless each of them can write to process 0's run directory.
 
     All processes write each checkpoint together. With separate directories, they would deadlock.

@@ -203,7 +203,7 @@ def read_completions(
     )
 
 
-def mismatch(batch: Batch, config: GRPOConfig) -> dict[str, float]:
+def mismatch_metrics(batch: Batch, config: GRPOConfig) -> dict[str, float]:
     """Compute metrics for |log π_old − log π_sampler| and the importance weights.
 
     Returns {} if `generate` sampled the batch. Weights are per token in the token modes of `sampler_correction`, and

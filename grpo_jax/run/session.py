@@ -15,12 +15,12 @@ import numpy as np
 from grpo_jax.maths.checks import masked
 from grpo_jax.messages import one_line, show
 from grpo_jax.models.sharding import fetch, gather_objects
-from grpo_jax.run.checkpoint import RESUME, Checkpoints, Restored
+from grpo_jax.run.checkpoint import RESUME_MODES, Checkpoints, Restored
 from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.run.policy_checks import check_best_metric
 from grpo_jax.run.resume import run_identity
 from grpo_jax.run.run import BaseRun, Run, SFTRun
-from grpo_jax.run.run_dir import check_shared, locked, write_policy_files
+from grpo_jax.run.run_dir import check_shared_run_dir, locked, write_policy_files
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch, Params
 from grpo_jax.update.state import TrainState
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None:
     """Raise ValueError if `resume` or a run setting is incompatible with `run_dir`."""
-    if resume not in RESUME:
-        raise ValueError(f"resume must be one of {', '.join(map(repr, RESUME))}; got {resume!r}")
+    if resume not in RESUME_MODES:
+        raise ValueError(f"resume must be one of {', '.join(map(repr, RESUME_MODES))}; got {resume!r}")
     if run_dir is None and resume == "must":
         raise ValueError('resume="must" needs a run directory; pass run_dir')
     if run_dir is None and run.config.load_best_model_at_end:
@@ -49,7 +49,7 @@ def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None
         from grpo_jax.run.publish import check_push
 
         check_push(run.policy, run_dir)
-    check_shared(run_dir)
+    check_shared_run_dir(run_dir)
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ class Session:
         if self.checkpoints.due(step):
             self.save(state, batch)
             if self.publisher is not None and self.checkpoints.scheduled(step):
-                self.publisher.saved(step, state.params, last=self.run.total_steps)
+                self.publisher.checkpoint_saved(step, state.params, last=self.run.total_steps)
 
     def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:
         """Save the run after an error in a reward function, environment or engine.
@@ -260,7 +260,7 @@ class Session:
         if not signalled:
             state = self.checkpoints.restore_best(state, progress)
             if self.publisher is not None:
-                self.publisher.end(state.params, draw=self.monitor.write_report)
+                self.publisher.end(state.params, write_report=self.monitor.write_report)
         return state
 
 

@@ -26,7 +26,7 @@ from grpo_jax.text.examples import Examples, encode_examples, load_examples
 from grpo_jax.text.images import load_processor_if_needed
 from grpo_jax.text.prompts import prompt_indices
 from grpo_jax.text.sources import Dataset, check_finite, named_datasets
-from grpo_jax.types import Batch, Params, Row, is_cached
+from grpo_jax.types import Batch, Params, Row, is_builtin
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 from grpo_jax.update.state import TrainState
@@ -180,7 +180,7 @@ def derive_sft(
         ends = (len(ids) for some in parts for ids in some.token_ids)
         rest = max(end - own for end, own in zip(ends, starts, strict=True))
     else:
-        shared = min(some.shared for some in parts) if is_cached(policy.model) else 0
+        shared = min(some.shared for some in parts) if is_builtin(policy.model) else 0
         start = max(1, shared)
         rest = longest - start
     length = config.padded(rest)

@@ -30,9 +30,9 @@ from grpo_jax.maths.supervised import (
     sampled_divergence,
     top_k_divergence,
 )
-from grpo_jax.maths.surrogates import LossSettings, Surrogate, read_importance_weights, sampler_weights
+from grpo_jax.maths.surrogates import LossSettings, Surrogate, sampler_weights, weights_and_log_sums
 from grpo_jax.models.scoring import LogitStatistic, Scores, unembed_of
-from grpo_jax.types import Batch, Model, Params, is_cached
+from grpo_jax.types import Batch, Model, Params, is_builtin
 from grpo_jax.update.state import TrainState
 
 
@@ -55,7 +55,7 @@ def has_entropy_bonus(config: Config) -> bool:
     return config.entropy_coef > 0 or config.use_adaptive_entropy
 
 
-def vanishes_without_advantage(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
+def zero_advantage_has_no_gradient(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
     """Return whether completions with zero advantage have no gradient, because the advantage multiplies the whole loss.
 
     This does not depend on `loss_type`. Returns False for a custom surrogate, which may use advantages differently.
@@ -66,7 +66,7 @@ def vanishes_without_advantage(model: Model, config: Config, surrogate: Surrogat
 
 def router_coef_of(model: Model, config: Config) -> float:
     """Return the load-balancing coefficient: the config's, else the checkpoint's, or 0 for a model without experts."""
-    if not is_cached(model) or not model.config.num_experts:
+    if not is_builtin(model) or not model.config.num_experts:
         return 0.0
     coef = config.router_aux_loss_coef
     return model.config.router_loss_coef if coef is None else coef
@@ -195,7 +195,7 @@ def _grpo_terms(
     divergences = scores.statistic
     if batch.teacher_log_probs is not None:
         divergences = sampled_divergence(log_probs, old_log_probs, batch.teacher_log_probs, batch.mask)
-        weights, _ = read_importance_weights(importance_weights, log_probs, batch.mask)
+        weights, _ = weights_and_log_sums(importance_weights, log_probs, batch.mask)
         divergences = divergences if weights is None else weights * divergences
     if divergences is None:
         return loss, metrics
@@ -242,9 +242,9 @@ class Teacher(flax.struct.PyTreeNode):
     model: Model
     params: Params
 
-    def known(self, tokens: jax.Array) -> jax.Array:
+    def clip_ids(self, tokens: jax.Array) -> jax.Array:
         """Replace ids beyond the teacher's vocabulary (the policy's may have more padding), whose states are NaN."""
-        return tokens.clip(max=self.model.config.vocab_size - 1) if is_cached(self.model) else tokens
+        return tokens.clip(max=self.model.config.vocab_size - 1) if is_builtin(self.model) else tokens
 
 
 def logit_statistic(

@@ -41,9 +41,9 @@ from grpo_jax.models.packing import (
 )
 from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
 from grpo_jax.models.sharding import abstract_from, constrain, constrain_params, fetch, shard_count, split
-from grpo_jax.models.threads import count_threads, devices_of, in_background, run_in_threads, shared, wait_on_cpu
+from grpo_jax.models.threads import compile_once, count_threads, devices_of, in_background, run_in_threads, wait_on_cpu
 from grpo_jax.models.tiles import implementation
-from grpo_jax.types import Batch, CachedModel, Model, Params, Prompts, as_argument, is_cached
+from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_argument, is_builtin
 from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic, router_coef_of, sampling_of
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
@@ -51,7 +51,7 @@ from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_li
 CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Activations fit in cache."""
 
-MATRIX_TOKENS = 1024
+CPU_MATRIX_TOKENS = 1024
 """`CPU_TOKENS` for CPUs with matrix units (`models.matmul`). It is larger because each sequence casts the weights."""
 
 ACCELERATOR_TOKENS = 32768
@@ -68,7 +68,7 @@ class Part(flax.struct.PyTreeNode):
       batch: prompts [A·K, P] and their completions [A·K, G, T].
       selected: [A·K, G, T] bool slice of the `top_entropy_mask`, or None if all tokens contribute to the loss.
       sequences: packed sequences [A, S, ...], in order: with a gradient, without a gradient, unused.
-      num_trained: [] int32 number of sequences with a gradient.
+      num_with_grad: [] int32 number of sequences with a gradient.
       num_used: [] int32 number of sequences with completions, at least 1.
       index: [] int32 position of the part in its minibatch.
     """
@@ -76,7 +76,7 @@ class Part(flax.struct.PyTreeNode):
     batch: Batch
     selected: jax.Array | None
     sequences: PackedSequence
-    num_trained: jax.Array | np.int32
+    num_with_grad: jax.Array | np.int32
     num_used: jax.Array | np.int32
     index: jax.Array | np.int32
 
@@ -88,7 +88,7 @@ class Part(flax.struct.PyTreeNode):
 class PackedUpdater(Updater):
     """Updater for this package's models, which processes one packed sequence at a time."""
 
-    model: CachedModel
+    model: BuiltinModel
 
     def padded_length(self, longest: int) -> int:
         """Return the length to pad a batch to, which is always T because packing removes the padding."""
@@ -122,17 +122,17 @@ class PackedUpdater(Updater):
             grads_sum, sums = zeros[thread], []
             for part in parts[thread::threads]:
                 placed = split(part, self.mesh)
-                if part.num_trained > 0:
+                if part.num_with_grad > 0:
                     grads_sum, more = wait_on_cpu(add_gradients(self, grads_sum, state, placed, totals))
                     sums.append(more)
-                if part.num_used > part.num_trained:
+                if part.num_used > part.num_with_grad:
                     sums.append(wait_on_cpu(sum_metrics(self, state, placed, totals)))
             return grads_sum, sums
 
         def compile_next() -> None:
             """Compile the programs that run after `add_gradients` while that one compiles."""
             arguments = self, state, parts[0], totals
-            if threads == 1 and any(part.num_used > part.num_trained for part in parts):
+            if threads == 1 and any(part.num_used > part.num_with_grad for part in parts):
                 sum_metrics.lower(*arguments).compile()
             if self.optimizer is not None:
                 grads, sums = zero_gradients.eval_shape(self, state.params), sum_metrics.eval_shape(*arguments)
@@ -197,7 +197,7 @@ class PackedUpdater(Updater):
         trained, others = (packed(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
         # Upper bound on the number of sequences, whatever the completion lengths, so that all parts have one shape.
         per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
-        most = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_backward
+        most = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_zero_signal_backward
         # Separate packing leaves more sequences partly empty, also if only one of several devices has both kinds.
         if 3 * len(together) <= 3 * len(trained) + len(others) or len(trained) + len(others) > most:
             trained, others = together, []
@@ -207,7 +207,7 @@ class PackedUpdater(Updater):
             part,
             selected,
             jax.tree.map(lambda *x: np.stack(x, axis=1), *filled),
-            num_trained=np.int32(len(trained)),
+            num_with_grad=np.int32(len(trained)),
             num_used=np.int32(max(1, len(trained) + len(others))),
             index=np.int32(index),
         )
@@ -226,7 +226,7 @@ class PackedUpdater(Updater):
 
     def has_gradient(self, batch: Batch) -> np.ndarray:
         """Return a mask [B] of prompts with at least one completion that has a gradient."""
-        if not self.omits_backward:
+        if not self.omits_zero_signal_backward:
             return np.ones(len(batch.mask), bool)
         return np.count_nonzero(np.asarray(batch.advantages).reshape(len(batch.mask), -1), axis=1) > 0
 
@@ -235,7 +235,7 @@ class PackedUpdater(Updater):
         t, wide = batch[-1], self.model.config.uses_float32_sums  # only on CPUs with matrix units
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
-        tokens = min(micro_tokens, (MATRIX_TOKENS if wide else CPU_TOKENS) if cpu else max(t, ACCELERATOR_TOKENS))
+        tokens = min(micro_tokens, (CPU_MATRIX_TOKENS if wide else CPU_TOKENS) if cpu else max(t, ACCELERATOR_TOKENS))
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
@@ -254,13 +254,13 @@ def choose_updater(
 
     `micro_shape` is the shape (prompts, completions per prompt) of a micro-batch.
     """
-    kind = PackedUpdater if is_cached(model) and (teacher is None or is_cached(teacher.model)) else Updater
+    kind = PackedUpdater if is_builtin(model) and (teacher is None or is_builtin(teacher.model)) else Updater
     mesh = mesh if mesh and mesh.size > 1 else None
     return kind(as_argument(model), config, micro_shape, optimizer, config.on_policy, mesh, surrogate, teacher)
 
 
 def _prefill(
-    model: CachedModel, params: Params, prompts: Prompts, mesh: jax.sharding.Mesh | None, key: jax.Array | None
+    model: BuiltinModel, params: Params, prompts: Prompts, mesh: jax.sharding.Mesh | None, key: jax.Array | None
 ) -> PromptStates:
     """Run the prompts and return their last hidden states, keys and values, sharded over the mesh."""
     states = prefill_prompts(model, params, prompts, rngs=None if key is None else {"dropout": key})
@@ -284,8 +284,8 @@ def _loss(
     batch = batch.replace(mask=batch.mask & sequence.mask)
     router_coef, teacher_states = router_coef_of(model, config), None
     top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
-    if teacher is not None and teacher_prompts is not None and is_cached(teacher.model):
-        known = sequence.replace(tokens=teacher.known(sequence.tokens))
+    if teacher is not None and teacher_prompts is not None and is_builtin(teacher.model):
+        known = sequence.replace(tokens=teacher.clip_ids(sequence.tokens))
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, known)
     statistic_fn = logit_statistic(  # of the logits: the teacher's divergence, or SFT's token accuracy
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
@@ -314,7 +314,7 @@ def _loss(
     )
 
 
-@shared
+@compile_once
 @functools.partial(jax.jit, donate_argnames=("grads",))
 def add_gradients(
     updater: PackedUpdater, grads: Params, state: TrainState, part: Part, totals: dict[str, jax.Array]
@@ -338,12 +338,12 @@ def add_gradients(
 
     sums = empty_sums(jax.eval_shape(loss_fn, state.params, prompt_states, 0)[1])
     # Gradients of keys and values are also accumulated in float32, regardless of the compute dtype.
-    grads, prompts_grad, sums = jax.lax.fori_loop(0, part.num_trained, add, (grads, zeros_like(prompt_states), sums))
+    grads, prompts_grad, sums = jax.lax.fori_loop(0, part.num_with_grad, add, (grads, zeros_like(prompt_states), sums))
     (new,) = pull_back(jax.tree.map(lambda g, x: g.astype(x.dtype), prompts_grad, prompt_states))
     return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), grads, new), mesh), sums
 
 
-@shared
+@compile_once
 @jax.jit
 def sum_metrics(updater: PackedUpdater, state: TrainState, part: Part, totals: dict[str, jax.Array]) -> MetricSums:
     """Return the metric sums over the sequences of one part that have no gradient."""
@@ -351,17 +351,17 @@ def sum_metrics(updater: PackedUpdater, state: TrainState, part: Part, totals: d
     prompt_states = _prefill(model, state.params, prompts, updater.mesh, dropout_key(model, state, part.index, 0))
     loss = functools.partial(_loss, updater, state, part, totals, prompt_states, _teacher_states(updater, prompts))
     sums = empty_sums(jax.eval_shape(loss, 0)[1])
-    return jax.lax.fori_loop(part.num_trained, part.num_used, lambda i, sums: merge_metrics(sums, loss(i)[1]), sums)
+    return jax.lax.fori_loop(part.num_with_grad, part.num_used, lambda i, old: merge_metrics(old, loss(i)[1]), sums)
 
 
 def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | None:
     """Return the prompts' states under the teacher, or None without a teacher model of this package."""
-    if (teacher := updater.teacher) is None or not is_cached(teacher.model):
+    if (teacher := updater.teacher) is None or not is_builtin(teacher.model):
         return None
     return _prefill(teacher.model, teacher.params, prompts, updater.mesh, None)
 
 
-@shared
+@compile_once
 @functools.partial(jax.jit, static_argnames=("with_entropy",))
 def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""

@@ -32,7 +32,7 @@ from grpo_jax.update.objective import (
     logit_statistic,
     router_coef_of,
     sampling_of,
-    vanishes_without_advantage,
+    zero_advantage_has_no_gradient,
 )
 from grpo_jax.update.state import TrainState, finish_update
 
@@ -67,9 +67,9 @@ class Updater(flax.struct.PyTreeNode):
     skip_zero_signal: bool = flax.struct.field(pytree_node=False, default=True)
 
     @property
-    def omits_backward(self) -> bool:
+    def omits_zero_signal_backward(self) -> bool:
         """Whether zero-signal groups have no gradient, so that their backward pass is skipped."""
-        return self.skip_zero_signal and vanishes_without_advantage(self.model, self.config, self.surrogate)
+        return self.skip_zero_signal and zero_advantage_has_no_gradient(self.model, self.config, self.surrogate)
 
     def padded_length(self, longest: int) -> int:
         """Return the length to pad a batch to if its longest completion has `longest` tokens.
@@ -217,7 +217,7 @@ def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
     """Return the `LogitStatistic` for a micro-batch. Runs the teacher on it if there is a teacher model."""
     teacher, states = updater.teacher, None
     if teacher is not None:
-        states, _ = predicting_states(teacher.model, teacher.params, part.prompts, teacher.known(part.tokens))
+        states, _ = predicting_states(teacher.model, teacher.params, part.prompts, teacher.clip_ids(part.tokens))
     return logit_statistic(
         updater.config,
         part.tokens,

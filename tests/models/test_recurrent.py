@@ -8,7 +8,7 @@ import pytest
 from tiny import scored, tiny_model
 
 from grpo_jax import generate, make_prompts
-from grpo_jax.models.config import ConvShape, DecodeStep, DeltaShape, count_weights, state_bytes
+from grpo_jax.models.config import ConvShape, DeltaShape, StepCost, count_weights, state_bytes
 from grpo_jax.models.context import RecurrentState
 from grpo_jax.models.recurrent import Positions, convolve, last_tokens
 from grpo_jax.models.transformer import projections
@@ -58,7 +58,7 @@ def test_counts_of_weights_and_states():
     )
     assert state_bytes(model.config, 4) == held / B
     steps = [
-        DecodeStep.of(model.config, prompt_length=8, completion_length=n, itemsize=4, weight_itemsize=4)
+        StepCost.of(model.config, prompt_length=8, completion_length=n, itemsize=4, weight_itemsize=4)
         for n in (100, 200)
     ]
     assert steps[0].state == steps[1].state == 2 * held / B

@@ -14,7 +14,7 @@ from tiny import random_params
 
 from experiments.bounds import Work
 from grpo_jax.models import fused_step
-from grpo_jax.models.config import DecodeStep, TransformerConfig, count_weights
+from grpo_jax.models.config import StepCost, TransformerConfig, count_weights
 from grpo_jax.models.context import empty_cache, num_slots, pad_slots
 from grpo_jax.models.rope import Rope
 from grpo_jax.models.transformer import Transformer, projections
@@ -62,7 +62,7 @@ def test_layer_with_shared_keys_has_no_cache():
 def test_counts_of_weights_keys_and_scores():
     kernels = sum(kernel.size for _, kernel in projections(params()))
     assert count_weights(SHAPE, head=False) == kernels
-    step = DecodeStep.of(SHAPE, prompt_length=8, completion_length=100, itemsize=2)
+    step = StepCost.of(SHAPE, prompt_length=8, completion_length=100, itemsize=2)
     assert step.own == 100 * 2 * 2 * (2 * 6 + 2 * 1 * 10)
     work = dict(prompts=1, group=1, completion_length=1, itemsize=2)
     longer, shorter = (Work(SHAPE, prompt_length=n, **work).update_operations for n in (101, 100))

@@ -7,7 +7,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.rewards.calls import compute_rewards
-from grpo_jax.rewards.contract import RUN_COLUMNS, Log, RewardError, SetupError, TrainerState, check_metrics
+from grpo_jax.rewards.contract import RUN_COLUMNS, Log, RewardError, SetupError, TrainerState, check_names
 from grpo_jax.rewards.workers import isolated
 
 ROWS = [{"prompt": text, "topic": "letters"} for text in ("ab", "c", "def", "gh")]
@@ -77,4 +77,4 @@ def test_names_of_all_run_metrics_are_refused():
             with pytest.raises(SetupError):
                 Log(1).metric(name, 0.0)
     with pytest.raises(SetupError, match=r"log_metric\('rewards/logs/mean', ...\)"):
-        check_metrics(["rewards/logs/mean"], ["rewards/logs/mean", "completions/mean_length"])
+        check_names(["rewards/logs/mean"], ["rewards/logs/mean", "completions/mean_length"])

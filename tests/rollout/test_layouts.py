@@ -8,13 +8,13 @@ import pytest
 from tiny import tiny_model
 
 from grpo_jax.hub.quantize import quantized_shape
-from grpo_jax.models.config import DecodeStep
-from grpo_jax.rollout.layouts import BURST, MAX_SMALLER, MIN_COMPLETIONS, Layouts, decode_step
+from grpo_jax.models.config import StepCost
+from grpo_jax.rollout.layouts import BURST, MAX_SMALLER, MIN_COMPLETIONS, Layouts, decode_step_cost
 from grpo_jax.types import as_argument
 
 pytestmark = pytest.mark.quick
 
-SMALL = DecodeStep(weights=0.0, prompt=0.5, own=1.0, products=1.0)
+SMALL = StepCost(weights=0.0, prompt=0.5, own=1.0, products=1.0)
 
 
 def layouts_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
@@ -23,7 +23,7 @@ def layouts_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how)
 
 @pytest.mark.parametrize(
     ("step", "shards"),
-    [(SMALL, 1), (DecodeStep(weights=0.0, prompt=50.0, own=1.0), 1), (SMALL, 4)],
+    [(SMALL, 1), (StepCost(weights=0.0, prompt=50.0, own=1.0), 1), (SMALL, 4)],
     ids=["single completions", "whole groups", "on a mesh"],
 )
 def test_no_live_completion_is_lost(step, shards):
@@ -58,12 +58,12 @@ def test_completions_keep_their_group_if_prompts_are_expensive():
 @pytest.mark.parametrize(("weights", "count"), [(0, 4), (60, 3), (2000, 1)])  # 5M parameters on a CPU: 20
 def test_expensive_weights_leave_fewer_layouts(weights, count):
     """Reading the weights costs the same in every layout, so the more it costs, the fewer smaller layouts pay off."""
-    step = DecodeStep(weights=weights, prompt=0.25, own=0.25, products=1.3)
+    step = StepCost(weights=weights, prompt=0.25, own=0.25, products=1.3)
     assert len(layouts_of(step=step).shapes) == count
 
 
 def test_small_cache_is_left_only_for_a_cheaper_layout():
-    step = DecodeStep(weights=0.0, prompt=0.0, own=1.0)
+    step = StepCost(weights=0.0, prompt=0.0, own=1.0)
     layouts = layouts_of(step=step)
     assert layouts.slots == (64, 128, 255)
     assert layouts.shapes[1:3] == ((32, 1), (16, 1))
@@ -86,12 +86,12 @@ def test_slots_and_bursts_hold_every_completion(length, fixed):
         assert all(n % layouts.steps == 0 for n in layouts.slots[:-1])
         assert -(-max(1, length - 1) // layouts.steps) * layouts.steps < max(1, length - 1) * 1.1 + 8
         assert all(n % 64 == 0 for n in layouts.slots), "a GPU copies the values to pad any other size"
-    assert layouts_of(length=length, fixed=fixed, waits=True).slots == layouts.slots[-1:]
+    assert layouts_of(length=length, fixed=fixed, prompts_wait=True).slots == layouts.slots[-1:]
 
 
 def test_a_decode_step_reads_half_a_byte_per_weight_in_nf4():
     model, shape = as_argument(tiny_model()[0]), (4096, 4096)
-    whole = decode_step(model, {"kernel": jax.ShapeDtypeStruct(shape, "float32")}, 8, 8, cpu=True)
+    whole = decode_step_cost(model, {"kernel": jax.ShapeDtypeStruct(shape, "float32")}, 8, 8, cpu=True)
     packed = quantized_shape(shape, "nf4", "float32", jax.ShapeDtypeStruct)
-    read = decode_step(model, {"kernel": packed}, 8, 8, cpu=True)
+    read = decode_step_cost(model, {"kernel": packed}, 8, 8, cpu=True)
     assert read.weights / whole.weights == pytest.approx((1 / 2 + 1 / 64) / 4, rel=0.01), "codes and scales"

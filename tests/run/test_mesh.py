@@ -120,7 +120,7 @@ def test_packed_update_on_a_mesh_equals_one_device(shape, monkeypatch):
             (part,), numbers = updater.pack(state.params, batch)
             learns = np.asarray(batch.advantages).any(axis=1)[numbers].reshape(shard_count(axes), -1)
             assert learns.any(axis=1).all(), "each device has groups to train on"
-            assert 0 < part.num_trained < part.num_used
+            assert 0 < part.num_with_grad < part.num_used
         scores = updater.log_probs(state.params, batch.prompts, batch.tokens, batch.mask)
         state, metrics = updater.update(state, batch)
         results.append(jax.device_get((scores, state.params, metrics)))

@@ -69,7 +69,7 @@ def test_hub_strategy_end_pushes_once(tmp_path, monkeypatch):
         publisher = opened(
             dataclasses.replace(CONFIG, hub_strategy="end", hub_model_id=None, hub_revision="dev"), tmp_path
         )
-        publisher.saved(1, params, last=2)
+        publisher.checkpoint_saved(1, params, last=2)
         assert hub.commits == []
         publisher.end(params)
         assert [commit[:3] for commit in hub.commits] == [(f"me/{tmp_path.name}", "dev", "End of training")]
@@ -82,18 +82,18 @@ def test_failed_push_warns_during_the_run_and_raises_at_its_end(tmp_path, monkey
         publisher = opened(CONFIG, tmp_path)
         hub.broken = True
         with pytest.warns(RuntimeWarning, match="the policy at step 1 could not be pushed to 'me/sums'"):
-            publisher.saved(1, params, last=3)
+            publisher.checkpoint_saved(1, params, last=3)
         with pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*It is saved in .*hub\. Call train"):
             publisher.end(moved(params))
         hub.broken = False
         for steps in (1, 2):  # the upload is repeated, and the run is resumed with more steps
             publisher = opened(CONFIG, tmp_path)
-            publisher.saved(1, params, last=steps)
+            publisher.checkpoint_saved(1, params, last=steps)
             publisher.end(moved(params))
             assert hub.commits[-1][3]["report.png"] == b"a picture"
         (tmp_path / "hub" / "notes.txt").touch()
         with pytest.warns(RuntimeWarning, match=r"step 1 could not be pushed to 'me/sums' \(.*notes\.txt"):
-            publisher.saved(1, params, last=3)
+            publisher.checkpoint_saved(1, params, last=3)
     assert same(from_pretrained(tmp_path / "hub").params, moved(params))
 
 

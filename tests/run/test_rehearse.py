@@ -58,7 +58,7 @@ def test_dry_run_without_problems(tmp_path, capsys, monkeypatch):
 def test_dry_run_reports_problems(monkeypatch):
     """Problems are reported; a group with equal rewards, which a run would skip, still gets a backward pass."""
     trained, program = [], packed.add_gradients
-    watched = lambda *given: trained.append(int(given[3].num_trained)) or program(*given)
+    watched = lambda *given: trained.append(int(given[3].num_with_grad)) or program(*given)
     monkeypatch.setattr(packed, "add_gradients", watched)
     monkeypatch.setattr(module, "_programs", lambda run, state: {})
     config = GRPOConfig(

@@ -20,7 +20,7 @@ from grpo_jax.run.sampler import (
     ARGUMENTS,
     check_sampler,
     generate_with_engine,
-    mismatch,
+    mismatch_metrics,
     read_completions,
     with_old_log_probs,
 )
@@ -191,7 +191,7 @@ def test_old_log_probs_use_the_params_that_sampled():
     score = lambda temperature: scored(POLICY.model, other, batch.prompts, completions, temperature=temperature)
     np.testing.assert_allclose(batch.old_log_probs, score(0.8), atol=1e-5)
     np.testing.assert_allclose(batch.sampling_log_probs, score(1.28), atol=1e-5)
-    metrics = mismatch(batch, made.config)
+    metrics = mismatch_metrics(batch, made.config)
     gaps = np.abs(batch.old_log_probs - batch.sampling_log_probs)[np.asarray(batch.mask)]
     assert metrics["sampler/log_prob_difference_mean"] == pytest.approx(gaps.mean(), rel=1e-5)
     assert metrics["sampler/log_prob_difference_max"] == pytest.approx(gaps.max(), rel=1e-5)

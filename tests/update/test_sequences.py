@@ -18,7 +18,7 @@ from grpo_jax.models.packing import order_prompts
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.types import Prompts, as_argument
 from grpo_jax.update import packed
-from grpo_jax.update.objective import loss_settings, vanishes_without_advantage
+from grpo_jax.update.objective import loss_settings, zero_advantage_has_no_gradient
 from grpo_jax.update.packed import choose_updater, zero_gradients
 from grpo_jax.update.state import create_state
 
@@ -38,11 +38,11 @@ def parts(monkeypatch):
     found, add, summed = [], packed.add_gradients, packed.sum_metrics  # a list, because several threads may append
 
     def call(updater, total, state, part, totals):
-        found.append((int(part.num_trained), int(part.num_used)))
+        found.append((int(part.num_with_grad), int(part.num_used)))
         return add(updater, total, state, part, totals)
 
     def call_without_gradient(updater, state, part, totals):
-        if part.num_trained == 0:
+        if part.num_with_grad == 0:
             found.append((0, int(part.num_used)))
         return summed(updater, state, part, totals)
 
@@ -191,7 +191,7 @@ MORE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "
     ("dapo", {"off_policy_mask_threshold": 0.5}),
 ])  # fmt: skip
 def test_losses_proportional_to_advantages_have_no_gradient_at_zero(loss_type, settings):
-    """If `vanishes_without_advantage` is true, the loss has no gradient at zero advantages, even off-policy."""
+    """If `zero_advantage_has_no_gradient` is true, the loss has no gradient at zero advantages, even off-policy."""
     config = GRPOConfig(loss_type=loss_type, num_iterations=2, **MORE.get(loss_type, {}), **settings)
     rng = np.random.default_rng(0)
     log_probs, old = (jnp.asarray(-3 + rng.normal(size=(3, 6)), jnp.float32) for _ in range(2))
@@ -204,4 +204,4 @@ def test_losses_proportional_to_advantages_have_no_gradient_at_zero(loss_type, s
 
     without, with_them = (np.abs(jax.grad(loss)(log_probs, a)).max() for a in (jnp.zeros(3), jnp.ones(3)))
     assert with_them > 0
-    assert without == 0 or not vanishes_without_advantage(as_argument(MODEL), config)
+    assert without == 0 or not zero_advantage_has_no_gradient(as_argument(MODEL), config)
