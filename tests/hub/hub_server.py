@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import http.server
 import json
+import tempfile
 import threading
 import urllib.parse
 
@@ -131,6 +132,7 @@ def serving(monkeypatch):
         def log_message(self, *_):
             pass
 
+    cache = tempfile.TemporaryDirectory()  # commits have the same ids in each test
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -138,6 +140,7 @@ def serving(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", cache.name)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # Xet uses its own protocol
     try:
         yield hub
@@ -145,3 +148,4 @@ def serving(monkeypatch):
         server.shutdown()
         thread.join()
         server.server_close()
+        cache.cleanup()

@@ -153,8 +153,7 @@ def run_dir(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # raised by huggingface_hub's upload
-def test_manual_push_is_one_commit_that_loads_by_revision(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+def test_manual_push_is_one_commit_that_loads_by_revision(run_dir, monkeypatch):
     policy = tiny_policy()
     with serving(monkeypatch) as hub:
         hub.large = (".safetensors", ".png")
@@ -185,8 +184,7 @@ def test_manual_push_is_one_commit_that_loads_by_revision(run_dir, tmp_path, mon
 
 
 @pytest.mark.quick
-def test_handwritten_card_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+def test_handwritten_card_is_kept(monkeypatch):
     with serving(monkeypatch) as hub:
         push_to_hub(tiny_policy(), "me/sums")
         push_to_hub(tiny_policy(), "me/sums", license="mit")  # a generated card is replaced
