@@ -1,7 +1,7 @@
 """`GRPOConfig`: the settings of a GRPO run.
 
 Fields that also exist in TRL 1.16's `GRPOConfig`, or in its base class `transformers.TrainingArguments`, have the same
-names, meanings and defaults here. Differences are documented at each field. "Ours" marks fields that TRL does not have.
+names, meanings and defaults here. Differences are documented at each field.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ class GRPOConfig(Settings):
     max_completion_length: Count = 512
     """T, maximum number of tokens in a completion. A completion that reaches it without an EOS is truncated."""
     max_prompt_length: Count | None = None
-    """Maximum number of tokens in a prompt. If None, only the model's context limits it. Ours."""
+    """Maximum number of tokens in a prompt. If None, only the model's context limits it. Not in TRL."""
     on_long_prompt: Literal["error", "drop"] = "error"
-    """Whether a row with a prompt longer than `max_prompt_length` raises an error or is dropped and counted. Ours."""
+    """Whether a prompt longer than `max_prompt_length` raises an error or is dropped and counted. Not in TRL."""
     temperature: Annotated[float, In("(0, inf)", "greedy decoding is supported in evaluation only")] = 1.0
     """Divisor of the logits, both for sampling and for the log-probs in the loss."""
     top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
@@ -65,12 +65,12 @@ class GRPOConfig(Settings):
     """Smallest probability of a sampled token, relative to the most likely token's. None disables it."""
     stop: Annotated[str | Sequence[str] | None, read_stop] = None
     """Strings that end a turn or a single-turn completion, such as ["</answer>"], matched across token boundaries. The
-    tokens of the matched string are included in training. If None, only an EOS ends a turn. Ours."""
+    tokens of the matched string are included in training. If None, only an EOS ends a turn. Not in TRL."""
     stop_token_ids: Annotated[int | Sequence[int] | None, read_token_ids] = None
-    """Additional token ids that, like an EOS, end a turn. Ours."""
+    """Additional token ids that, like an EOS, end a turn. Not in TRL."""
     max_turn_length: Count | None = None
     """Maximum number of tokens in a turn. None uses `max_completion_length`. A turn that reaches it is passed to the
-    environment and counted in `turns/cut_short`. If nothing responds to it, the completion is truncated. Ours."""
+    environment and counted in `turns/cut_short`. Without a response, the completion is truncated. Not in TRL."""
 
     # Batches (see `Sizes`).
     steps_per_generation: Count | None = setting(None, resume="rounding")
@@ -81,36 +81,36 @@ class GRPOConfig(Settings):
     """μ, number of passes over an iteration's completions."""
     rollout_batch_size: Count | None = setting(None, resume="rounding")
     """Completions decoded at a time across all devices; new prompts fill free slots. None decodes all at once. Each
-    device in a mesh decodes the same number of whole groups. Ours."""
+    device in a mesh decodes the same number of whole groups. Not in TRL."""
     rollout_ahead: bool = False
     """Whether to sample the next iteration's completions while the reward functions run, before the current updates.
     The sampling policy is then one iteration old, and the ratio corrects for this. An inference server also samples
-    during the updates. Ours."""
+    during the updates. Not in TRL."""
     environment_timeout: Positive | None = 300.0
-    """Time limit in seconds for one call to an environment or a tool. None disables it. Ours."""
+    """Time limit in seconds for one call to an environment or a tool. None disables it. Not in TRL."""
     max_tool_calling_iterations: Count | None = None
     """Maximum number of turns with tool calls per completion. None disables the limit."""
     on_environment_error: Literal["raise", "end"] = "raise"
-    """Whether an environment error stops the run, or ends its episode, whose `get_reward` is still called. Ours."""
+    """Whether an environment error ends the run or the episode, whose `get_reward` is still called. Not in TRL."""
     shuffle_dataset: bool = True
     """Whether to shuffle the prompts in each epoch."""
     dynamic_sampling: bool = False
-    """Whether to replace zero-signal groups, with at most 4 additional rollouts (DAPO, arXiv 2503.14476). Ours."""
+    """Whether to replace zero-signal groups, in at most 4 more rollouts (DAPO, arXiv 2503.14476). Not in TRL."""
 
     # Rewards and advantages.
     reward_weights: Annotated[Sequence[float] | None, read_weights] = None
     """Weight of each reward function. None uses 1.0 for each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
-    """Whether an error in a reward function stops the run, or sets its rewards to missing and is counted. Ours."""
+    """Whether a reward function's error ends the run, or is counted and its rewards are missing. Not in TRL."""
     advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
-    """Baseline and scale of advantages; see `compute_advantages`. All but "grpo" need scale_rewards="none". Ours."""
+    """Baseline and scale; see `compute_advantages`. All except "grpo" need scale_rewards="none". Not in TRL."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], read_scale] = "group"
     """Scope of the standard deviation that advantages are divided by. True and False mean "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Whether weighted rewards are summed before normalization, or after it (GDPO, arXiv 2601.05242)."""
     turn_credit: Literal["episode", "to_go"] = "episode"
     """Whether a turn is credited with all rewards of its completion or only with rewards from this turn on
-    (`turn_advantages`). Turn rewards are lists from reward functions, or come from an environment's `respond`. Ours."""
+    (`turn_advantages`). Turn rewards are lists from reward functions, or returned by `respond`. Not in TRL."""
     mask_truncated_completions: bool = False
     """Whether to exclude completions without an EOS from the loss (DAPO, arXiv 2503.14476)."""
 
@@ -118,7 +118,7 @@ class GRPOConfig(Settings):
     loss_type: LossType = "dapo"
     """Surrogate and reduction of the loss; see `maths.surrogates.LOSS_TYPES`."""
     importance_sampling_level: Literal["token", "sequence", "trajectory"] = "token"
-    """Ratio in the loss: per token, or its geometric mean (GSPO, arXiv 2507.18071) or product (ours) per completion."""
+    """Ratio per token, or its geometric mean (GSPO, arXiv 2507.18071) or product (not in TRL) per completion."""
     epsilon: Positive = 0.2
     """Lower clip range ε: ratios below 1 − ε are clipped."""
     epsilon_high: Positive | None = None
@@ -147,11 +147,11 @@ class GRPOConfig(Settings):
         "sequence_mask"
     )
     """Kind of importance weights π_old / π_sampler for an external `sampler`; see `sampler_weights`. None disables
-    them. Ours."""
+    them. Not in TRL."""
     sampler_correction_max: Positive | None = 3.0
-    """Upper bound on the importance weights. None disables it. Ours."""
+    """Upper bound on the importance weights. None disables it. Not in TRL."""
     sampler_correction_min: NotNegative | None = None
-    """Lower bound on the importance weights. None disables it. Ours."""
+    """Lower bound on the importance weights. None disables it. Not in TRL."""
 
     # Entropy, KL and the reference.
     entropy_coef: NotNegative = 0.0
@@ -176,11 +176,11 @@ class GRPOConfig(Settings):
     Only `kl_placement="reward"` with `importance_sampling_level="trajectory"` is exact for whole completions."""
     kl_correction_level: Literal["token", "importance_sampling_level"] = "token"
     """Ratio for `use_bias_correction_kl` if `importance_sampling_level` is "sequence": the token ratio, or the sequence
-    ratio as in TRL (biased). Not used at other levels. Ours."""
+    ratio as in TRL (biased). Not used at other levels. Not in TRL."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """Whether the KL is added to the loss or subtracted from the advantages, as beta × the sum of log-ratios from a
     token to the end of its completion. The latter is exact for any μ with `importance_sampling_level="trajectory"`.
-    Ours."""
+    Not in TRL."""
     sync_ref_model: bool = False
     """Whether to update the reference every `ref_model_sync_steps` steps (TR-DPO, arXiv 2404.09656)."""
     ref_model_sync_steps: Count = 512
@@ -191,9 +191,9 @@ class GRPOConfig(Settings):
 
     # Distillation.
     distillation_coef: NotNegative = 0.0
-    """Weight of the divergence from the teacher in the loss. Ours."""
+    """Weight of the divergence from the teacher in the loss. Not in TRL."""
     distillation_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """Divergence from the teacher; see `maths.supervised`. Ours (TRL: set with `distillation_alpha` or `beta`)."""
+    """Divergence from the teacher; see `maths.supervised`. TRL sets it with `distillation_alpha` or `beta`."""
     distillation_alpha: Annotated[float, In("(0, 1)", "0.5 is usual; for 0 use forward_kl, for 1 reverse_kl")] = 0.5
     """Weight of the teacher in jsd, as in TRL's SDPO (`beta` in TRL's GKD)."""
     distillation_mode: Literal["full_logits", "topk_logits", "sampled_token"] = "full_logits"
@@ -210,7 +210,7 @@ class GRPOConfig(Settings):
     num_generations_eval: Count | None = setting(None, resume="free")
     """Completions per prompt in evaluation. None uses `num_generations`, or 1 for greedy decoding."""
     temperature_eval: NotNegative | None = setting(None, resume="free")
-    """Temperature in evaluation. 0 selects greedy decoding, None uses `temperature`. Ours."""
+    """Temperature in evaluation. 0 selects greedy decoding, None uses `temperature`. Not in TRL."""
     log_completions: bool = setting(False, resume="free")
     """Whether to print completions and their rewards at every logging step."""
     num_completions_to_print: Count | None = setting(None, resume="free")

@@ -116,12 +116,12 @@ class Settings:
     checkpoint's value (Qwen3: 0.001), and 0 disables the loss."""
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], read_dtype] = "auto"
     """Dtype of matrix products. Softmax, norms, logits and log-probs are always float32. "auto" uses bfloat16 on TPUs
-    and on GPUs with compute capability 8.0 or higher, and float32 elsewhere. Ours (TRL: `bf16`)."""
+    and on GPUs with compute capability 8.0 or higher, and float32 elsewhere. TRL: `bf16`."""
     freeze_vision: bool = True
     """Whether the vision tower of a vision-language model is frozen, so that each image is encoded once per iteration.
-    Ours. TRL trains the tower."""
+    TRL trains the tower."""
     mesh: Annotated[dict[str, int] | None, read_mesh] = setting(None, resume="rounding", hash=False)
-    """Mesh axes "data", "fsdp" and "tensor" with their sizes, such as {"data": 2}. None uses one device. Ours."""
+    """Sizes of the mesh axes "data", "fsdp" and "tensor", such as {"data": 2}. None uses one device. Not in TRL."""
 
     # Evaluation, logging, checkpoints.
     eval_steps: Count | None = setting(None, resume="free")
@@ -136,12 +136,12 @@ class Settings:
     """Optimizer steps between two checkpoints. None saves only at the end. A run always saves at the end."""
     save_minutes: Positive | None = setting(5.0, resume="free")
     """Also write a checkpoint after an optimizer step if the last one is at least this many minutes old, according to
-    the clock of process 0. None disables it. Ours."""
+    the clock of process 0. None disables it. Not in TRL."""
     save_total_limit: Count | None = setting(None, resume="free")
     """Number of newest `save_steps` checkpoints to keep, in addition to the best. None keeps all. Checkpoints written
     because of signals or `save_minutes` are deleted no later than at the next `save_steps` checkpoint."""
     max_skipped_updates: Count | None = setting(10, resume="free")
-    """Stop after this many consecutive updates with a non-finite loss or gradient. None disables the limit. Ours."""
+    """Stop after this many consecutive updates with a non-finite loss or gradient. None: no limit. Not in TRL."""
     metric_for_best_model: str | None = setting(None, resume="free")
     """Metric in `metrics.jsonl` whose last value is used to compare checkpoints, such as "reward" or "eval/reward"
     (SFT: "eval/loss"). The best checkpoint is kept in addition to `save_total_limit`."""
