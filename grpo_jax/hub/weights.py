@@ -80,7 +80,7 @@ class Loading:
 
 
 def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a size in config.json exceeds the tensors' shapes, before arrays of that size exist."""
+    """Raise ValueError if a size in config.json exceeds the tensors' shapes, before such arrays are allocated."""
     layer = re.compile(r"(?:(?:language_model\.)?model\.(?:(?:language|text)_model\.)?layers|blk)\.(\d+)\.")
     layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)

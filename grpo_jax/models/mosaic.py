@@ -34,8 +34,8 @@ SLOTS = 2
 """Number of slots in the ring."""
 
 REGISTERS = {"copies": 24, "computes": 240}
-"""Registers per thread in the warpgroup that copies and in the two that compute. The sum of the three is what a block
-is started with, 3 · 168; with a larger sum, the block would wait forever for registers."""
+"""Registers per thread in the copying warpgroup and in each of the two computing warpgroups. Their sum must not exceed
+3 · 168, the number allocated when a block starts. Otherwise, the block deadlocks."""
 
 LOG2_E = math.log2(math.e)
 """Weights are powers of two, for which the hardware has an instruction: exp(x) = 2^(x · log₂ e)."""

@@ -41,10 +41,10 @@ def _visible(shared: int, size: int, window: int | None) -> Callable[[jax.Array,
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, kernel: Kernel, size: int
 ) -> jax.Array:
-    """Compute `fused.fused_attention` for packed sequences, without sinks. Outputs in padding are finite, but not 0.
+    """Compute `fused.fused_attention` for packed sequences, without sinks. Outputs at padding are finite, but not 0.
 
-    The first keys belong to prompts, each right-aligned in `size` slots, so that the distance of a query and a prompt
-    key depends only on the query's position and the key's slot.
+    The first keys belong to prompts. Each prompt is right-aligned in `size` slots, so the distance between a query and
+    a prompt key depends only on the query's position and the key's slot.
     """
     # Import the modules when they are used, and without their types, which are for masks known at compile time.
     package = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"

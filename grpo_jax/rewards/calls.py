@@ -231,7 +231,7 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
     """Sum weighted rewards: Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64.
 
-    The sum is NaN if no function with a nonzero weight did. The default weights are 1. The metric `reward` is its mean.
+    It is NaN if no function with a nonzero weight scored it. Default weights are 1. The metric `reward` is its mean.
     """
     w = np.array([1.0] * rewards.shape[-1] if weights is None else weights)
     weighted = np.where(w == 0, np.nan, rewards * w)

@@ -180,7 +180,7 @@ class _IsolatedFunction:
         return [self._read(future, nonce, count) for future, (nonce, count, _) in zip(futures, requests, strict=True)]
 
     def _read(self, future: concurrent.futures.Future[str], nonce: str, count: int) -> _Outcome | None:
-        """Return the outcome of a call, or None if the pool broke. Raises SetupError if the function did not load."""
+        """Return the outcome of a call, or None if the pool is broken. Raises SetupError if loading `fn` failed."""
         error = future.exception() if future.done() else concurrent.futures.BrokenExecutor()
         if isinstance(error, concurrent.futures.BrokenExecutor):
             return None

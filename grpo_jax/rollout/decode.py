@@ -39,7 +39,7 @@ class DecodeState(flax.struct.PyTreeNode):
     that all end in the same slot:
 
     ```
-                       turn ends             rotated       read next
+                       turn ends             rotated       prefilled next
     completion 0   a b c d · · · ·       · · · a b c d   │ x
     completion 1   e f · · · · · ·       · · · · · e f   │ u
     completion 2   g h i j k l · ·       · g h i j k l   │ y
@@ -250,7 +250,7 @@ def prefill_chunk(
     *,
     settings: DecodeSettings,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Read right-aligned tokens [B, G, N] into the cache, starting at `slot`, and draw the next token.
+    """Prefill right-aligned tokens [B, G, N], starting at `slot`, and draw the next token.
 
     `valid` [B, G, N] is False on padding. Returns the cache, and the next tokens and their log-probs [B, G]; the tokens
     are valid only after the last chunk, and only where the last entry of `valid` is True.

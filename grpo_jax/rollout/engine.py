@@ -7,7 +7,7 @@ weights ─► written ─► loaded ─► probe ─► completions, one reques
 ```
 
 Before and after each batch, the server's log-probs for a probe of 65 tokens are compared with the local
-model's. A batch is used for training only if the server held the run's weights throughout.
+model's. A batch is used for training only if the server used the run's weights throughout.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Engine:
             with contextlib.suppress(ConnectionLost):
                 if await self._has_loaded():
                     return table
-            message = f"{self._server.url} was restarted and no longer holds the run's weights"
+            message = f"{self._server.url} was restarted and no longer has the run's weights"
             if batch.answer_turn is not None:  # environments cannot answer the same turns twice
                 break
             warnings.warn(f"{message}; sampling the batch again", stacklevel=2)
@@ -236,7 +236,7 @@ class Engine:
             table.append_observation(row, observation)
 
     async def _check_and_load(self, sampling: Sampling, longest: int) -> None:
-        """Check the server, which may have been restarted with other flags, and load the weights if it lacks them."""
+        """Check the server, which may have been restarted with other flags, and load the weights if necessary."""
         await self._server.look_up(longest)
         if self._loaded is not self._version or not await self._has_loaded():
             await self._load()
@@ -298,7 +298,7 @@ def _remove_abandoned() -> None:
     """Delete the weights in memory of killed processes. The lock of a new directory may not be held yet."""
     for path in SHARED.glob(f"grpo_jax-*/{LOCK}"):
         with contextlib.suppress(OSError), open(path, "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error while the process lives
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process is running
             if time.time() - path.stat().st_mtime > 60:
                 shutil.rmtree(path.parent, ignore_errors=True)
 

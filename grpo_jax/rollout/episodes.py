@@ -330,7 +330,7 @@ class Episodes:
         if jax.process_count() == 1:
             return records
         parts = gather_objects([dataclasses.asdict(one) for one in records])
-        return [EpisodeRecord.from_json(kept) for part in parts for kept in part]
+        return [EpisodeRecord.from_json(values) for part in parts for values in part]
 
 
 def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | None:

@@ -243,7 +243,7 @@ class _SingleTurnRollout:
 
     @property
     def empty(self) -> np.ndarray:
-        """[B'] bool, True for groups in which all completions have ended, as far as bursts have been recorded."""
+        """[B'] bool, True for groups in which all completions have ended, according to the recorded bursts."""
         return np.logical_not((self.rows >= 0).any(axis=1))
 
     @property
@@ -256,15 +256,15 @@ class _SingleTurnRollout:
         job, size = self.job, len(self.rows) // len(self.states)
         count = max(1, size // 4)  # number of prompts per refill; with fewer, the call costs more than it saves
         self.rows = self.rows.copy()  # `bursts` holds references to the old array
-        entering = []
+        refills = []
         for i, empty in enumerate(np.split(self.empty, len(self.states))):
             if empty.sum() >= count and self.prompts_wait:
                 groups, indices = np.arange(self.next_group, self.next_group + count), np.flatnonzero(empty)[:count]
                 self.rows[i * size + indices], self.drawn[i * size + indices] = job.rows(groups), 1
                 self.next_group += count
-                entering.append((i, groups, indices))
+                refills.append((i, groups, indices))
 
-        def enter(entry: tuple[int, np.ndarray, np.ndarray]) -> DecodeResult:
+        def refill_state(entry: tuple[int, np.ndarray, np.ndarray]) -> DecodeResult:
             i, groups, indices = entry
             prompts, keys = job.inputs(groups)
             cache, state = self.states[i].cache, self.states[i].replace(cache=())
@@ -273,13 +273,13 @@ class _SingleTurnRollout:
             )
             return state.replace(cache=cache), drawn
 
-        if not entering:
+        if not refills:
             return False
         job.interrupt()
-        refilled, drawn = self._run(enter, entering)
-        new = {i: state for (i, _, _), state in zip(entering, refilled, strict=True)}
+        refilled, drawn = self._run(refill_state, refills)
+        new = {i: state for (i, _, _), state in zip(refills, refilled, strict=True)}
         self.states = tuple(new.get(i, state) for i, state in enumerate(self.states))
-        self._queue(self.rows[np.concatenate([i * size + indices for i, _, indices in entering])], drawn)
+        self._queue(self.rows[np.concatenate([i * size + indices for i, _, indices in refills])], drawn)
         return True
 
     def compact(self) -> None:
@@ -296,7 +296,7 @@ class _SingleTurnRollout:
         self.layout, self.slots = self.layout + 1, slots
 
     def decode(self) -> None:
-        """Decode one burst, which is shorter near the end of the cache or of the completions. Grows a full cache."""
+        """Decode one burst, after growing a full cache. A burst is shorter near the cache's end or the length T."""
         job, layouts, last, settings = self.job, self.layouts, self.layouts.slots[-1], self.job.settings
         if self.slot >= self.slots < last:
             self.slots = layouts.slots[layouts.slots.index(self.slots) + 1]

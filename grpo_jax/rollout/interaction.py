@@ -254,33 +254,33 @@ class EpisodeRecord:
     cut_short: int = 0  # number of turns truncated at `max_turn_length`
 
     @classmethod
-    def from_json(cls, kept: Json) -> EpisodeRecord:
+    def from_json(cls, values: Json) -> EpisodeRecord:
         """Build a record from the result of `dataclasses.asdict`, possibly read from JSON."""
-        return cls(**{**kept, "turns": [(sampled, text) for sampled, text in kept["turns"]]})
+        return cls(**{**values, "turns": [(sampled, text) for sampled, text in values["turns"]]})
 
 
-def turn_ids(drawn: np.ndarray, played: Sequence[EpisodeRecord]) -> np.ndarray:
+def turn_ids(drawn: np.ndarray, episodes: Sequence[EpisodeRecord]) -> np.ndarray:
     """Return each sampled token's turn index, [B·G, T] int32, with −1 for tokens that were not sampled.
 
     The indices are computed from the lengths of the turns, because the observation between two turns may be empty.
     """
     ids = np.full(drawn.shape, -1, np.int32)
-    for row, sampled, one in zip(ids, drawn, played, strict=True):
+    for row, sampled, one in zip(ids, drawn, episodes, strict=True):
         row[sampled] = np.searchsorted(np.cumsum(one.lengths, dtype=int)[:-1], np.arange(sampled.sum()), side="right")
     return ids
 
 
-def metrics_of(played: Sequence[EpisodeRecord]) -> dict[str, float]:
+def metrics_of(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Aggregate the episodes' counters into metrics."""
 
     def total(name: str) -> float:
-        return float(sum(getattr(one, name) for one in played))
+        return float(sum(getattr(one, name) for one in episodes))
 
-    turns = [len(one.lengths) for one in played]
+    turns = [len(one.lengths) for one in episodes]
     return {
         "turns/mean": float(np.mean(turns)),
         "turns/max": float(max(turns)),
-        "turns/clipped_ratio": total("clipped") / len(played),
+        "turns/clipped_ratio": total("clipped") / len(episodes),
         "turns/cut_short": total("cut_short"),
         "tools/calls": total("calls"),
         "tools/failures": total("failures"),

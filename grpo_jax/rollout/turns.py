@@ -8,13 +8,13 @@ sampled tokens are never retokenized. An observation is prefilled in one pass, a
 completion 0      a  b  EOS         x  y  z           c  d  e  EOS
 completion 1      f  EOS            u                 g  EOS
 position of 0     0  1  2           3  4  5           6  7  8  9
-prefilled together   (only EOS)  EOS  x  y  z
+one prefill of 0        EOS         x  y  z
 ```
 
 Answers are computed while other completions are decoded. When half of a thread's completions are waiting, the others
-are decoded for two more bursts, during which most answers arrive. Then all observations are read together. The sequence
-of compiled functions and their shapes thus depends only on the tokens, not on how long answers take, and a resumed run
-reproduces the same results bit for bit.
+are decoded for two more bursts, during which most answers arrive. Then all observations are prefilled together. The
+sequence of compiled functions and their shapes thus depends only on the tokens, not on how long answers take, and a
+resumed run reproduces the same results bit for bit.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from grpo_jax.types import Completions
 Result = TypeVar("Result")
 
 FIRST_SLOT = 16
-"""First slot that completions use. The slots before it leave space for the padding of short observations."""
+"""First cache slot of a new completion. The slots before it hold the padding of short observations."""
 
 CHUNK = 256
-"""Maximum number of observation tokens per completion that are processed in one call."""
+"""Maximum number of tokens per completion in one call of `prefill_chunk`."""
 
 MIN_WAITING = 0.5
-"""Fraction of a thread's completions that must be waiting before observations are read. Waiting completions are idle,
-but reading a single observation costs as much as reading all."""
+"""Fraction of a thread's completions that must be waiting before observations are prefilled. Waiting completions are
+idle, but prefilling a single observation takes as long as prefilling all of them."""
 
 EXTRA_BURSTS = 2
 """Number of bursts that are decoded after `MIN_WAITING` is reached. With 0, each prefill would wait for the slowest
@@ -81,7 +81,7 @@ class AnswerTurn(Protocol):
 
 
 class _OtherThreadFailed(Exception):
-    """Raised in a thread after another thread has failed."""
+    """Raised in a thread because another thread has failed."""
 
 
 class _MultiTurnDecoder:
@@ -94,7 +94,7 @@ class _MultiTurnDecoder:
         g, p, length = job.keys.shape[1], job.prompts.tokens.shape[1], job.table.length
         step_cost = decode_step_cost(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
         self.layouts = Layouts.of(len(groups), g, length, step_cost, shards=shard_count(job.mesh), multi_turn=True)
-        self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index in the layouts; ring size
+        self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index of the layout; ring size
         self.slot = FIRST_SLOT  # next slot of the active completions
         self.start_slots = np.full(self.rows.shape, FIRST_SLOT)  # [B', G'] slot of each completion's first token
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
@@ -184,7 +184,7 @@ class _MultiTurnDecoder:
         return observed
 
     def _prefill_observations(self, observed: Mapping[int, Sequence[int]]) -> None:
-        """Read the last token of each turn and its observation into the cache, and draw the next turn's first token."""
+        """Prefill each turn's last token and its observation, and draw the first token of the next turn."""
         if not observed:
             return
         job, table = self.job, self.table
@@ -228,26 +228,26 @@ class _MultiTurnDecoder:
         return -(-next((n for n in sizes if n >= min_slots), min_slots) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
     def _aligned_slot(self, counts: np.ndarray, width: int, min_slots: int) -> int | None:
-        """Return the slot at which `width` tokens can be read without a move, or None if a move is needed.
+        """Return the first slot for a prefill of `width` tokens, or None if completions must be aligned first.
 
-        The last `counts` [B', G'] tokens are real, the others padding. No move is needed if all completions end in the
-        same slot and read the same number of tokens, as in games with turns of equal length, and the ring has enough
-        slots. `_align` copies all keys and values, which takes longer than reading a few tokens.
+        The last `counts` [B', G'] tokens are not padding. Completions are already aligned if all end in the same slot
+        and have equally many new tokens, as in games with turns of equal length, and the ring has enough slots.
+        `_align` copies all keys and values, which takes longer than prefilling a few tokens.
         """
         alive = self.rows >= 0
-        end, read = (self.start_slots + self.table.lengths[self.rows] - 1)[alive], counts[alive]
-        if (end != end[0]).any() or (read != read[0]).any() or min_slots > self.slots or self._choose() is not None:
+        end, new = (self.start_slots + self.table.lengths[self.rows] - 1)[alive], counts[alive]
+        if (end != end[0]).any() or (new != new[0]).any() or min_slots > self.slots or self._choose() is not None:
             return None
-        first = int(end[0] + read[0]) - width
+        first = int(end[0] + new[0]) - width
         return first if first >= 0 and first % self.slots + width <= self.slots else None
 
     def _choose(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Select completions for the next smaller layout. Returns None if there is none or if they do not fit."""
+        """Select completions for the next layout. Returns None if there is no smaller layout or they do not fit."""
         last = self.layout + 1 == len(self.layouts.shapes)
         return None if last else self.layouts.choose(self.layout, self.rows >= 0)
 
     def _align(self, counts: np.ndarray, *, min_slots: int) -> None:
-        """Rotate completions to end `counts` [B', G'] slots before the end of a ring of at least `min_slots` slots.
+        """Rotate completions so that they end `counts` [B', G'] slots before the end of a ring of ≥ `min_slots` slots.
 
         Also moves the completions to the next smaller layout if they fit.
         """

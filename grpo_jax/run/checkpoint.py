@@ -284,7 +284,7 @@ class Checkpoints:
         return json.loads(metadata["about"])
 
     def _load(self, step: int, like: TrainState, stored: Json) -> Restored:
-        """Read one checkpoint with the shardings of `like`. Each process reads alone, because any of them may fail."""
+        """Read a checkpoint with the shardings of `like`. Processes read independently, since any of them may fail."""
         from orbax.checkpoint import v1 as ocp
 
         context, index = ocp.Context(), jax.process_index()

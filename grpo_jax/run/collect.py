@@ -77,7 +77,7 @@ class OnDemandRollouts:
         self.cursor = self.next_cursor = cursor
 
     def wait_pending(self, state: TrainState) -> None:
-        """Wait for completions in progress. Call it while `state` still holds the policy that samples them."""
+        """Wait for pending completions. Must be called before an update changes the params that sample them."""
 
     def next(self, state: TrainState) -> RolloutResult:
         """Sample and return completions for the next prompts."""
@@ -85,7 +85,7 @@ class OnDemandRollouts:
         return self.sample_at(state, start)
 
     def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
-        """Return a context in which the next completions may be sampled. The device may still be computing `batch`."""
+        """Return a context that may sample the next completions. The device may still be computing `batch`."""
         return contextlib.nullcontext()
 
     def commit(self) -> None:

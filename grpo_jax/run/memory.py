@@ -163,7 +163,7 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
     """Add shardings to abstract arrays. On a mesh, params are sharded according to the table and other arrays along
-    prompts. Without a mesh, arrays get the sharding that results computed from `source` would have."""
+    prompts. Without a mesh, arrays have the sharding of a result computed from `source`."""
     if mesh is None:
         at = place_of(source)
         return tree if at is None else jax.tree.map(lambda x: _at(x, at), tree)

@@ -83,7 +83,7 @@ def with_settings(
 def _attention(config: TransformerConfig, devices: Sequence[jax.Device]) -> str:
     """Resolve `config.attention`. Hopper's kernels are used if they agree with a plain implementation on the device."""
     chosen = implementation(config.attention, devices)
-    here = [device for device in devices or jax.local_devices() if device in jax.local_devices()]  # others are absent
+    here = [device for device in devices or jax.local_devices() if device in jax.local_devices()]  # of this process
     if chosen != "mosaic" or config.attention == chosen or not config.fits_mosaic or not here:
         return chosen
     errors = [error for width in config.attention_widths if (error := mosaic_error(here[0], width)) is not None]

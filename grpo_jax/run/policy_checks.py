@@ -76,13 +76,13 @@ def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: in
 
 
 def check_context_length(policy: Policy, longest_prompt: int, max_completion_length: int, prefix: str = "") -> None:
-    """Raise ValueError if prompts and completions need more positions than the policy's model has."""
+    """Raise ValueError if prompts and completions do not fit in the context of the policy's model."""
     for problem in _position_problems(policy, longest_prompt, max_completion_length):
         raise ValueError(prefix + problem)
 
 
 def _position_problems(policy: Policy, longest_prompt: int, max_completion_length: int) -> Iterator[str]:
-    """Yield an error message if prompts and completions need more positions than the policy's model has."""
+    """Yield an error message if prompts and completions do not fit in the context of the policy's model."""
     shape = shape_of(policy)
     if shape is None or longest_prompt + max_completion_length <= shape.max_position_embeddings:
         return
@@ -227,8 +227,8 @@ def _current_date(data: EncodedPrompts, policy: Policy, kwargs: Json | None, arg
     template = ChatTemplate(policy.tokenizer, kwargs).source if messages else None
     if "strftime_now(" in (template or "") and "date_string" not in (kwargs or {}):
         yield (
-            "dataset: the chat template writes the current date, and a run resumes only with the date of its start. Set"
-            " a date with chat_template_kwargs={'date_string': ...} (Llama 3), or with {'chat_template': ...} and a"
+            "dataset: the chat template writes the current date, so the run can be resumed only on the same day. Set a"
+            " date with chat_template_kwargs={'date_string': ...} (Llama 3), or with {'chat_template': ...} and a"
             " template that contains it"
         )
 

@@ -86,7 +86,7 @@ def prepare(
     interaction = None
     if tools or environment_factory is not None:
         interaction = errors.check(_make_interaction, policy, config, rows, tools, environment_factory)
-    failed = fns is None or (interaction is None and environment_factory is not None)  # report no missing rewards
+    failed = fns is None or (interaction is None and environment_factory is not None)  # then, rewards are not checked
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler
 

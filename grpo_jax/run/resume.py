@@ -208,7 +208,7 @@ def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
         if rule == "free" or (rule == "to none" and new[name] == "none"):
             continue
         if name == "chat_template_kwargs" and saved.get("observations") == current["observations"]:
-            continue  # prompts are compared, too, so a date that the template writes can be set after the start
+            continue  # such as a date, set when the run is resumed; the prompts are compared separately
         if rule == "rounding" and saved["sizes"] == current["sizes"]:
             continue
         if rule != "length":

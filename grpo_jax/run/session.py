@@ -68,7 +68,7 @@ def open_session(
     """
     identity = None if run_dir is None else run_identity(run, state)
     first = jax.process_index() == 0
-    own_dir = run_dir if first else None
+    log_dir = run_dir if first else None
     publisher = None
     if run.config.push_to_hub:
         assert run_dir is not None  # ensured by `check_run_dir`
@@ -76,12 +76,12 @@ def open_session(
 
         publisher = Publisher(run.config, run.policy, run_dir)
     with (
-        locked(own_dir),
+        locked(log_dir),
         StopSignals(enabled=run_dir is not None, single_process=jax.process_count() == 1) as signals,
         Checkpoints(run_dir, run.config, identity) as checkpoints,
-        Monitor(own_dir, run.config, callbacks=callbacks if first else (), hints=hints, quiet=not first) as monitor,
+        Monitor(log_dir, run.config, callbacks=callbacks if first else (), hints=hints, quiet=not first) as monitor,
     ):
-        session = Session(run, own_dir, monitor, signals, checkpoints, publisher)
+        session = Session(run, log_dir, monitor, signals, checkpoints, publisher)
         yield session
     if session.signalled():
         signals.exit()
@@ -184,8 +184,8 @@ class Session:
                 " policy. Fix the cause and call train again with the same run_dir to resume"
             )
         warnings.warn(
-            f"step {step} was skipped, and params and optimizer state are unchanged: {cause}. Additional skipped"
-            " updates are only counted, in the metric update_skipped",
+            f"step {step} was skipped, and params and optimizer state are unchanged: {cause}. Further skipped"
+            " updates are only counted in the metric update_skipped",
             RuntimeWarning,
             stacklevel=3,  # points to the caller of this method, in `train` or `sft`
         )
@@ -290,16 +290,16 @@ def describe_non_finite(
         if not np.isfinite(array).all():
             at = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
             where = ", ".join(f"{axis} {i}" for axis, i in zip(("prompt", "completion", "token"), at, strict=False))
-            return f"{name} is {array[at]} at {where} of the batch{_texts(batch, at[0], at[1], tokenizer)}"
+            return f"{name} is {array[at]} at {where} of the batch{_decoded(batch, at[0], at[1], tokenizer)}"
     names = ("policy_loss", "kl_in_loss", "loss", "grad_norm")
     bad = next(name for name in names if not np.isfinite(metrics.get(name, 0.0)))
     return f"the metric {bad} is {metrics[bad]}, although all advantages and log-probs in the batch are finite"
 
 
-def _texts(batch: Batch, prompt: int, completion: int, tokenizer: Any) -> str:
+def _decoded(batch: Batch, prompt: int, completion: int, tokenizer: Any) -> str:
     """Return the decoded prompt and completion in parentheses, or "" without a tokenizer."""
     if tokenizer is None:
         return ""
-    read = batch.prompts.tokens[prompt, : batch.prompts.lengths[prompt]]
-    drawn = batch.tokens[prompt, completion][batch.mask[prompt, completion]]
-    return f" (prompt {show(tokenizer.decode(read))}, completion {show(tokenizer.decode(drawn))})"
+    prompt_ids = batch.prompts.tokens[prompt, : batch.prompts.lengths[prompt]]
+    completion_ids = batch.tokens[prompt, completion][batch.mask[prompt, completion]]
+    return f" (prompt {show(tokenizer.decode(prompt_ids))}, completion {show(tokenizer.decode(completion_ids))})"

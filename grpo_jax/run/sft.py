@@ -184,7 +184,7 @@ def derive_sft(
         start = max(1, shared)
         rest = longest - start
     length = config.padded(rest)
-    if shape is not None:  # each example fits
+    if shape is not None:  # no example exceeds the model's context
         length = min(length, shape.max_position_embeddings - (0 if images else start))
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer

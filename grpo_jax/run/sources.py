@@ -34,7 +34,7 @@ from grpo_jax.watch.monitor import Progress
 class PrefetchedRollouts(OnDemandRollouts):
     """A source that samples the next completions while rewards are computed, from the same policy as the current ones.
 
-    Checkpoints store `prefetched`, completions for the prompts that start at `cursor`. `next` returns `_unconsumed`.
+    `next` returns `_unconsumed`. `commit` copies it to `prefetched`, the completions from `cursor` on that are saved.
     """
 
     prefetched: RolloutResult | None = None

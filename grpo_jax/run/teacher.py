@@ -55,11 +55,11 @@ class Distillation:
         if config.distillation_mode == "full_logits":
             return batch
         if self.teacher is not None and self.updater is not None:
-            known = self.teacher.clip_ids(batch.tokens)
-            l = fetch(self.updater.log_probs(self.teacher.params, batch.prompts, known, batch.mask))
+            clipped = self.teacher.clip_ids(batch.tokens)
+            l = fetch(self.updater.log_probs(self.teacher.params, batch.prompts, clipped, batch.mask))
             # As with "full_logits", a token beyond the teacher's vocabulary is not compared: its divergence is 0.
             own = batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
-            return batch.replace(teacher_log_probs=np.where(batch.tokens == known, l, own))
+            return batch.replace(teacher_log_probs=np.where(batch.tokens == clipped, l, own))
         assert self.scorer is not None
         on_host = jax.tree.map(np.asarray, completions)
         result = _read_result(self.scorer.score(batch.prompts, on_host), on_host.mask, config)

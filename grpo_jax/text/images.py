@@ -74,7 +74,7 @@ def load_processor_if_needed(policy: Policy, rows: Sequence[Row], argument: str 
     try:
         return load_processor(policy)
     except ValueError as error:
-        raise ValueError(f"{argument} row {first} has images; remove them, or fix the error: {error}") from error
+        raise ValueError(f"{argument} row {first} has images; remove them, or fix this error: {error}") from error
 
 
 def images_of(row: Json, prompt: str | Messages) -> list[ImageSource]:

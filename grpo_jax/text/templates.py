@@ -109,8 +109,8 @@ class ChatTemplate:
         after = self._after_mark([_placeholder(messages[0], mark), *guarded], mark)
         if not after.startswith(end.text):
             raise ValueError(
-                f"the chat template ends the turn before these messages with {after[: len(end.text)]!r}, but before"
-                f" other messages with {end.text!r}; use a template that closes all turns in the same way"
+                f"the chat template ends a turn with {after[: len(end.text)]!r} before these messages, but with"
+                f" {end.text!r} before other messages; use a template that ends all turns with the same text"
             )
         closing = _encode(self.tokenizer, end.closing)
         ids = _encode_after(self.tokenizer, end.closing, after[len(end.text) :])
@@ -202,7 +202,7 @@ class ChatTemplate:
         ids = [index for index in self.eos_token_ids or (self.tokenizer.eos_token_id,) if index is not None]
         ends = [text for index in ids if (text := self.tokenizer.decode([index], skip_special_tokens=False))]
         if not ends:
-            raise ValueError("the tokenizer lacks an EOS; set tokenizer.eos_token or pass eos_token_ids")
+            raise ValueError("the tokenizer has no EOS token; set tokenizer.eos_token or pass eos_token_ids")
         special = sorted(special_tokens(self.tokenizer).values())
         found, opens = _first(common, ends), False
         if found is None:

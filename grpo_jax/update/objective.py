@@ -214,7 +214,7 @@ def _grpo_terms(
 
 def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Array, config: GRPOConfig) -> TrainState:
     """Update the adaptive entropy bonus coefficient for the current entropy, if `is_valid` ([] bool)."""
-    coef, bonus = update_entropy_coef(  # `bonus` is the coefficient in effect, 0 above the target
+    coef, effective = update_entropy_coef(  # the effective coefficient is 0 above the target
         state.entropy_coef,
         entropy,
         target=config.entropy_target,
@@ -224,7 +224,7 @@ def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Arra
     )
     return state.replace(
         entropy_coef=jnp.where(is_valid, coef, state.entropy_coef),
-        entropy_bonus=jnp.where(is_valid, bonus, state.entropy_bonus),
+        entropy_bonus=jnp.where(is_valid, effective, state.entropy_bonus),
     )
 
 
@@ -243,7 +243,7 @@ class Teacher(flax.struct.PyTreeNode):
     params: Params
 
     def clip_ids(self, tokens: jax.Array) -> jax.Array:
-        """Replace ids beyond the teacher's vocabulary (the policy's may have more padding), whose states are NaN."""
+        """Clip ids to the teacher's vocabulary, since its states are NaN beyond (the policy's may be padded more)."""
         return tokens.clip(max=self.model.config.vocab_size - 1) if is_builtin(self.model) else tokens
 
 

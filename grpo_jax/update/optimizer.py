@@ -54,8 +54,8 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
     return optax.stateless(add)
 
 
-def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
-    """Clip by global norm like `optax.clip_by_global_norm`, but computed as a product, g · min(1, most / ‖g‖).
+def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Clip by global norm like `optax.clip_by_global_norm`, but computed as a product, g · min(1, max_norm / ‖g‖).
 
     Both of Adam's moments use the clipped gradient. XLA recomputes a product for each moment, but would store the
     result of a division, which is as large as the gradient.
@@ -63,7 +63,7 @@ def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
 
     def clip(updates: Params, params: Params | None = None) -> Params:
         norm = optax.tree.norm(updates)
-        factor = jnp.where(norm < most, 1.0, most / norm)
+        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates)
 
     return optax.stateless(clip)

@@ -1,7 +1,7 @@
 """Log-probs and updates without padding: the same gradient as `step.train_step`, computed on packed sequences.
 
-Completions for several prompts are concatenated into packed sequences. A compiled function runs the prompts once and
-loops over the sequences. It accumulates the gradients with respect to the prompts' keys and values, then
+Completions for several prompts are concatenated into packed sequences. A compiled function prefills the prompts once
+and loops over the sequences. It accumulates the gradients with respect to the prompts' keys and values, then
 backpropagates the sum through the prompts:
 
 ```
@@ -52,13 +52,13 @@ CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Activations fit in cache."""
 
 CPU_MATRIX_TOKENS = 1024
-"""`CPU_TOKENS` for CPUs with matrix units (`models.matmul`). It is larger because each sequence casts the weights."""
+"""`CPU_TOKENS` for CPUs with matrix units (`models.matmul`), larger because weights are cast once per sequence."""
 
 ACCELERATOR_TOKENS = 32768
 """`CPU_TOKENS` for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Target number of prompt tokens per part and device for short sequences. The prompts' activations are stored."""
+"""Target number of prompt tokens per part and device for short sequences. It bounds the stored activations."""
 
 
 class Part(flax.struct.PyTreeNode):
@@ -123,14 +123,14 @@ class PackedUpdater(Updater):
             for part in parts[thread::threads]:
                 placed = split(part, self.mesh)
                 if part.num_with_grad > 0:
-                    grads_sum, more = wait_on_cpu(add_gradients(self, grads_sum, state, placed, totals))
-                    sums.append(more)
+                    grads_sum, part_sums = wait_on_cpu(add_gradients(self, grads_sum, state, placed, totals))
+                    sums.append(part_sums)
                 if part.num_used > part.num_with_grad:
                     sums.append(wait_on_cpu(sum_metrics(self, state, placed, totals)))
             return grads_sum, sums
 
         def compile_next() -> None:
-            """Compile the programs that run after `add_gradients` while that one compiles."""
+            """Compile the programs that follow `add_gradients`, while `add_gradients` compiles."""
             arguments = self, state, parts[0], totals
             if threads == 1 and any(part.num_used > part.num_with_grad for part in parts):
                 sum_metrics.lower(*arguments).compile()
@@ -140,7 +140,7 @@ class PackedUpdater(Updater):
 
         with in_background(compile_next) if self.mesh is None else contextlib.nullcontext():
             results = run_in_threads(add_parts, range(threads))
-        sums = functools.reduce(_merge, [more for _, sums in results for more in sums])
+        sums = functools.reduce(_merge, [part_sums for _, sums in results for part_sums in sums])
         grads = results[0][0] if threads == 1 else _add([grads for grads, _ in results])
         used = [jax.tree.map(operator.itemgetter(np.s_[:, : part.num_used]), part.sequences) for part in parts]
         return grads, sums, padding_share(used)
@@ -198,7 +198,7 @@ class PackedUpdater(Updater):
         # Upper bound on the number of sequences, whatever the completion lengths, so that all parts have one shape.
         per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         most = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_zero_signal_backward
-        # Separate packing leaves more sequences partly empty, also if only one of several devices has both kinds.
+        # Packed separately, more sequences are partly empty, even if only one of several devices has both kinds.
         if 3 * len(together) <= 3 * len(trained) + len(others) or len(trained) + len(others) > most:
             trained, others = together, []
         sequences = [*trained, *others] or together
@@ -213,14 +213,14 @@ class PackedUpdater(Updater):
         )
 
     def count_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
-        """Return (threads that run parts, parts, K), where K is the number of prompts per part and device."""
+        """Return the numbers of threads and parts, and K, the number of prompts per part and device."""
         b, p = batch.prompts.tokens.shape
         prompts = math.ceil(b / shard_count(self.mesh))  # per device
         threads = count_threads(params, prompts)
         tokens = max(self.shapes(params, batch.mask.shape)[0].size // 16, PROMPT_TOKENS)  # prompt tokens per part
         rounds = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / threads)
         most = math.ceil(prompts / (rounds * threads))
-        # Up to a third less, if fewer positions in parts are then empty.
+        # Decrease K by up to a third if the parts then have fewer empty positions.
         k = min(range(most, most - most // 3 - 1, -1), key=lambda k: -prompts % (k * threads))
         return threads, math.ceil(prompts / (k * threads)) * threads, k
 
@@ -232,10 +232,10 @@ class PackedUpdater(Updater):
 
     def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences of a batch with shape [B, G, T], largest first."""
-        t, wide = batch[-1], self.model.config.uses_float32_sums  # only on CPUs with matrix units
+        t, cpu_tokens = batch[-1], CPU_MATRIX_TOKENS if self.model.config.uses_float32_sums else CPU_TOKENS
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
-        tokens = min(micro_tokens, (CPU_MATRIX_TOKENS if wide else CPU_TOKENS) if cpu else max(t, ACCELERATOR_TOKENS))
+        tokens = min(micro_tokens, cpu_tokens if cpu else max(t, ACCELERATOR_TOKENS))
         fused = implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
 
@@ -262,7 +262,7 @@ def choose_updater(
 def _prefill(
     model: BuiltinModel, params: Params, prompts: Prompts, mesh: jax.sharding.Mesh | None, key: jax.Array | None
 ) -> PromptStates:
-    """Run the prompts and return their last hidden states, keys and values, sharded over the mesh."""
+    """Prefill the prompts. Returns their last hidden states, keys and values, sharded over the mesh."""
     states = prefill_prompts(model, params, prompts, rngs=None if key is None else {"dropout": key})
     layers = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), states.layers)
     return PromptStates(constrain(states.last, mesh), layers)
@@ -285,8 +285,8 @@ def _loss(
     router_coef, teacher_states = router_coef_of(model, config), None
     top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_builtin(teacher.model):
-        known = sequence.replace(tokens=teacher.clip_ids(sequence.tokens))
-        teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, known)
+        clipped = sequence.replace(tokens=teacher.clip_ids(sequence.tokens))
+        teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, clipped)
     statistic_fn = logit_statistic(  # of the logits: the teacher's divergence, or SFT's token accuracy
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )

@@ -218,7 +218,7 @@ def test_restart_between_requests_is_detected(server, version):
             server.params, server.version = POLICY.params, "default"  # during a batch
 
     server.fault = fault
-    with pytest.warns(UserWarning, match="was restarted and no longer holds"):
+    with pytest.warns(UserWarning, match="was restarted and no longer has"):
         np.testing.assert_array_equal(draws(engine, params=moved).tokens, expected.tokens)
 
 
