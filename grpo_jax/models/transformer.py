@@ -243,7 +243,11 @@ class Transformer(nn.Module):
             return layer(x, context)
         # Without its name and parent, a layer compares equal to all layers of its kind.
         alone = layer.clone(parent=None, name=None)
-        result, written = apply_layer(alone, self._written(), layer.variables, x, context)
+        variables = layer.variables
+        if self.config.mesh is not None and context.cache is None:
+            # Without this dependency, XLA would gather the sharded weights of all layers before the first layer.
+            variables, _ = jax.lax.optimization_barrier((variables, x))
+        result, written = apply_layer(alone, self._written(), variables, x, context)
         self._sow(written)
         return result
 

@@ -113,6 +113,18 @@ def test_update_on_a_mesh_gathers_weights_but_no_activations(device, mesh):
     assert long["all-gather"] < short["all-gather"] + 2 * embedding < short["all-gather"] + 4 * activations
 
 
+def test_weights_are_gathered_layer_by_layer_on_a_mesh():
+    """A program with more layers does not hold more gathered weights at once."""
+    group = {"num_generations": 4, "per_device_train_batch_size": 4, "beta": 0.1, "mesh": {"fsdp": 4}}
+    model = {**MODEL, "hidden_size": 1024, "intermediate_size": 8192}
+    few, many = (
+        compiled("H100-4", [256], "reference", {**model, "num_hidden_layers": layers}, **group)[0][0]
+        for layers in (2, 8)
+    )
+    of_a_layer = 3 * 2 * 1024 * 8192  # bytes, in bfloat16
+    assert many - few < 2 * of_a_layer
+
+
 @pytest.mark.parametrize("completions", [8, 64], ids=["materialized", "kernel"])
 def test_decode_on_a_gpu_does_not_copy_its_cache(completions):
     """A decode writes its cache in place: the copies in a burst do not depend on the size of the cache."""
