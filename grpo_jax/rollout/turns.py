@@ -152,14 +152,13 @@ class _MultiTurnDecoder:
         table, drawn = self.table, fetch(drawn)
         mask = drawn[2]
         ended = table.record(rows, drawn, self.job.settings)
-        lengths = table.lengths[rows]
-        truncated = (lengths - self.turn_starts[rows] == self.max_turn_length) & (lengths < table.length)
-        ended |= (rows >= 0) & truncated & mask.any(axis=-1)
+        lengths, drew = table.lengths[rows], (rows >= 0) & mask.any(axis=-1)  # row −1 would select the last row
+        ended |= drew & (lengths - self.turn_starts[rows] == self.max_turn_length) & (lengths < table.length)
         for row in map(int, rows[ended]):
             length = int(table.lengths[row])
             turn = table.tokens[row, self.turn_starts[row] : length]
             self.waiting[row] = self.answer_turn(row, turn, table.length - length - 1)
-        finished = mask.any(axis=-1) & ~ended & (lengths == table.length)
+        finished = drew & ~ended & (lengths == table.length)
         self.rows = np.where(finished, -1, self.rows)
         return int(mask.sum(axis=-1).max())
 

@@ -189,6 +189,13 @@ def test_observation_of_maximum_length_leaves_room_for_a_token():
     assert np.asarray(completions.mask)[..., -1].all()
 
 
+def test_a_last_completion_of_maximum_length_does_not_end_the_others():
+    """Empty positions have row −1, which must not be read as the last row."""
+    fill = lambda i, turn, room: answer([9] * (room if i == 15 else min(3, room)))
+    completions, _ = play(fill, model=SMALL, params=SMALL_PARAMS, length=200, eos_token_ids=(0,))
+    assert (np.asarray(completions.present).sum(axis=-1) == 200).all()
+
+
 @pytest.mark.quick
 def test_a_model_without_a_cache_is_refused():
     with pytest.raises(ValueError, match="model must be a built-in model if completions have several turns; got Bare"):
