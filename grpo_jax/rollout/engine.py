@@ -261,8 +261,8 @@ class Engine:
 
     async def _gaps(self, version: _Version) -> np.ndarray:
         """Return the absolute differences [64] between the server's and the local log-probs for the probe."""
-        found = await self._server.log_probs(version.ids)
-        remote = [position[token] for token, position in zip(version.ids[1:], found, strict=True)]
+        log_probs = await self._server.log_probs(version.ids)
+        remote = [position[token] for token, position in zip(version.ids[1:], log_probs, strict=True)]
         return np.abs(np.array(remote) - version.log_probs)
 
     async def _has_loaded(self) -> bool:
@@ -312,9 +312,9 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     adapters = isinstance(policy.model, LoraModel)
     if not adapters and not policy.config:
         raise ValueError("sampler: the policy must have a config.json, which determines the tensor names.")
-    whole = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server has a tokenizer
+    written = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server has a tokenizer
     try:
-        write_policy(directory, whole.replace(files={}) if adapters else _with_head(whole))
+        write_policy(directory, written.replace(files={}) if adapters else _with_head(written))
     except Exception as error:  # such as a full /dev/shm, which has 64 MB in a Docker container by default
         problem = f"the weights for the server could not be written to {directory}: {one_line(error)}"
         raise EngineError(f"{problem}. Free space there, or pass another directory to engines.vllm") from error
@@ -339,10 +339,10 @@ def _with_head(policy: Policy) -> Policy:
 def probe_ids(policy: Policy) -> list[int]:
     """Tokenize the probe's text. Returns 1, 2, … without a tokenizer, or if the text has too few distinct ids."""
     size = int(policy.model.config.vocab_size) if is_builtin(policy.model) else PROBE + 1
-    found = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
-    found = [i for i in found if i < size]
-    known = found if len(set(found)) > 8 else [1 + i % (size - 1) for i in range(PROBE)]
-    return list(itertools.islice(itertools.cycle(known), PROBE))
+    ids = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+    ids = [i for i in ids if i < size]
+    probe = ids if len(set(ids)) > 8 else [1 + i % (size - 1) for i in range(PROBE)]
+    return list(itertools.islice(itertools.cycle(probe), PROBE))
 
 
 @jax.jit

@@ -217,9 +217,9 @@ class VLLM:
 
     async def _complete(self, body: Json, log_probs: int, schema: Json) -> Json:
         """Request one completion with at most `log_probs` log-probs. Returns the validated choice."""
-        most = SHORT_BYTES + BYTES_OF_LOG_PROB * log_probs
+        limit = SHORT_BYTES + BYTES_OF_LOG_PROB * log_probs
         try:
-            answer = await self.client.request("/v1/completions", {"model": self._name, **body}, max_bytes=most)
+            answer = await self.client.request("/v1/completions", {"model": self._name, **body}, max_bytes=limit)
         except StatusError as error:
             if error.status == 404 and self._name != self._base:  # a restart removes adapters
                 raise ConnectionLost(str(error)) from error

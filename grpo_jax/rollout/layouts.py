@@ -113,14 +113,14 @@ class Layouts:
         """Return the cache size in layout `at + 1` for a current size of `slots`; None if a move saves too little."""
         if at + 1 == len(self.shapes):
             return None
-        there = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)
+        new_slots = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)
 
         def cost(shape: tuple[int, int], slots: int) -> float:
             step = dataclasses.replace(self.step, own=self.step.own * slots / self.slots[-1])
             return step.cost(shape[0] // self.shards, shape[1])
 
-        pays = cost(self.shapes[at + 1], there) <= MAX_RELATIVE_COST * cost(self.shapes[at], slots)
-        return there if pays else None
+        pays = cost(self.shapes[at + 1], new_slots) <= MAX_RELATIVE_COST * cost(self.shapes[at], slots)
+        return new_slots if pays else None
 
     def choose(self, at: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Select completions for layout `at + 1`: indices of groups [B''] and of completions in them [B'', G''].
@@ -187,8 +187,8 @@ def decode_threads(params: Params, groups: int, width: int, *, per_core: int = 1
     `per_core` is the number of threads per core. It is larger with several turns, because some threads wait.
     """
     parts = min(groups, groups * width // MIN_PER_THREAD)
-    most = max(1, min(parts, per_core * count_threads(params, groups)))
-    return max(n for n in range(1, most + 1) if groups % n == 0)
+    limit = max(1, min(parts, per_core * count_threads(params, groups)))
+    return max(n for n in range(1, limit + 1) if groups % n == 0)
 
 
 def groups_at_once(groups: int, num_generations: int, batch_size: int | None, shards: int) -> int:
@@ -196,8 +196,8 @@ def groups_at_once(groups: int, num_generations: int, batch_size: int | None, sh
 
     The groups contain at most `batch_size` completions; if `batch_size` is None, there is no limit.
     """
-    most = groups if batch_size is None else min(groups, batch_size // num_generations // shards * shards)
-    return -(-most // shards) * shards
+    limit = groups if batch_size is None else min(groups, batch_size // num_generations // shards * shards)
+    return -(-limit // shards) * shards
 
 
 def choose_layouts(

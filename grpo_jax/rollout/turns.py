@@ -168,8 +168,8 @@ class _MultiTurnDecoder:
         local = [(row, answer) for row, answer in self.waiting.items() if answer is not None]
         answers = [(row, wait_for(answer, self.job.interrupt)) for row, answer in local]
         if jax.process_count() > 1:
-            most = table.length  # enough to show that an observation is too long
-            lists = [(row, None if tokens is None else [int(i) for i in tokens[:most]]) for row, tokens in answers]
+            limit = table.length  # enough to show that an observation is too long
+            lists = [(row, None if tokens is None else [int(i) for i in tokens[:limit]]) for row, tokens in answers]
             answers = [(row, tokens) for part in gather_objects(lists) for row, tokens in part]
         by_row = dict(answers)
         for row in self.waiting:  # in the same order in all processes
@@ -194,8 +194,8 @@ class _MultiTurnDecoder:
         width = -(-longest // size) * size
         counts = np.zeros(len(table.lengths) + 1, int)  # index −1, an empty position, selects the last entry
         counts[list(new_tokens)] = [len(ids) for ids in new_tokens.values()]
-        most = int(max(table.lengths[row] + counts[row] for row in new_tokens)) + BURST
-        min_slots = max(width, min(most, table.length))
+        needed = int(max(table.lengths[row] + counts[row] for row in new_tokens)) + BURST
+        min_slots = max(width, min(needed, table.length))
         first = self._aligned_slot(counts[self.rows], width, min_slots)
         if first is None:
             self._align(counts[self.rows], min_slots=min_slots)

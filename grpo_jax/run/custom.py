@@ -69,9 +69,9 @@ class CheckedAdvantageFn:
             "step": np.int32(state.step),
             "key": jax.random.fold_in(jax.random.fold_in(state.key, ADVANTAGES), state.step),
         }
-        found = np.asarray(self.program(rewards.values, batch.mask, self.select(context)), np.float32)
-        included = np.asarray(batch.mask) if self.per_token else np.broadcast_to(counted[:, None], found.shape)
-        return np.where(included, found, np.float32(0))
+        advantages = np.asarray(self.program(rewards.values, batch.mask, self.select(context)), np.float32)
+        included = np.asarray(batch.mask) if self.per_token else np.broadcast_to(counted[:, None], advantages.shape)
+        return np.where(included, advantages, np.float32(0))
 
 
 def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> CheckedAdvantageFn | None:
@@ -97,14 +97,14 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
     rewards, mask = jax.ShapeDtypeStruct((b, g, functions), jnp.float32), jax.ShapeDtypeStruct((b, g, t), bool)
     given = f"rewards [B, G, K] = {rewards.shape} and mask [B, G, T] = {mask.shape}"
     try:
-        found = jax.eval_shape(checked.program, rewards, mask, checked.select(context))
+        result = jax.eval_shape(checked.program, rewards, mask, checked.select(context))
     except Exception as error:
         keywords = ", ".join([*context, "config"])
         raise ValueError(
             f"advantage_fn {name!r} failed on {given} with {one_line(error)}. It can take the keywords {keywords}"
         ) from error
-    _check_result(found, f"advantage_fn {name!r}", {"[B, G]": (b, g), "[B, G, T]": (b, g, t)}, given)
-    return dataclasses.replace(checked, per_token=found.ndim == 3)
+    _check_result(result, f"advantage_fn {name!r}", {"[B, G]": (b, g), "[B, G, T]": (b, g, t)}, given)
+    return dataclasses.replace(checked, per_token=result.ndim == 3)
 
 
 def _abstract_context(b: int, g: int, t: int, functions: int, *, reference: bool) -> Context:
@@ -141,16 +141,16 @@ def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
 
     try:
         hash(surrogate)  # must be hashable because it is a static argument of compiled programs
-        found = jax.eval_shape(of_zeros)
+        result = jax.eval_shape(of_zeros)
     except Exception as error:
         raise ValueError(f"surrogate {name!r} failed on tokens [..., T] = {shape} with {one_line(error)}") from error
-    _check_result(found, f"surrogate {name!r}", {"[..., T]": shape}, f"tokens of shape {shape}")
+    _check_result(result, f"surrogate {name!r}", {"[..., T]": shape}, f"tokens of shape {shape}")
 
 
-def _check_result(found: object, what: str, shapes: dict[str, tuple[int, ...]], given: str) -> None:
+def _check_result(result: object, what: str, shapes: dict[str, tuple[int, ...]], given: str) -> None:
     """Raise ValueError unless a result is a float array of one of the given shapes."""
     wanted = f"must return a float array {' or '.join(f'{axes} = {shape}' for axes, shape in shapes.items())}"
-    if not isinstance(found, jax.ShapeDtypeStruct):
-        raise ValueError(f"{what} {wanted} for {given}; got {show(found)}")
-    if found.shape not in shapes.values() or not jnp.issubdtype(found.dtype, jnp.floating):
-        raise ValueError(f"{what} {wanted} for {given}; got {found.dtype.name} {found.shape}")
+    if not isinstance(result, jax.ShapeDtypeStruct):
+        raise ValueError(f"{what} {wanted} for {given}; got {show(result)}")
+    if result.shape not in shapes.values() or not jnp.issubdtype(result.dtype, jnp.floating):
+        raise ValueError(f"{what} {wanted} for {given}; got {result.dtype.name} {result.shape}")

@@ -65,8 +65,8 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise ValueError(f"coordinator must be host:port, such as host0:8476; got {coordinator!r}")
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        most = num_processes - 1
-        raise ValueError(f"process_id must be from 0 to {most} with {num_processes} processes; got {process_id}")
+        last = num_processes - 1
+        raise ValueError(f"process_id must be from 0 to {last} with {num_processes} processes; got {process_id}")
     import jax  # not at the top: `add_flags` must not load it
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

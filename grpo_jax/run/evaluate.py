@@ -194,11 +194,11 @@ def evaluate_encoded(
     `interrupt` is called between batches and every few tokens. An exception that it raises ends the evaluation.
     """
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
-    most = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
+    max_prompts = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()
     for dataset, part in data.by_part().items():
         count, longest, scored, lengths, ended = len(part.rows), max(map(len, part.token_ids)), [], [], []
-        batch_size = -(-count // -(-count // most))  # equal batch sizes, except that the last may be smaller
+        batch_size = -(-count // -(-count // max_prompts))  # equal batch sizes, except that the last may be smaller
         for start in range(0, count, batch_size):
             # Repeat the last prompt so that the last batch has the same shape as the others.
             at = [min(i, count - 1) for i in range(start, start + batch_size)]
@@ -224,10 +224,10 @@ def evaluate_encoded(
             lengths.append(sampled.present.sum(-1).reshape(-1))
             ended.append(np.asarray(sampled.completions.ended).reshape(-1))
             rows += completion_records(scored[-1], names, sampled)
-        found = _means(scored, names, config.reward_weights)
-        found["mean_length"] = float(np.concatenate(lengths).mean())
-        found["clipped_ratio"] = float(1 - np.concatenate(ended).mean())
-        metrics |= {f"{dataset}/{name}" if dataset else name: value for name, value in found.items()}
+        means = _means(scored, names, config.reward_weights)
+        means["mean_length"] = float(np.concatenate(lengths).mean())
+        means["clipped_ratio"] = float(1 - np.concatenate(ended).mean())
+        metrics |= {f"{dataset}/{name}" if dataset else name: value for name, value in means.items()}
     return metrics, rows
 
 
@@ -235,10 +235,10 @@ def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[f
     """Return the mean total reward, the mean of each reward function, and the means of the logged metrics."""
     joined = join_rewards(batches)
     scores = np.concatenate(joined.values)  # [B·G, K]; K is 0 if a teacher replaces the reward functions
-    found = eval_names(names)
-    metrics = dict(zip(found, map(mean_of_scored, scores.T), strict=False))
+    metric_names = eval_names(names)
+    metrics = dict(zip(metric_names, map(mean_of_scored, scores.T), strict=False))
     metrics["reward"] = mean_of_scored(total_rewards(scores, weights))
-    check_names(joined.logged_metrics, found)
+    check_names(joined.logged_metrics, metric_names)
     return means_of(joined.logged_metrics) | metrics
 
 

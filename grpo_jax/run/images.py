@@ -83,16 +83,16 @@ class ImageEncoder:
 
     def _features(self, tiles: Sequence[Sequence[Tile]], counts: Sequence[Sequence[int]]) -> np.ndarray:
         """Compute features [B, N, D], a few tiles at a time."""
-        flat, devices = [tile for found in tiles for tile in found], shard_count(self.mesh)
+        flat, devices = [tile for group in tiles for tile in group], shard_count(self.mesh)
         values = sum(x.size for x in self._pad_and_stack([], 1).values())
         size = min(max(1, MAX_INPUT_VALUES // values), -(-len(tiles) * self.num_tiles // devices)) * devices
         encoded = []
         for start in range(0, max(len(flat), 1), size):
             part = split(self._pad_and_stack(flat[start : start + size], size), self.mesh)
             encoded.append(fetch(_encode(self.tower, self.params, part)))
-        found = np.concatenate(encoded)
+        features = np.concatenate(encoded)
         first = np.cumsum([0, *map(len, counts)])[:-1]  # index of each prompt's first tile
-        return found.reshape(-1, found.shape[2])[self._feature_index(counts, first.tolist(), found.shape[1])]
+        return features.reshape(-1, features.shape[2])[self._feature_index(counts, first.tolist(), features.shape[1])]
 
     def _pad_and_stack(self, tiles: Sequence[Tile], count: int) -> dict[str, np.ndarray]:
         """Stack tiles into arrays [count, ...], padded with zeros."""

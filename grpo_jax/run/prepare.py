@@ -228,10 +228,10 @@ def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list
     """Load the training rows. A stream is read only as far as the run needs, unless prompts may be dropped."""
     check_finite(dataset, "dataset", config.max_steps)
     try:
-        most = run_mesh(policy, config)[1].max_prompts()
+        max_rows = run_mesh(policy, config)[1].max_prompts()
     except ValueError:  # invalid mesh or batch size not divisible; reported later
-        most = 1
-    return load_rows(dataset, max_rows=None if config.on_long_prompt == "drop" else most)
+        max_rows = 1
+    return load_rows(dataset, max_rows=None if config.on_long_prompt == "drop" else max_rows)
 
 
 def _check_functions(

@@ -150,8 +150,8 @@ def _data_problems(run: Run) -> Iterator[str]:
     """Yield a sentence for each likely problem with the data or the settings."""
     data, config, sizes = run.data, run.config, run.sizes
     if dropped := len(data.dropped):
-        total, most = len(data.rows) + dropped, config.max_prompt_length
-        yield f"{dropped} of {total} prompts are dropped because they are longer than max_prompt_length = {most}"
+        total, limit = len(data.rows) + dropped, config.max_prompt_length
+        yield f"{dropped} of {total} prompts are dropped because they are longer than max_prompt_length = {limit}"
     images = [tuple(map(id, found)) for found in data.images or [()] * len(data.rows)]
     copies = sum(n - 1 for n in collections.Counter(zip(map(tuple, data.token_ids), images, strict=True)).values())
     if copies:

@@ -306,18 +306,18 @@ def fingerprint(tree: Params) -> str:
 def _hash_functions(run: BaseRun) -> dict[str, dict[str, str]]:
     """Hash the sources of the caller's functions, keyed by the argument to `train` and by name."""
     names, interaction = reward_names(run.reward_fns), run.interaction
-    found = {"reward_fns": {name: hash_source(fn) for name, fn in zip(names, run.reward_fns, strict=True)}}
+    hashes = {"reward_fns": {name: hash_source(fn) for name, fn in zip(names, run.reward_fns, strict=True)}}
     advantage_fn = None if run.advantage_fn is None else run.advantage_fn.function
     for argument, fn in (("advantage_fn", advantage_fn), ("surrogate", run.updater.surrogate)):
-        found[argument] = {} if fn is None else {function_name(fn): hash_source(fn)}
+        hashes[argument] = {} if fn is None else {function_name(fn): hash_source(fn)}
     if interaction is not None:
-        found["tools"] = {name: hash_source(tool.function) for name, tool in interaction.tools.items()}
-        found["environment_factory"] = {
+        hashes["tools"] = {name: hash_source(tool.function) for name, tool in interaction.tools.items()}
+        hashes["environment_factory"] = {
             kind.__name__ if key is None else f"{key}: {kind.__name__}": hash_source(kind)
             + hash_source(interaction.factories[key])
             for key, kind in interaction.kinds.items()
         }
-    return found
+    return hashes
 
 
 def _observations(interaction: Interaction | None) -> dict[str, list[int] | None]:

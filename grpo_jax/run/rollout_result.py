@@ -160,10 +160,10 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
 
 def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
     """Return a bool mask [B] that is True for groups whose rewards are all equal."""
-    found = _jit_zero_signal(
+    is_zero = _jit_zero_signal(
         rewards, weights=config.reward_weights, multi_objective_aggregation=config.multi_objective_aggregation
     )
-    return np.asarray(found)
+    return np.asarray(is_zero)
 
 
 def rollout_metrics(config: GRPOConfig, rewards: np.ndarray, rollout: RolloutResult) -> dict[str, float]:

@@ -32,8 +32,8 @@ def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -
 
     Nothing is written if a `run.yaml` specifies the model, or for custom models, adapters or vision towers.
     """
-    known = run_dir is None or (Path(run_dir) / "run.yaml").exists()
-    if known or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
+    unneeded = run_dir is None or (Path(run_dir) / "run.yaml").exists()
+    if unneeded or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
         return
     from grpo_jax.hub.policy import files_of
 

@@ -213,12 +213,12 @@ def mismatch_metrics(batch: Batch, config: GRPOConfig) -> dict[str, float]:
     if batch.old_log_probs is None or not mask.any():
         return {}
     gaps = np.abs(np.asarray(batch.old_log_probs) - np.asarray(batch.sampling_log_probs))[mask]
-    found = {"log_prob_difference_mean": gaps.mean(), "log_prob_difference_max": gaps.max()}
+    metrics = {"log_prob_difference_mean": gaps.mean(), "log_prob_difference_max": gaps.max()}
     weights = sampler_correction_weights(batch, config)
     if weights is not None:
         w = np.asarray(weights)[mask if weights.ndim == mask.ndim else mask.any(axis=-1)]
-        found |= {f"importance_weight_{kind}": getattr(w, kind)() for kind in ("mean", "min", "max")}
-    return {f"sampler/{name}": float(value) for name, value in found.items()}
+        metrics |= {f"importance_weight_{kind}": getattr(w, kind)() for kind in ("mean", "min", "max")}
+    return {f"sampler/{name}": float(value) for name, value in metrics.items()}
 
 
 def _array(returned: Completions, name: str, kinds: str) -> Any:

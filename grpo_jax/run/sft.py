@@ -215,12 +215,12 @@ def derive_sft(
 
 def _rows(policy: Policy, dataset: Dataset, config: SFTConfig, argument: str) -> list[Row]:
     """Load the rows of a dataset. Without packing, a training stream is read only as far as the run needs."""
-    most = None
+    max_rows = None
     if argument == "dataset":
         check_finite(dataset, argument, config.max_steps)
         if config.max_steps > 0 and not config.packing:
-            most = config.max_steps * run_mesh(policy, config)[1].sizes().prompts
-    rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=most)
+            max_rows = config.max_steps * run_mesh(policy, config)[1].sizes().prompts
+    rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=max_rows)
     if argument == "dataset" and config.shuffle_dataset:
         rows = [rows[i] for i in prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)]
     return rows

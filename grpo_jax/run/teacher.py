@@ -58,8 +58,8 @@ class Distillation:
             clipped = self.teacher.clip_ids(batch.tokens)
             l = fetch(self.updater.log_probs(self.teacher.params, batch.prompts, clipped, batch.mask))
             # As with "full_logits", a token beyond the teacher's vocabulary is not compared: its divergence is 0.
-            own = batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
-            return batch.replace(teacher_log_probs=np.where(batch.tokens == clipped, l, own))
+            old = batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
+            return batch.replace(teacher_log_probs=np.where(batch.tokens == clipped, l, old))
         assert self.scorer is not None
         on_host = jax.tree.map(np.asarray, completions)
         result = _read_result(self.scorer.score(batch.prompts, on_host), on_host.mask, config)

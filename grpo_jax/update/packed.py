@@ -194,21 +194,21 @@ class PackedUpdater(Updater):
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
         with_gradient = mask & has_gradient[:, None, None]
         together = packed(mask)
-        trained, others = (packed(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
+        trained, untrained = (packed(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
         # Upper bound on the number of sequences, whatever the completion lengths, so that all parts have one shape.
         per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
-        most = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_zero_signal_backward
+        max_sequences = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_zero_signal_backward
         # Packed separately, more sequences are partly empty, even if only one of several devices has both kinds.
-        if 3 * len(together) <= 3 * len(trained) + len(others) or len(trained) + len(others) > most:
-            trained, others = together, []
-        sequences = [*trained, *others] or together
-        filled = sequences + sequences[-1:] * (most - len(sequences))
+        if 3 * len(together) <= 3 * len(trained) + len(untrained) or len(trained) + len(untrained) > max_sequences:
+            trained, untrained = together, []
+        sequences = [*trained, *untrained] or together
+        filled = sequences + sequences[-1:] * (max_sequences - len(sequences))
         return Part(
             part,
             selected,
             jax.tree.map(lambda *x: np.stack(x, axis=1), *filled),
             num_with_grad=np.int32(len(trained)),
-            num_used=np.int32(max(1, len(trained) + len(others))),
+            num_used=np.int32(max(1, len(trained) + len(untrained))),
             index=np.int32(index),
         )
 
@@ -219,9 +219,9 @@ class PackedUpdater(Updater):
         threads = count_threads(params, prompts)
         tokens = max(self.shapes(params, batch.mask.shape)[0].size // 16, PROMPT_TOKENS)  # prompt tokens per part
         rounds = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / threads)
-        most = math.ceil(prompts / (rounds * threads))
+        max_k = math.ceil(prompts / (rounds * threads))
         # Decrease K by up to a third if the parts then have fewer empty positions.
-        k = min(range(most, most - most // 3 - 1, -1), key=lambda k: -prompts % (k * threads))
+        k = min(range(max_k, max_k - max_k // 3 - 1, -1), key=lambda k: -prompts % (k * threads))
         return threads, math.ceil(prompts / (k * threads)) * threads, k
 
     def has_gradient(self, batch: Batch) -> np.ndarray:
@@ -332,9 +332,9 @@ def add_gradients(
 
     def add(i: jax.Array, carry: tuple[Params, PromptStates, MetricSums]) -> tuple[Params, PromptStates, MetricSums]:
         params_grad, prompts_grad, sums = carry
-        new, more = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, prompt_states, i)
+        new, new_sums = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, prompt_states, i)
         params_grad, prompts_grad = jax.tree.map(lambda x, y: x + y.astype(x.dtype), (params_grad, prompts_grad), new)
-        return constrain_params(params_grad, mesh), prompts_grad, merge_metrics(sums, more)
+        return constrain_params(params_grad, mesh), prompts_grad, merge_metrics(sums, new_sums)
 
     sums = empty_sums(jax.eval_shape(loss_fn, state.params, prompt_states, 0)[1])
     # Gradients of keys and values are also accumulated in float32, regardless of the compute dtype.
