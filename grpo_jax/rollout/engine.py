@@ -268,7 +268,7 @@ class Engine:
     async def _has_loaded(self) -> bool:
         """Return whether the server still has the loaded weights, according to its version name and the probe."""
         version = self._loaded
-        if version is None or not await self._server.holds(version.name):
+        if version is None or not await self._server.has_loaded(version.name):
             return False
         return bool((await self._gaps(version)).mean() <= version.tolerance)
 

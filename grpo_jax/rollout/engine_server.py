@@ -46,7 +46,7 @@ def _is_log_prob(token: str, value: Any) -> bool:
     return token.isdecimal() and len(token) <= 10 and isinstance(value, dict) and _LOG_PROB[1](value.get("logprob"))
 
 
-def find_misfit(value: Any, schema: Any, at: str) -> str:
+def find_mismatch(value: Any, schema: Any, at: str) -> str:
     """Describe the first mismatch between a JSON value and a schema. Returns "" if the value matches.
 
     A schema is a `Kind`, [schema] for a list, or {name: schema} for an object with these fields.
@@ -60,7 +60,7 @@ def find_misfit(value: Any, schema: Any, at: str) -> str:
         found = type(value).__name__ if isinstance(value, (dict, list)) else show(value, 40)
         expected = schema[0] if isinstance(schema, tuple) else "a list" if isinstance(schema, list) else "an object"
         return f"{at} must be {expected}; got {found}"
-    return next(filter(None, itertools.starmap(find_misfit, inner)), "")
+    return next(filter(None, itertools.starmap(find_mismatch, inner)), "")
 
 
 class ServerTurn(NamedTuple):
@@ -137,7 +137,7 @@ class VLLM:
         except StatusError:  # in older vLLM versions, only the probe verifies the weights
             self._reports_version = False
 
-    async def holds(self, version: str) -> bool:
+    async def has_loaded(self, version: str) -> bool:
         """Return whether the server reports this version. Always True for adapters, which requests select by name."""
         if self._name == version or not self._reports_version:
             return True
@@ -231,8 +231,8 @@ class VLLM:
 
     def _read(self, path: str, answer: Json, schema: Json) -> Json:
         """Validate a response, or part of one, against a schema and return it. Raises EngineError on a mismatch."""
-        if misfit := find_misfit(answer, schema, "response"):
-            raise EngineError(f"{self.url}{path}: {misfit}. Use vLLM 0.10 or newer")
+        if mismatch := find_mismatch(answer, schema, "response"):
+            raise EngineError(f"{self.url}{path}: {mismatch}. Use vLLM 0.10 or newer")
         return answer
 
     async def _change(self, path: str, body: Json) -> None:

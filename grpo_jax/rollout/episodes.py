@@ -62,7 +62,7 @@ class Episode:
         self.tools: Mapping[str, Tool] = interaction.tools
         self._answers_calls = False
         self.reset_text = ""  # text that `reset` appends to the prompt
-        self.before = PrecedingText([], "", "")  # text before the next turn
+        self.preceding = PrecedingText([], "", "")  # text before the next turn
         self.has_failed = False  # True after an environment error
         self.record = EpisodeRecord()
         self._call_turns = 0  # number of turns with tool calls
@@ -70,7 +70,7 @@ class Episode:
 
     def reset(self, row: Row) -> None:
         """Create the environment and call its `reset`."""
-        factory = self._interaction.factories.get(self._interaction.name_of(row))
+        factory = self._interaction.factories.get(self._interaction.factory_key(row))
         if factory is None:
             return
         with contextlib.suppress(_Failed):
@@ -134,13 +134,13 @@ class Episode:
 
     def _extend_context(self, ids: Iterable[int]) -> None:
         """Keep the last tokens as context for decoding the next turn. Conversations do not need context."""
-        self.before = PrecedingText([] if self._is_chat else [*self.before.tokens, *map(int, ids)][-32:], "", "")
+        self.preceding = PrecedingText([] if self._is_chat else [*self.preceding.tokens, *map(int, ids)][-32:], "", "")
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """Decode a turn as the continuation of the preceding text."""
-        before, decode = tuple(self.before.tokens), self._interaction.decode
+        before, decode = tuple(self.preceding.tokens), self._interaction.decode
         both = decode((*before, *map(int, ids)), skip_special_tokens)
-        return self.before.prefill + continuation(decode(before, skip_special_tokens), both)
+        return self.preceding.prefill + continuation(decode(before, skip_special_tokens), both)
 
     def _observation(self, parsed: Parsed) -> str | Messages | None:
         """Return the results of a turn's tool calls or the environment's response; None ends the completion."""
@@ -308,9 +308,9 @@ class Episodes:
         """Store the prompts (rows returned by `reset`, and their tokens) as context for decoding the first turns."""
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         for b in self.local_rows:
-            before = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
+            preceding = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
             for episode in self.all[b * self._group : (b + 1) * self._group]:
-                episode.before = before
+                episode.preceding = preceding
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Future[Sequence[int] | None] | None:
         """Start computing the answer to a turn; see `rollout.turns.AnswerTurn`."""

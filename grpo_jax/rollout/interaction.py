@@ -54,13 +54,13 @@ class Interaction:
         """Function that maps a text to its token ids, without adding special tokens."""
         return functools.lru_cache(1024)(lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def name_of(self, row: Row) -> Hashable:
+    def factory_key(self, row: Row) -> Hashable:
         """Return the key that selects a row's environment factory."""
         return None if None in self.factories or not self.factories else row["environment"]
 
     def schemas(self, row: Row) -> list[Json] | None:
         """Return the tool schemas that the chat template includes in a row's prompt."""
-        return schemas_of({**self.tools, **self.own_tools.get(self.name_of(row), {})})
+        return schemas_of({**self.tools, **self.own_tools.get(self.factory_key(row), {})})
 
 
 def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:

@@ -109,25 +109,25 @@ class Layouts:
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
-    def slots_below(self, at: int, slots: int) -> int | None:
-        """Return the cache size in layout `at + 1` for a current size of `slots`; None if a move saves too little."""
-        if at + 1 == len(self.shapes):
+    def slots_below(self, layout: int, slots: int) -> int | None:
+        """Return the next layout's cache size for a current size of `slots`, or None if a move saves too little."""
+        if layout + 1 == len(self.shapes):
             return None
-        new_slots = next(n for n in self.slots[min(at + 1, len(self.slots) - 1) :] if n >= slots)
+        new_slots = next(n for n in self.slots[min(layout + 1, len(self.slots) - 1) :] if n >= slots)
 
         def cost(shape: tuple[int, int], slots: int) -> float:
             step = dataclasses.replace(self.step, own=self.step.own * slots / self.slots[-1])
             return step.cost(shape[0] // self.shards, shape[1])
 
-        pays = cost(self.shapes[at + 1], new_slots) <= MAX_RELATIVE_COST * cost(self.shapes[at], slots)
+        pays = cost(self.shapes[layout + 1], new_slots) <= MAX_RELATIVE_COST * cost(self.shapes[layout], slots)
         return new_slots if pays else None
 
-    def choose(self, at: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Select completions for layout `at + 1`: indices of groups [B''] and of completions in them [B'', G''].
+    def choose(self, layout: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Select completions for the next layout: indices of groups [B''] and of completions in them [B'', G''].
 
         `alive` [B', G'] is False for ended completions; these fill unused positions. Returns None if not all fit.
         """
-        groups, width = self.shapes[at + 1]
+        groups, width = self.shapes[layout + 1]
         if width > 1 or self.shards > 1:
             counts = alive.sum(axis=1)
             if counts.max() > width or (counts > 0).sum() > groups:
@@ -152,18 +152,18 @@ def _next(last: tuple[int, int], completions: int, step: StepCost, shards: int) 
     def cost(shape: tuple[int, int]) -> float:
         return step.cost(shape[0] // shards, shape[1])
 
-    def worth(shape: tuple[int, int]) -> bool:
+    def is_cheaper(shape: tuple[int, int]) -> bool:
         holds = MIN_COMPLETIONS <= shape[0] * shape[1] < groups * width
         return holds and cost(shape) <= MAX_RELATIVE_COST * cost(last)
 
     narrow, fewer = (groups, -(-width // 2)), (-(-groups // 2), -(-width // 2))
     if shards > 1:
-        return narrow if worth(narrow) else None
-    if worth(narrow) and cost(narrow) <= 0.75 * cost((narrow[0] * narrow[1], 1)):
+        return narrow if is_cheaper(narrow) else None
+    if is_cheaper(narrow) and cost(narrow) <= 0.75 * cost((narrow[0] * narrow[1], 1)):
         return narrow
     stride = 1 << max(1, math.ceil(math.log2(max(2, completions / MIN_COMPLETIONS)) / MAX_SMALLER))
     singles = ((MIN_COMPLETIONS * stride**i, 1) for i in reversed(range(MAX_SMALLER)))
-    return next(filter(worth, (*singles, fewer)), None)
+    return next(filter(is_cheaper, (*singles, fewer)), None)
 
 
 def decode_step_cost(model: BuiltinModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> StepCost:

@@ -36,7 +36,7 @@ import jax
 from grpo_jax.config.sft import Config
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, split
-from grpo_jax.run.checkpoint_reader import abstract_of, as_target, shapes_of, tried_by_all
+from grpo_jax.run.checkpoint_reader import abstract_of, as_target, shapes_of, try_read_in_all_processes
 from grpo_jax.run.resume import changed_functions, differences, warn_of_changes
 from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
@@ -231,7 +231,7 @@ class Checkpoints:
         self._check_mode(steps, resume)
         like, unreadable = jax.tree.map(as_target, state), dict[int, str]()
         for step in reversed(steps):
-            stored, unreadable[step] = tried_by_all(functools.partial(self._stored_json, step))
+            stored, unreadable[step] = try_read_in_all_processes(functools.partial(self._stored_json, step))
             if stored is None:
                 continue
             if self._identity is not None:
@@ -240,7 +240,7 @@ class Checkpoints:
                     heading = "contains a run with different settings. Restore these settings or use a new run_dir."
                     raise ValueError("\n  ".join([f"{self._where} {heading} Differences:", *lines]))
             _delete(state.replace(params=None) if keep_params else state)
-            found, unreadable[step] = tried_by_all(functools.partial(self._load, step, like, stored))
+            found, unreadable[step] = try_read_in_all_processes(functools.partial(self._load, step, like, stored))
             if found is None:
                 continue
             del unreadable[step]

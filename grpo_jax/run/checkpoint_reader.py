@@ -39,7 +39,7 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
         there = f"; available steps: {', '.join(map(str, steps))}" if steps else "; check that run_dir is correct"
         raise ValueError(f"run_dir = {str(run_dir)!r} contains {missing}{there}")
     wanted = {"params": jax.tree.map(as_target, like)}
-    found, reason = tried(functools.partial(ocp.load_checkpointables, directory / str(chosen), wanted))
+    found, reason = try_read(functools.partial(ocp.load_checkpointables, directory / str(chosen), wanted))
     if found is None:
         raise ValueError(
             f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); check that the run"
@@ -48,7 +48,7 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
     return chosen, found["params"]
 
 
-def tried(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
+def try_read(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
     """Call `read`, which may fail on truncated or invalid files. Returns (result, "") or (None, error message)."""
     with warnings.catch_warnings():
         # After a failed load, orbax leaves coroutines that were never awaited to the garbage collector.
@@ -61,9 +61,9 @@ def tried(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
     return None, reason
 
 
-def tried_by_all(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """Call `tried` in all processes. If any of them fails, all return None and the first error."""
-    found, error = tried(read)
+def try_read_in_all_processes(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
+    """Call `try_read` in all processes. If any of them fails, all return None and the first error."""
+    found, error = try_read(read)
     reason = next(filter(None, gather_objects(error)), "")
     return (None, reason) if reason else (found, "")
 

@@ -1,7 +1,7 @@
 """Collection of one iteration's batch: prompts → completions → rewards → advantages → `Batch`.
 
-`collect` requests completions from a rollout source. The default source, `OnDemandRollouts`, samples them on request.
-The sources in `run.sources` prefetch them.
+`collect` requests completions from a `RolloutSource`, which samples them on request. The subclasses in `run.sources`
+prefetch them.
 
 While the reward functions run on the host, the device computes the reference log-probs and then, with prefetching,
 samples the next completions. With `dynamic_sampling`, the reference log-probs are computed after the rewards, which
@@ -58,8 +58,8 @@ _jit_advantages = jax.jit(
 )
 
 
-class OnDemandRollouts:
-    """Default rollout source, which samples completions from the current policy on request.
+class RolloutSource:
+    """Source of rollouts, which samples completions from the current policy on request. Subclasses prefetch them.
 
     The n-th prompt of a run is the n-th entry of the shuffled epochs, and its sampling keys are derived from n, so a
     single integer records the run's position in its dataset. `cursor` is the number of prompts in completed iterations;
@@ -130,7 +130,7 @@ class OnDemandRollouts:
 def collect(
     run: Run,
     state: TrainState,
-    source: OnDemandRollouts,
+    source: RolloutSource,
     *,
     phase: Phase = lambda name: contextlib.nullcontext(),
     interrupt: Callable[[], None] = lambda: None,
@@ -174,7 +174,7 @@ def collect(
 
 
 def _sample_and_score(
-    run: Run, state: TrainState, source: OnDemandRollouts, phase: Phase
+    run: Run, state: TrainState, source: RolloutSource, phase: Phase
 ) -> tuple[RolloutResult, Rewards, dict[str, float], Batch | None]:
     """Return the next rollout, its rewards and metrics, and its batch (None with `dynamic_sampling`)."""
     config, trainer_state = run.config, run.trainer_state(int(state.step), source.next_cursor)

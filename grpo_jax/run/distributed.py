@@ -16,7 +16,7 @@ import os
 import sys
 from types import TracebackType
 
-SILENCE = 30
+HEARTBEAT_TIMEOUT = 30
 """Seconds without a heartbeat after which a process is considered dead (JAX's default is 100)."""
 
 _statuses: list[int] = []  # exit status, if an error ends this process
@@ -53,7 +53,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     Slurm, a TPU pod, Kubernetes or MPI. Raises ValueError if only some are given or no cluster is detected.
 
     An uncaught exception ends its process immediately. The other processes end at their next communication with it (on
-    CPUs) or after `SILENCE` seconds without its heartbeat (on other platforms).
+    CPUs) or after `HEARTBEAT_TIMEOUT` seconds without its heartbeat (on other platforms).
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -71,7 +71,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=SILENCE)
+        jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)
     except (ValueError, RuntimeError) as error:
         if coordinator is None:
             raise ValueError(
@@ -80,7 +80,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
             ) from error
         raise
     sys.excepthook = _explain
-    atexit.register(_leave)  # runs before JAX's exit function, which was registered earlier
+    atexit.register(_exit_on_error)  # runs before JAX's exit function, which was registered earlier
 
 
 def end_by_error(status: int = 1) -> None:
@@ -91,7 +91,7 @@ def end_by_error(status: int = 1) -> None:
         _statuses.append(status)
 
 
-def _leave() -> None:
+def _exit_on_error() -> None:
     """Exit immediately if an error ends this process. Exit functions that were registered later have already run."""
     if not _statuses:
         return

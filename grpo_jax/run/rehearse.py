@@ -17,7 +17,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.devices import compile_program
 from grpo_jax.models.sharding import committed, device_bytes, lower_call
 from grpo_jax.policy import Policy
-from grpo_jax.run.collect import OnDemandRollouts, collect
+from grpo_jax.run.collect import RolloutSource, collect
 from grpo_jax.run.memory import rollout_call, update_calls
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Run, new_state
@@ -112,7 +112,7 @@ def rehearse(
     # With `skip_zero_signal`, the backward pass would not run for equal rewards.
     updater = dataclasses.replace(run.updater, config=config, micro_shape=micro_shape, skip_zero_signal=False)
     group_run = dataclasses.replace(run, config=config, updater=updater)
-    batch, rollout, rows = collect(group_run, state, OnDemandRollouts(group_run, num_prompts=1), phase=phase)
+    batch, rollout, rows = collect(group_run, state, RolloutSource(group_run, num_prompts=1), phase=phase)
     with phase("update"):
         after, measured = updater.update(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}

@@ -29,7 +29,7 @@ from grpo_jax.watch.monitor import Callback, Monitor, Progress
 from grpo_jax.watch.writer import Line
 
 if TYPE_CHECKING:
-    from grpo_jax.run.collect import OnDemandRollouts
+    from grpo_jax.run.collect import RolloutSource
     from grpo_jax.run.publish import Publisher
 
 
@@ -102,7 +102,7 @@ class Session:
     checkpoints: Checkpoints
     publisher: Publisher | None
     progress: Progress = dataclasses.field(default_factory=Progress)
-    source: OnDemandRollouts | None = None
+    source: RolloutSource | None = None
     evaluate: Callable[[Params], dict[str, float]] | None = None
     _warned_of_skipped: bool = False
 

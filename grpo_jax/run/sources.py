@@ -1,7 +1,7 @@
 """Rollout sources. A run's source determines when completions are sampled and from which policy.
 
 ```
-OnDemandRollouts       device:  sample 1 from θ0 │           │ update 1 │ sample 2 from θ1 │           │ update 2 │ …
+RolloutSource       device:  sample 1 from θ0 │           │ update 1 │ sample 2 from θ1 │           │ update 2 │ …
 (run.collect)       host:                     │ rewards 1 │                             │ rewards 2 │
 PrefetchedRollouts  device:  sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ …
 (rollout_ahead)     host:                     │ rewards 1        │          │ rewards 2        │
@@ -22,7 +22,7 @@ import jax
 from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.threads import in_background
 from grpo_jax.policy import Policy
-from grpo_jax.run.collect import OnDemandRollouts, sampling_key, sampling_params
+from grpo_jax.run.collect import RolloutSource, sampling_key, sampling_params
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.run.run import Run
 from grpo_jax.run.signals import Interrupted
@@ -31,7 +31,7 @@ from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Progress
 
 
-class PrefetchedRollouts(OnDemandRollouts):
+class PrefetchedRollouts(RolloutSource):
     """A source that samples the next completions while rewards are computed, from the same policy as the current ones.
 
     `next` returns `_unconsumed`. `commit` copies it to `prefetched`, the completions from `cursor` on that are saved.
@@ -168,11 +168,11 @@ def rollout_source(
     transcript: Json | None = None,
     *,
     interrupt: Callable[[], None] = lambda: None,
-) -> OnDemandRollouts:
+) -> RolloutSource:
     """Create a run's rollout source. `completions` and `transcript` are from the run's checkpoint, if it has one."""
     cursor = progress.cursor
     if not run.config.rollout_ahead:
-        return OnDemandRollouts(run, cursor=cursor, interrupt=interrupt)
+        return RolloutSource(run, cursor=cursor, interrupt=interrupt)
     kind = EngineRollouts if run.samples_in_background else PrefetchedRollouts
     source = kind(run, cursor=cursor, interrupt=interrupt)
     if completions is not None:

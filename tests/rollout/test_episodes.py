@@ -131,7 +131,7 @@ def test_first_turn_includes_the_prefill():
     prompt = [*CHAT["prompt"], {"role": "assistant", "content": "<tool_call>"}]
     row = {**CHAT, "prompt": prompt}
     episode = begun(interaction, row)
-    episode.before = preceding_text(tokenizer, prompt, encode_prompts([row], tokenizer).token_ids[0])
+    episode.preceding = preceding_text(tokenizer, prompt, encode_prompts([row], tokenizer).token_ids[0])
     call = '{"name": "add", "arguments": {"n": 4}}</tool_call>'
     episode.answer(np.append(ids(tokenizer, call), interaction.eos_token_ids[0]), 400)
     episode.record_turn(ids(tokenizer, "4"))

@@ -80,15 +80,15 @@ def exits(monkeypatch):
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("a reward"), 1), (KeyboardInterrupt(), 130)])
 def test_process_that_fails_exits_without_waiting_for_the_others(error, status, exits):
-    distributed._leave()
+    distributed._exit_on_error()
     assert exits == [], "without an error, JAX shuts down"
     distributed._explain(type(error), error, None)
-    distributed._leave()
+    distributed._exit_on_error()
     assert exits == [status]
 
 
 def test_command_line_error_exits_without_waiting(exits, tmp_path):
     with pytest.raises(SystemExit, match=r"grpo-jax resume: .* is not a run directory"):
         main(["resume", str(tmp_path)])
-    distributed._leave()
+    distributed._exit_on_error()
     assert exits == [1]
