@@ -119,15 +119,15 @@ def generate_with_engine(
     """Call an engine like `generate`, and validate its completions. All processes return process 0's result."""
     size = vocab_size(model, params)
     checked = None if answer_turn is None else _with_valid_ids(answer_turn, size)
-    every = {"model": model, "params": params, "prompts": prompts, "key": key}
-    every |= {"answer_turn": checked, "policy": policy}
-    every |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
-    named = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if accepts_any_keyword(sampler) else set())
-    returned = sampler(**{name: value for name, value in every.items() if name in named})
+    arguments = {"model": model, "params": params, "prompts": prompts, "key": key}
+    arguments |= {"answer_turn": checked, "policy": policy}
+    arguments |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
+    accepted = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if accepts_any_keyword(sampler) else set())
+    returned = sampler(**{name: value for name, value in arguments.items() if name in accepted})
     shape = prompts.tokens.shape[0], settings["num_generations"], settings["max_completion_length"]
-    if jax.process_index() > 0:  # may be empty; a valid placeholder of the same shape takes part in the gather
-        real = jnp.ones(shape, bool)
-        returned = Completions(real.astype(jnp.int32), real, jnp.zeros(shape), real[..., 0])
+    if jax.process_index() > 0:  # replaced by process 0's result; only the shape must match
+        mask = jnp.ones(shape, bool)
+        returned = Completions(mask.astype(jnp.int32), mask, jnp.zeros(shape), mask[..., 0])
     completions = read_completions(
         returned, shape, vocab_size=size, pad_token_id=policy.pad_token_id, turns=answer_turn is not None
     )

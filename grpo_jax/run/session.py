@@ -208,7 +208,7 @@ class Session:
         progress.evaluated = step
         measured = {f"eval/{name}": value for name, value in metrics.items()}
         check_best_metric(config, metrics)
-        progress.metric = None if metric in measured else progress.metric  # not the previous evaluation's
+        progress.metric = None if metric in measured else progress.metric  # discard the previous value
         progress.set_metric(metric, measured)
         self.checkpoints.record_metric(progress)
         self.monitor.evaluation(step, metrics)

@@ -113,7 +113,7 @@ class EngineRollouts(PrefetchedRollouts):
         run, params, start = self.run, sampling_params(state), self.next_cursor
         set_params: Callable[[Policy, Params], None] = getattr(run.sampler, "set_params")  # noqa: B009 (optional in `Sampler`)
         set_params(run.policy, params)
-        # The engine has the values, and the arrays may be updated in place in the meantime.
+        # The shapes suffice. The engine has the values, and an update may overwrite the arrays.
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         # The key is on a single device, because all devices of a mesh must execute programs in the same order.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])

@@ -158,7 +158,7 @@ def train(
     )
     check_run_dir(run, run_dir, resume)
     donate = donate and not _shares_params(policy, teacher)  # the teacher's arrays must stay intact
-    state = committed(new_state(run, donate=donate))  # like restored arrays, for which the same programs are compiled
+    state = committed(new_state(run, donate=donate))  # like restored arrays, so programs are the same
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     with open_session(run, run_dir, state, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)

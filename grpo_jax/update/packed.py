@@ -195,7 +195,7 @@ class PackedUpdater(Updater):
         with_gradient = mask & has_gradient[:, None, None]
         together = packed(mask)
         trained, untrained = (packed(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
-        # Upper bound on the number of sequences, whatever the completion lengths, so that all parts have one shape.
+        # Upper bound on the number of sequences for any completion lengths, so that all parts have the same shape.
         per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_zero_signal_backward
         # Packed separately, more sequences are partly empty, even if only one of several devices has both kinds.
