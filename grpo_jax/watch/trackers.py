@@ -22,7 +22,7 @@ from pathlib import Path
 
 from grpo_jax.config.sft import Config
 from grpo_jax.messages import import_extra
-from grpo_jax.watch.writer import replace_file
+from grpo_jax.watch.writer import read_settings, replace_file
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
@@ -96,16 +96,15 @@ def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> li
 def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, step: int = 0) -> list[Tracker]:
     """Open the trackers in `report_to`. If `step` > 0, the trackers' previous runs are continued after this step."""
     names = check_trackers(config, run_dir)
-    path = None if run_dir is None else Path(run_dir) / RUNS
-    runs = json.loads(path.read_text(encoding="utf-8")) if step and path is not None and path.exists() else {}
+    runs = read_settings(run_dir, RUNS) if step and run_dir is not None else {}
     with contextlib.ExitStack() as opened:  # on an error, closes the trackers that are already open
         trackers = []
         for name in names:
             tracker = _open_tensorboard(run_dir, step) if name == "tensorboard" else _open_service(name, config, runs)
             trackers.append(opened.enter_context(tracker))
         opened.pop_all()
-    if path is not None and runs:
-        replace_file(path, lambda file: file.write(json.dumps(runs).encode()))
+    if run_dir is not None and runs:
+        replace_file(Path(run_dir) / RUNS, lambda file: file.write(json.dumps(runs).encode()))
     return trackers
 
 

@@ -56,10 +56,10 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def read_settings(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of `run.json`, or {} if it does not exist or a power failure left it empty or incomplete."""
+def read_settings(run_dir: str | os.PathLike[str], name: str = "run.json") -> dict[str, Any]:
+    """Return the content of a JSON file, or {} if it does not exist or a power failure left it empty or incomplete."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        return json.loads((pathlib.Path(run_dir) / "run.json").read_text("utf-8"))
+        return json.loads((pathlib.Path(run_dir) / name).read_text("utf-8"))
     return {}
 
 
