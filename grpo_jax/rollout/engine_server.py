@@ -171,10 +171,10 @@ class VLLM:
             raise ConnectionLost(f"{self.url} aborted a completion ({reason})")
         self._read("/v1/completions", choice, _DRAWN)
         tokens, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        if not tokens or len(tokens) != len(log_probs):
+        if not 1 <= len(tokens) <= max_tokens or len(tokens) != len(log_probs):
             raise EngineError(
-                f"{self.url} must return at least one token id, and a log-prob for each; got {len(tokens)} token_ids"
-                f" and {len(log_probs)} log-probs for a completion"
+                f"{self.url} must return 1 to {max_tokens} token ids, and a log-prob for each; got {len(tokens)}"
+                f" token_ids and {len(log_probs)} log-probs for a completion"
             )
         # vLLM matches stop strings in characters and may need one more token than `Stops`, which matches bytes. The
         # turn is truncated where `Stops` finds a match, so that it ends with the same token as in `generate`.

@@ -194,6 +194,7 @@ BAD = [
     *((drawn, choices(token_ids=[3, bad]), r"response.token_ids\[1\] must be a token id; got ")
       for bad in (3.7, "7", True, None, -1, 2**31, [4])),
     (drawn, choices(token_ids=[3]), "got 1 token_ids and 2 log-probs"),
+    (drawn, choices(token_ids=[3, 4, 5], logprobs={"token_logprobs": [-1.0] * 3}), "must return 1 to 2 token ids"),
     (drawn, choices(logprobs=5), "response.logprobs must be an object; got 5"),
     (drawn, choices(logprobs=None), "response.logprobs must be an object; got None"),
     *((drawn, log_probs(-1.0, bad), r"response.logprobs.token_logprobs\[1\] must be a log-prob; got ")
