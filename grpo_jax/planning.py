@@ -352,8 +352,8 @@ def _shard_bytes(tree: Params) -> int:
 
 def _derive(policy: Policy, config: Config, mesh: jax.sharding.Mesh, prompt_length: int | None) -> BaseRun:
     if isinstance(config, GRPOConfig):
-        if prompt_length is None:
-            raise ValueError("prompt_length is missing; pass the length in tokens that prompts are padded to.")
+        if prompt_length is None or prompt_length < 1:
+            raise ValueError(f"prompt_length must be the length ≥ 1 of padded prompts in tokens; got {prompt_length}.")
         rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
         return derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh)
     if config.max_length is None:
