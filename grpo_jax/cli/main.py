@@ -92,7 +92,7 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
     train.add_argument(
         "--dry-run", action="store_true", help="run one group and one update; print sizes, memory and likely mistakes"
     )
-    modes = ["auto", "must", "never", "changed"]
+    modes = ["auto", "must", "never"]
     resume_help = f"whether to resume a run: {', '.join(modes)} (default auto); see docs/runs.md"
     train.add_argument("--resume", choices=modes, default="auto", metavar="MODE", help=resume_help)
     resume = add("resume", "RUN_DIR [OPTIONS]")

@@ -76,8 +76,9 @@ class Settings:
     """Base class for the configs, with their common fields. Each field is validated against its annotation."""
 
     # Text.
-    chat_template_kwargs: Annotated[dict[str, Any] | None, read_keywords] = setting(None, hash=False)
-    """Additional keyword arguments for the tokenizer's `apply_chat_template` (TRL's SFT: a column with that name)."""
+    chat_template_kwargs: Annotated[dict[str, Any] | None, read_keywords] = setting(None, resume="free", hash=False)
+    """Additional keyword arguments for the tokenizer's `apply_chat_template` (TRL's SFT: a column with that name). A
+    resumed run compares only the resulting prompts."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
     """Pad prompts (SFT: examples) to a multiple of this many tokens, to limit the number of compiled shapes. "auto"
     uses 32 (TRL: only on Trainium). None pads to the longest prompt."""

@@ -37,12 +37,12 @@ from grpo_jax.config.sft import Config
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, split
 from grpo_jax.run.checkpoint_reader import abstract_of, as_target, shapes_of, try_read_in_all_processes
-from grpo_jax.run.resume import changed_functions, differences, warn_of_changes
+from grpo_jax.run.resume import differences
 from grpo_jax.types import Batch, Completions, Json, Params
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.monitor import Progress
 
-RESUME_MODES = ("auto", "must", "never", "changed")
+RESUME_MODES = ("auto", "must", "never")
 
 _OPTIONAL = {"batch": Batch, "ahead": Completions}
 
@@ -234,22 +234,19 @@ class Checkpoints:
             stored, unreadable[step] = try_read_in_all_processes(functools.partial(self._stored_json, step))
             if stored is None:
                 continue
-            if self._identity is not None:
-                changed = changed_functions(stored["run"], self._identity, accept=resume == "changed")
-                if lines := [*differences(stored["run"], self._identity, step), *changed]:
-                    heading = "contains a run with different settings. Restore these settings or use a new run_dir."
-                    raise ValueError("\n  ".join([f"{self._where} {heading} Differences:", *lines]))
+            if self._identity is not None and (lines := differences(stored["run"], self._identity, step)):
+                heading = "contains a run with different settings. Restore these settings or use a new run_dir."
+                raise ValueError("\n  ".join([f"{self._where} {heading} Differences:", *lines]))
             _delete(state.replace(params=None) if keep_params else state)
             found, unreadable[step] = try_read_in_all_processes(functools.partial(self._load, step, like, stored))
             if found is None:
                 continue
             del unreadable[step]
             self._rename_unreadable(unreadable, step)
-            if self._identity is not None:
-                warn_of_changes(stored["run"], self._identity)
-                if stored["run"]["config"]["metric_for_best_model"] != self._config.metric_for_best_model:
-                    assert found.progress is not None
-                    found.progress.metric, found.progress.metrics = None, {}  # discard the previous metric's values
+            metric = self._config.metric_for_best_model
+            if self._identity is not None and stored["run"]["config"]["metric_for_best_model"] != metric:
+                assert found.progress is not None
+                found.progress.metric, found.progress.metrics = None, {}  # discard the previous metric's values
             return found
         if unreadable:
             reasons = "; ".join(f"step {step}: {reason}" for step, reason in unreadable.items())

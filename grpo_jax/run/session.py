@@ -245,8 +245,7 @@ class Session:
             self.monitor.display.say(f"step {step} could not be saved: {one_line(failed)}")
         else:
             self.monitor.display.say(
-                f"saved a checkpoint at step {step}. Fix the cause and repeat the call to resume from there; pass"
-                ' resume="changed" if you edit a reward function or environment'
+                f"saved a checkpoint at step {step}. Fix the cause and repeat the call to resume from there"
             )
 
     def end(self, state: TrainState, batch: Batch | None = None) -> TrainState:

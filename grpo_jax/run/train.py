@@ -77,8 +77,7 @@ def train(
       run_dir: directory for metrics, completions, checkpoints and the report. If None, no files are written. Only
         one process can use it at a time.
       resume: how to resume. "auto" resumes the run in `run_dir`, if any; the final state is bit-identical to an
-        uninterrupted run's. "must" raises an error if there is no run, "never" if there is one. "changed" is like
-        "auto", but only warns if the source of a function, tool or environment has changed.
+        uninterrupted run's. "must" raises an error if there is no run, "never" if there is one.
       callbacks: functions called as `callback(step, metrics)` after every logged step (see `watch.Callback`). If one
         raises `watch.StopRun`, the run saves a checkpoint and stops.
       optimizer: optax transformation that replaces the config's AdamW, learning rate schedule and gradient clipping.

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import importlib
 import json
 import signal
@@ -16,19 +15,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tiny import tiny_policy, tiny_tokenizer
+from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, train
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.rewards import format_reward
 from grpo_jax.rewards.contract import RewardError
-from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.rollout.interaction import Interaction
-from grpo_jax.rollout.tools import environment_tools, read_tools
 from grpo_jax.run import collect
-from grpo_jax.run.resume import changed_functions, differences, hash_source, run_identity, warn_of_changes
+from grpo_jax.run.resume import differences, run_identity
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
@@ -123,17 +118,13 @@ def test_run_ended_by_a_reward_error_is_saved_at_its_last_step(whole, tmp_path, 
             raise RuntimeError("the service is down")
         return vowels(completions)
 
-    failing.__name__ = "vowels"
+    failing.__name__ = "vowels"  # the function that is repaired below
     unsaved = {"save_steps": None, "save_minutes": None}
     with pytest.raises(RewardError, match="the service is down"):
         run(tmp_path, reward_fn=failing, **unsaved)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
     assert "saved a checkpoint at step 6. Fix the cause and repeat the call" in capfd.readouterr().err
-    with pytest.raises(ValueError, match=r"reward_fns: the source of vowels has changed; .* resume=\"changed\""):
-        run(tmp_path, **unsaved)
-    with pytest.warns(UserWarning, match="the run continues with changed functions"):
-        state = run(tmp_path, resume="changed", **unsaved)
-    assert_same_run(whole[0], state, whole[1], tmp_path)
+    assert_same_run(whole[0], run(tmp_path, **unsaved), whole[1], tmp_path)
 
 
 def test_signal_finishes_the_update_saves_and_exits_with_143(whole, tmp_path, monkeypatch, capfd):
@@ -166,57 +157,31 @@ def test_signal_finishes_the_update_saves_and_exits_with_143(whole, tmp_path, mo
 
 
 # fmt: off
-def about(config=None, token_ids=((5, 6), (7,)), rows=None, reward_fns=(vowels,), steps=10, optimizer=None,
-          shape=(2, 3), model=None, eos=(1,), eval_ids=None, eval_rows=None, tools=(), environments=None,
-          functions=None, **settings):
-    def encoded(ids, rows=None):
-        return ids and EncodedPrompts(rows=rows or [{}] * len(ids), token_ids=list(map(list, ids)), dropped=[])
+def about(token_ids=((5, 6), (7,)), reward_fns=(vowels,), steps=10, optimizer=None, shape=(2, 3), model=None, eos=(1,),
+          eval_ids=None, interaction=None, advantage_fn=None, surrogate=None, config=None, **settings):
+    def encoded(ids):
+        return ids and EncodedPrompts(rows=[{}] * len(ids), token_ids=list(map(list, ids)), dropped=[])
 
     config = config or GRPOConfig(**{"lr_scheduler_type": "constant", **settings})
     state = create_state({"w": np.zeros(shape, np.float32)}, optimizer or optax.adam(0.1), jax.random.key(0))
     run = SimpleNamespace(
-        config=config, data=encoded(token_ids, rows), eval_data=encoded(eval_ids, eval_rows),
+        config=config, data=encoded(token_ids), eval_data=encoded(eval_ids), interaction=interaction,
         policy=tiny_policy().replace(model=model or tiny_policy().model, generation_config={"eos_token_id": list(eos)}),
         total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1), reward_fns=reward_fns,
-        interaction=answered(tools, environments, config), sampler=None, distillation=None, optimizer=optimizer,
-        advantage_fn=SimpleNamespace(function=(functions or {}).get("advantage_fn")),
-        updater=SimpleNamespace(surrogate=(functions or {}).get("surrogate")),
+        sampler=None, distillation=None, optimizer=optimizer, updater=SimpleNamespace(surrogate=surrogate),
+        advantage_fn=SimpleNamespace(function=advantage_fn),
     )
     return json.loads(json.dumps(run_identity(run, state)))
 
 
-def answered(tools, environments, config):
-    """Return an `Interaction` with these tools and environments, without checking them against rows or templates."""
-    if not tools and environments is None:
-        return None
-    kinds = environments if isinstance(environments, dict) else {None: environments} if environments else {}
-    return Interaction(
-        tokenizer=CHAT, factories=kinds, kinds=kinds, tools=read_tools(tools), format=None, thinking=False,
-        own_tools={name: environment_tools(kind()) for name, kind in kinds.items()}, config=config,
-        eos_token_ids=(CHAT.eos_token_id,), ends=TurnEnds(),
-    )
+def interaction(tools=(), kinds=()):
+    """Return the parts of an `Interaction` that are compared; `kinds` are environments by name."""
+    return {"interaction": SimpleNamespace(tools={tool.__name__: tool for tool in tools}, kinds=dict(kinds))}
 # fmt: on
 
 
-def look(place: str):
-    """Look somewhere.\n\nArgs:\n    place: where\n"""
-
-
 class Game:
-    def respond(self, text):
-        return None
-
-
-class Maze(Game):
     pass
-
-
-CHAT = copy.deepcopy(tiny_tokenizer())
-# It writes a date before a conversation, and may open a thought before each turn.
-CHAT.chat_template = (
-    "{{ date }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}a: {% if thinks %}<think>{% endif %}{% endif %}"
-)
 
 
 def shaped(**changes):
@@ -270,8 +235,9 @@ DIFFERENCES = [
         ["state: its arrays differ from the run's: params['w'] float32[2, 4] instead of float32[2, 3],"
          " opt_state[0].mu['w'] float32[2, 4] instead of float32[2, 3],"
          " opt_state[0].nu['w'] float32[2, 4] instead of float32[2, 3]"]),
-    ({"functions": {"surrogate": vowels}}, {"functions": {"surrogate": vowels, "advantage_fn": None}}, []),
-    ({}, {"functions": {"surrogate": vowels}}, ["surrogate: vowels, but the run has none"]),
+    ({"surrogate": vowels}, {"surrogate": vowels}, []),
+    ({}, {"surrogate": vowels}, ["surrogate: vowels, but the run has none"]),
+    ({"advantage_fn": vowels}, {}, ["advantage_fn: none, but the run has vowels"]),
     ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1, momentum=0.9)},
         ["state: its arrays differ from the run's: opt_state[0].trace['w'] float32[2, 3] instead of (none)"]),
     ({}, {"eos": (1, 2)}, ["policy: eos_token_ids = [1, 2], but the run has [1]"]),
@@ -297,13 +263,12 @@ COMPARED = "; metric_for_best_model = 'eval/vowels' requires all evaluations of 
 
 
 DIFFERENCES += [
-    ({"tools": [look]}, {"tools": [look], "chat_template_kwargs": {"date": "May"}}, []),
-    ({"tools": [look]}, {"tools": [look], "chat_template_kwargs": {"thinks": True}},
-        ["chat_template_kwargs = {'thinks': True}, but the run has None"]),
-    ({"tools": [look]}, {"tools": [look]}, []), ({"tools": [look]}, {}, ["tools: none, but the run has look"]),
-    ({"environments": {"a": Game}}, {"environments": {"a": Game, "b": Game}},
+    (interaction([vowels]), interaction([vowels]), []),
+    (interaction([vowels]), {}, ["tools: none, but the run has vowels"]),
+    (interaction(kinds={"a": Game}), interaction(kinds={"a": Game, "b": Game}),
         ["environment_factory: a: Game, b: Game, but the run has a: Game"]),
-    ({"environments": Game}, {"environments": Maze}, ["environment_factory: Maze, but the run has Game"]),
+    (interaction(kinds={None: Game}), interaction(kinds={None: Cut}),
+        ["environment_factory: Cut, but the run has Game"]),
     (BEST, BEST, []), (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, but the run has 2{COMPARED}"]),
     (BEST, BEST | {"eval_ids": [[8], [7]]}, [f"eval_dataset: its 2 prompts differ from the run's{COMPARED}"]),
     (BEST, BEST | {"temperature_eval": 0.5}, [f"temperature_eval = 0.5, but the run has 1.0{COMPARED}"]),
@@ -317,111 +282,3 @@ DIFFERENCES += [
 def test_differences(saved, present, lines):
     """Resuming with other data, functions, models, tools, environments or evaluations is rejected by name."""
     assert differences(about(**saved), about(**present), step=4) == lines
-
-
-def right(completions):
-    return [1.0] * len(completions)
-
-
-def other_right(completions):
-    return [0.0] * len(completions)
-
-
-other_right.__name__ = other_right.__qualname__ = "right"
-
-
-@pytest.mark.quick
-def test_changed_source_of_functions_and_environments_is_rejected():
-    """A function, tool or environment whose source or bound arguments changed is rejected by name, unless accepted."""
-
-    class Other(Game):
-        def respond(self, text):
-            return "more"
-
-    Other.__name__ = "Game"
-    of = lambda fn, game, beta: about(
-        reward_fns=[fn], environments=game, functions={"advantage_fn": functools.partial(run, beta=beta)}
-    )
-    saved, present = of(right, Game, 1), of(other_right, Other, 2)
-    assert changed_functions(saved, of(right, Game, 1)) == []
-    lines = changed_functions(saved, present)
-    assert [line.partition(" has changed; ")[0] for line in lines] == [
-        "reward_fns: the source of right", "advantage_fn: the source of run", "environment_factory: the source of Game"
-    ]  # fmt: skip
-    with pytest.warns(UserWarning, match="continues with changed functions .*source of right; .*source of Game"):
-        assert changed_functions(saved, present, accept=True) == []
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaled:
-    scale: float
-
-    def __call__(self, rewards, mask):
-        return self.scale * rewards
-
-
-HELPED = """
-def helped(text):
-    return {}
-
-def right(completions):{}
-    return [helped(text) for text in completions]
-"""
-
-
-def made(path, text):
-    """Write `text` to `path`, execute it as a module, and return its function `right`."""
-    path.write_text(text)
-    names = {"__name__": "made"}
-    exec(compile(text, path, "exec"), names)
-    return names["right"]
-
-
-@pytest.mark.quick
-def test_function_is_identified_by_its_source_and_the_functions_it_calls(tmp_path):
-    """Functions are identified by their source without comments, the functions they call and their bound arguments."""
-    bodies = [("1.0", ""), ("1.0", "  # the same"), ("0.0", "")]
-    one, same, other = (made(tmp_path / f"{i}.py", HELPED.format(*body)) for i, body in enumerate(bodies))
-    for wrap in (lambda fn: fn, functools.partial, lambda fn: lambda **given: fn(**given)):
-        assert hash_source(wrap(one)) == hash_source(wrap(same)) != hash_source(wrap(other))
-    assert hash_source(format_reward("a+")) == hash_source(format_reward("a+")) != hash_source(format_reward("b+"))
-    assert hash_source(Scaled(1.0)) == hash_source(Scaled(1.0)) != hash_source(Scaled(2.0))
-    # The default repr of an object contains its address, which differs between processes.
-    bound = [hash_source(functools.partial(made, other=object())) for _ in range(2)]
-    assert bound[0] == bound[1]
-    assert hash_source(len) != hash_source(max), "their sources are not available"
-
-
-@pytest.mark.quick
-def test_changed_columns_warn():
-    """Changed column values, which reward functions may read, give a warning; opaque objects compare by type."""
-    rows = lambda *answers: [{"prompt": "p", "answer": x, "image": object()} for x in answers]
-    saved = about(rows=rows("4", np.float32(5)))
-    warn_of_changes(saved, about(rows=rows("4", np.float32(5))))
-    for changed in (rows("4", 6.0), rows(5.0, "4"), rows("4", [5.0])):
-        with pytest.warns(UserWarning, match="but the values of answer differ. Rewards that"):
-            warn_of_changes(saved, about(rows=changed))
-    evaluated = lambda answer: about(eval_ids=[[5]], eval_rows=[{"prompt": "p", "answer": answer}])
-    with pytest.warns(UserWarning, match="eval_dataset: the prompts match the run's, but the values of answer differ"):
-        warn_of_changes(evaluated(1), evaluated(2))
-
-
-@pytest.mark.quick
-def test_changed_constant_of_an_optimizer_warns():
-    schedule = lambda steps: about(optimizer=optax.adam(optax.linear_schedule(0.1, 0, steps)))
-    warn_of_changes(schedule(5), schedule(5))
-    with pytest.warns(UserWarning, match="optimizer: it differs from the run's, for example in its learning rate"):
-        warn_of_changes(schedule(5), schedule(6))
-
-
-@pytest.mark.quick
-def test_changed_versions_and_devices_warn():
-    warn_of_changes(about(), about())
-    for part, name, before in (("versions", "jax", "0.1"), ("machine", "cores", 99), ("machine", "device", "TPU v4")):
-        saved = about()
-        saved[part][name] = before
-        with pytest.warns(UserWarning, match=rf"\({name} {before} → .*\): results may differ"):
-            warn_of_changes(saved, about())
-    for name, value in (("mesh", {"data": 2}), ("gradient_checkpointing", False)):
-        with pytest.warns(UserWarning, match=rf"setup \({name} None → .*\): results may differ"):
-            warn_of_changes(about(), about(**{name: value}))
