@@ -73,6 +73,7 @@ def config_of(
         max_completion_length=length,
         rollout_batch_size=None if at_once is None else at_once * devices * group,
         mesh={"fsdp": devices} if devices > 1 else None,
+        gradient_checkpointing=True,
     )
 
 
