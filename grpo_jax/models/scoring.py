@@ -346,7 +346,7 @@ def completion_log_probs(
       -1.3863
     """
     if not temperature > 0:
-        raise ValueError(f"temperature must be > 0; got {temperature!r} (use 1.0 for greedy completions).")
+        raise ValueError(f"temperature must be > 0; got {temperature!r}. Use 1.0 for greedily sampled completions.")
     tokens, mask = completions.tokens, completions.mask
     if tokens.ndim != 3 or tokens.shape != mask.shape or tokens.shape[0] != prompts.tokens.shape[0]:
         raise ValueError(
