@@ -60,7 +60,6 @@ class Episode:
         self._is_chat = is_conversation(row["prompt"])
         self.environment: Any = None  # object returned by the factory
         self.tools: Mapping[str, Tool] = interaction.tools
-        self._answers_calls = False
         self.reset_text = ""  # text that `reset` appends to the prompt
         self.preceding = PrecedingText([], "", "")  # text before the next turn
         self.has_failed = False  # True after an environment error
@@ -77,7 +76,6 @@ class Episode:
             self.environment = self._guarded("the call", factory)
             methods = environment_tools(self.environment)
             self.tools = {**self._interaction.tools, **methods}
-            self._answers_calls = bool(methods) and hasattr(self.environment, "answer_calls")
             if hasattr(self.environment, "reset"):
                 columns = copy_containers(reset_arguments(self.environment.reset, row))
                 reset = functools.partial(self.environment.reset, **columns)
@@ -152,24 +150,8 @@ class Episode:
             self.record.clipped = 1
             return None
         self.record.calls += len(calls) + len(problems)
-        if self._answers_calls:
-            return self._answer_calls(parsed)
         results = [tool_message(call.name, self._call(call)) for call in calls]
         return results + [tool_message("", self._error(problem)) for problem in problems]
-
-    def _answer_calls(self, parsed: Parsed) -> Messages | None:
-        """Return the tool results from the environment's `answer_calls`; None ends the completion."""
-        names = [call.name for call in parsed.calls] + [""] * len(parsed.problems)
-        message, problems = assistant_message(parsed), list(parsed.problems)
-        results = self._guarded("answer_calls", self.environment.answer_calls, message, problems)
-        if results is None:
-            return None
-        rows = results if isinstance(results, (list, tuple)) else []
-        if len(rows) != len(names) or not all(isinstance(row, (list, tuple)) and len(row) == 2 for row in rows):
-            problem = f"must return a pair (text, failed) for each call, or None at the end; got {show(results)}"
-            raise self._failure("answer_calls", problem)
-        self.record.failures += sum(bool(failed) for _, failed in rows)
-        return [tool_message(name, as_text(text)) for name, (text, _) in zip(names, rows, strict=True)]
 
     def _call(self, call: ToolCall) -> str:
         """Call a tool and return its result or the error message as text."""

@@ -222,8 +222,6 @@ def _environment_problems(
             " completions have a single turn"
         )
     problems += [f"{kind} and tools both have {both!r}; rename one of them" for both in methods.keys() & tools.keys()]
-    if methods and tools and hasattr(environment, "answer_calls"):
-        problems.append(f"tools cannot be combined with {kind}, whose answer_calls receives all calls. Omit tools")
     row = next((row for row in rows if name is None or row.get("environment") == name), None)
     if not hasattr(environment, "reset") or row is None:
         return problems

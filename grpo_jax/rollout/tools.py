@@ -11,7 +11,7 @@ import json
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from grpo_jax.messages import raise_all, shorten, show
 from grpo_jax.rewards.calls import run_on_event_loop
@@ -19,7 +19,7 @@ from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.text.calls import parse_json
 from grpo_jax.types import Json, Row
 
-CALLED_BY_TRAINER = ("reset", "respond", "answer_calls", "get_reward")
+CALLED_BY_TRAINER = ("reset", "respond", "get_reward")
 """Names of environment methods that are not tools."""
 
 Function = Callable[..., Any]
@@ -70,14 +70,10 @@ def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
 def environment_tools(environment: object) -> dict[str, Tool]:
     """Convert an environment's public methods to `Tool`s, keyed by name.
 
-    Inherited methods are included; `reset`, `respond`, `get_reward` and names with a leading underscore are not. If the
-    environment has `answer_calls`, which receives whole turns, the tools are taken from its `tool_schemas` instead.
-    Raises a single ValueError that lists all methods that cannot be converted.
+    Inherited methods are included; `reset`, `respond`, `get_reward` and names with a leading underscore are not. Raises
+    a single ValueError that lists all methods that cannot be converted.
     """
-    kind, described = type(environment), cast("Any", environment)
-    if hasattr(kind, "answer_calls"):
-        schemas = {schema["function"]["name"]: schema for schema in described.tool_schemas}
-        return {name: Tool(name, described.answer_calls, schema) for name, schema in schemas.items()}
+    kind = type(environment)
     methods: dict[str, Tool] = {}
     problems: list[str] = []
     for name in dir(kind):

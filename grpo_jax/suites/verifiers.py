@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
 
-from grpo_jax.messages import import_extra, one_line
-from grpo_jax.rollout.tools import call_within
-from grpo_jax.suites.harness import PACKAGE, V1, Conversation, Servers, policy_agent
-from grpo_jax.types import Foreign, Json, Message, Messages, Row, Suite
+from grpo_jax.messages import import_extra, shorten
+from grpo_jax.suites.harness import PACKAGE, V1, Conversation, SharedModelServer, policy_agent
+from grpo_jax.types import Foreign, Messages, Row, Suite
 
 
 def verifiers(taskset: str, *, size: int | None = None, env: str = "", **settings: object) -> Suite:
@@ -21,9 +19,8 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     weighted sum of rewards from the task (`@reward` and judges) and from the environment. Reward functions with an
     argument `environments` can read each reward and metric from `trace`.
 
-    Tools (`toolsets`) run in `verifiers` servers: a task's tools in one server per completion, a taskset's tools in one
-    server per process. Stop conditions (`@stop`) are checked before and after each turn. Containers, several agents,
-    token limits, remote tools and `@intercept` hooks are not supported.
+    Stop conditions (`@stop`) are checked before and after each turn. Tools (`toolsets`), containers, several agents,
+    token limits and `@intercept` hooks are not supported.
 
     Args:
       taskset: module name of an installed taskset, or of a taskset that is part of `verifiers`.
@@ -46,16 +43,12 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     if size is None and not environment.taskset.bounded:
         raise ValueError(f"the taskset {taskset!r} is infinite; set size to the number of tasks")
     tasks = list(itertools.islice(environment.taskset, size))
-    toolsets = _check(environment, tasks, taskset)
+    _check(environment, tasks, taskset)
     rows: list[Row] = [
         {"prompt": _prompt(task), "index": i, "task": task.data.name or ""} for i, task in enumerate(tasks)
     ]
-    servers = Servers(environment)
-    try:
-        schemas = call_within(None, _schemas, servers, tasks[0]) if toolsets else []
-    except Exception as error:
-        raise ValueError(f"cannot start the tools of {taskset!r} ({one_line(error)})") from error
-    return Suite(rows=rows, environment_factory=functools.partial(VerifiersEnv, servers, tasks, schemas))
+    server = SharedModelServer(environment)
+    return Suite(rows=rows, environment_factory=functools.partial(VerifiersEnv, server, tasks))
 
 
 def _in_process(config: Foreign) -> Foreign:
@@ -66,8 +59,8 @@ def _in_process(config: Foreign) -> Foreign:
     return config.model_copy(update={name: agent.model_copy(update=updates) for name, agent in agents.items()})
 
 
-def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> list[Foreign]:
-    """Return an environment's toolsets. Raises ValueError if the environment or its tasks are not supported."""
+def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> None:
+    """Raise ValueError if the environment or its tasks are not supported."""
     configs = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(environment.config)
     if len(configs) != 1:
         raise ValueError(f"{name!r}: the environment must have one agent; got {', '.join(configs)}")
@@ -79,14 +72,15 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> list[Fo
         raise ValueError(f"{name!r}: the agent's {limited[0]} is not supported; set max_completion_length instead")
     if type(tasks[0]).NEEDS_CONTAINER:
         raise ValueError(f"{name!r}: tasks that need a container are not supported")
-    taskset, remote = environment.taskset, import_extra(f"{V1}.interception", PACKAGE).requires_tunnel
-    toolsets = [*taskset.toolsets(taskset.config), *taskset.task_type().toolsets(taskset.config.task)]
-    if far := [one.server_name for one in toolsets if remote(True, [one.config])]:
-        raise ValueError(f"{name!r}: tools that run on a different machine ({', '.join(far)}) are not supported")
+    toolsets = [one.server_name for owner in (environment.taskset, *tasks) for one in owner.toolsets(owner.config)]
+    if toolsets:
+        raise ValueError(
+            f"{name!r}: tasks with tools ({shorten([*dict.fromkeys(toolsets)])}) are not supported. Use tasks without"
+            " toolsets, or write the tools as methods of an environment_factory (docs/turns.md)"
+        )
     hooks = import_extra(f"{V1}.utils.decorators", PACKAGE).discover_decorated(tasks[0], "intercept")
     if hooks:
         raise ValueError(f"{name!r}: tasks with @intercept hooks ({hooks[0].__name__}) are not supported")
-    return toolsets
 
 
 def _prompt(task: Foreign) -> Messages:
@@ -99,11 +93,11 @@ def _prompt(task: Foreign) -> Messages:
     return prompt
 
 
-async def _run_episode(servers: Servers, task: Foreign, conversation: Conversation) -> None:
-    v1, environment = import_extra(V1, PACKAGE), servers.environment
+async def _run_episode(server: SharedModelServer, task: Foreign, conversation: Conversation) -> None:
+    v1, environment = import_extra(V1, PACKAGE), server.environment
     about = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     try:
-        agents = v1.Agents(environment.config, functools.partial(policy_agent, conversation, *await servers.start()))
+        agents = v1.Agents(environment.config, functools.partial(policy_agent, conversation, await server.start()))
         await environment.setup(agents)
         await environment.run(task, agents)
         if conversation.trace is None:
@@ -118,26 +112,13 @@ async def _run_episode(servers: Servers, task: Foreign, conversation: Conversati
         conversation.end_episode()
 
 
-async def _schemas(servers: Servers, task: Foreign) -> list[Json]:
-    """Return the schemas of a task's tools, read from an episode that is canceled before its first turn."""
-    conversation = Conversation(None, _prompt(task))
-    episode = asyncio.create_task(_run_episode(servers, task, conversation))
-    if await conversation.reply() is None:
-        await episode  # raises the episode's exception
-    episode.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await episode
-    return conversation.schemas or []
-
-
 class VerifiersEnv:
     """Environment for one completion, which runs an episode of a task (see `verifiers`)."""
 
-    def __init__(self, servers: Servers, tasks: Sequence[Foreign], tool_schemas: list[Json]):
-        self._servers, self._tasks = servers, tasks
-        self._conversation = Conversation(tool_schemas, [])
+    def __init__(self, server: SharedModelServer, tasks: Sequence[Foreign]):
+        self._server, self._tasks = server, tasks
+        self._conversation = Conversation([])
         self._episode: asyncio.Task[None] | None = None
-        self.tool_schemas = tool_schemas
 
     @property
     def trace(self) -> Foreign:
@@ -147,17 +128,13 @@ class VerifiersEnv:
     async def reset(self, index: int, **_: object) -> str:
         """Start the episode of a task. Returns the environment's first message, or "" if there is none."""
         task = self._tasks[index]
-        self._conversation = Conversation(self.tool_schemas, _prompt(task))
-        self._episode = asyncio.create_task(_run_episode(self._servers, task, self._conversation))
+        self._conversation = Conversation(_prompt(task))
+        self._episode = asyncio.create_task(_run_episode(self._server, task, self._conversation))
         return await self._reply() or ""
 
     async def respond(self, text: str) -> str | None:
         """Add a turn. Returns the environment's reply, or None if the episode has ended."""
-        return await self.answer_calls({"role": "assistant", "content": text}, ())
-
-    async def answer_calls(self, message: Message, problems: Sequence[str]) -> Foreign:
-        """Add a turn that may call tools. Returns the results, or None if the episode has ended."""
-        await self._conversation.add_turn(message, problems)
+        await self._conversation.add_turn(text)
         return await self._reply()
 
     async def get_reward(self) -> float | None:
@@ -168,7 +145,7 @@ class VerifiersEnv:
         await self._episode
         return None if any(one is None for one in self.trace.rewards.values()) else float(self.trace.reward)
 
-    async def _reply(self) -> Foreign:
+    async def _reply(self) -> str | None:
         reply = await self._conversation.reply()
         if reply is None and self._episode is not None:
             await asyncio.shield(self._episode)  # raises the episode's exception

@@ -306,56 +306,6 @@ def test_tools_are_functions_and_environment_methods():
         assert ('"add"' in shown) == (factory is not None)
 
 
-class Desk:
-    """An environment that answers tool calls itself, like a tool server."""
-
-    def __init__(self, says=lambda texts: [(text, False) for text in texts]):
-        arguments = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-        function = {"name": "add", "description": "Add.", "parameters": arguments}
-        self.tool_schemas, self.heard, self._says = [{"type": "function", "function": function}], [], says
-
-    def answer_calls(self, message, problems):
-        self.heard.append((message, problems))
-        names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        return self._says([f"{name}!" for name in names] + [f"({problem})" for problem in problems])
-
-
-def test_environment_may_answer_tool_calls_itself():
-    interaction = chat_interaction(Desk)
-    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
-    (shown,) = shown_with(interaction, [CHAT])
-    assert '"add"' in shown
-    assert "answer_calls" not in shown
-    said = episode.answer(turn(tokenizer, ("add", {"n": 4}), ("no", [1]), text="So:"), 400)
-    assert "add!" in tokenizer.decode(said)
-    broken = '<tool_call>\n{"name": "add", "argum'
-    episode.answer(np.append(ids(tokenizer, broken), interaction.eos_token_ids[0]), 400)
-    (first, none), (second, (problem,)) = episode.environment.heard
-    calls = assistant_message(Parsed("", (ToolCall("add", {"n": 4}), ToolCall("no", [1]))))["tool_calls"]
-    assert (first["tool_calls"], first["content"][-3:], none) == (calls, "So:", [])
-    assert "tool_calls" not in second
-    told = [(one["name"], one["content"]) for one in episode.record.messages if one["role"] == "tool"]
-    assert told == [("add", "add!"), ("no", "no!"), ("", f"({problem})")]
-    assert (episode.record.calls, episode.record.failures, episode.record.errors) == (3, 0, 0)
-
-
-def test_results_of_answer_calls_are_validated():
-    failed = begun(chat_interaction(lambda: Desk(lambda texts: [(text, True) for text in texts])), CHAT)
-    call = turn(failed._interaction.tokenizer, ("add", {"n": 4}))
-    assert failed.answer(call, 400) is not None
-    assert failed.record.failures == 1
-    ended = begun(chat_interaction(lambda: Desk(lambda texts: None)), CHAT)
-    assert ended.answer(call, 400) is None
-    assert (ended.record.errors, ended.has_failed) == (0, False)
-    for answer in ("a!", [], [1], ["ab"], [("a", False, 1)]):
-        with pytest.raises(EnvironmentFailure, match=r"answer_calls must return a pair .text, failed. .*; got "):
-            begun(chat_interaction(lambda answer=answer: Desk(lambda texts: answer)), CHAT).answer(call, 400)
-    with pytest.raises(EnvironmentFailure, match="answer_calls raised ZeroDivisionError"):
-        begun(chat_interaction(lambda: Desk(lambda texts: 1 / 0)), CHAT).answer(call, 400)
-    with pytest.raises(ValueError, match=r"tools cannot be combined with Desk.*Omit tools"):
-        chat_interaction(Desk, tools=[double])
-
-
 def test_reset_text_ends_the_prompt_and_is_the_same_within_a_group():
     rows = [ROW, {"prompt": "again: ", "target": 2}]
     with Episodes(interaction_of(Guess, rows=rows), rows, 3, [0, 1]) as episodes:

@@ -36,21 +36,47 @@ class Rewriting(SumTask):
         """Leave the response unchanged."""
 
 
+class Stopping(SumTask):
+    @vf.stop
+    async def gives_up(self, response: vf.Response) -> bool:
+        return "I give up" in (response.message.content or "")
+
+
+class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    TOOL_PREFIX = "sum"
+
+    @vf.tool
+    async def add(self, a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+
+class Calling(SumTask):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())]
+
+
 class Failing(SumTask):
     @vf.reward
     async def broken(self, trace: vf.Trace) -> float:
         raise ZeroDivisionError("no score")
 
 
-KINDS = {one.__name__: one for one in (SumTask, Contained, Rewriting, Failing)}
+KINDS = {one.__name__: one for one in (SumTask, Contained, Rewriting, Stopping, Calling, Failing)}
 
 
 class SumConfig(vf.TasksetConfig):
     count: int = 4
     kind: str = "SumTask"
+    has_tools: bool = False
 
 
 class SumTaskset(vf.Taskset[SumTask, SumConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())] * config.has_tools
+
     def load(self):
         for n in range(self.config.count):
             yield KINDS[self.config.kind](

@@ -47,7 +47,28 @@ def test_single_turn_rewards_are_weighted():
     assert rewards == [2.0 * 1 + 0.25 / 1, 2.0 * 0 + 0.25 / 4, 0.25]
     assert {name: reward.score for name, reward in wrong.trace.rewards.items()} == {"right": 0.0, "short": 0.25}
     assert right.trace.metrics == {"turns": 1.0}
+    for environment in (right, wrong, silent):  # verifiers gives a copy of the record the same reward
+        again = environment.trace.model_copy(deep=True, update={"rewards": {}, "metrics": {}})
+        call_within(SECONDS, environment._tasks[environment.trace.task.data.idx].score, again)
+        assert again.reward == environment.trace.reward
     assert call_within(SECONDS, suite.environment_factory().get_reward) is None
+
+
+@pytest.mark.quick
+def test_episodes_have_separate_stop_conditions():
+    suite = verifiers("sums_of_verifiers", kind="Stopping")
+    environments = [played(suite, 1, turn)[0] for turn in ("2", "I give up")]
+    rewards = [call_within(SECONDS, one.get_reward) for one in environments]
+    assert rewards == [2.0 + 0.25, 0.25 / len("I give up")]
+    assert [one.trace.stop_condition for one in environments] == ["agent_completed", "gives_up"]
+
+
+@pytest.mark.quick
+def test_thoughts_are_not_answers():
+    environment, answers = played(verifiers("sums_of_verifiers"), 1, "<think>\nThree? No.\n</think>\n\n2")
+    assert answers == [None]
+    message = environment.trace.nodes[-1].message
+    assert (message.content, message.reasoning_content, environment.trace.last_reply) == ("2", "Three? No.", "2")
 
 
 @pytest.mark.quick
@@ -59,10 +80,8 @@ def test_single_turn_rewards_are_weighted():
     ({"taskset": "sums_of_verifiers", "kind": "Rewriting"}, "@intercept hooks .polite. are not supported"),
     ({"taskset": "sums_of_verifiers", "env": "user-sim"}, "must have one agent; got .*"),
     ({"taskset": "sums_of_verifiers", "env": "limited_of_verifiers"}, "max_total_tokens is not supported"),
-    (
-        {"taskset": "tools_of_verifiers", "task": {"tools": {"runtime": {"type": "prime"}}}},
-        "tools that run on a different machine .sum. are not supported",
-    ),
+    ({"taskset": "sums_of_verifiers", "kind": "Calling"}, "tasks with tools .sum. are not supported. .*as methods"),
+    ({"taskset": "sums_of_verifiers", "has_tools": True}, "tasks with tools .sum. are not supported"),
 ])  # fmt: skip
 def test_unsupported_tasks_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
