@@ -27,12 +27,8 @@ Result = TypeVar("Result")
 
 RETRYABLE = (408, 425, 429, 500, 502, 503, 504)
 """HTTP status codes after which a request is retried."""
-SHORT_BYTES = 2**20
-"""Maximum size in bytes of responses that do not grow with the number of tokens."""
 CONNECT_TIMEOUT = 10.0
 """Time limit for a connection in seconds."""
-HEADER_BYTES = 2**16
-"""Maximum size in bytes of a response's headers."""
 CONTENT_LENGTH = re.compile(rb"(?i)(?:[^\r\n]+\r\n)+?content-length: *(\d+)\r\n(?:[^\r\n]+\r\n)*\r\n")
 """Headers of a response that state the length of its body."""
 MAX_REQUESTS = 1024
@@ -80,18 +76,16 @@ class Client:
         self._port = url.port or (80 if self._ssl is None else 443)
         self._timeout, self.patience, self._env = timeout, patience, api_key_env
 
-    async def request(
-        self, path: str, body: Json | None = None, *, retry: Sequence[int] = RETRYABLE, max_bytes: int = SHORT_BYTES
-    ) -> Json:
+    async def request(self, path: str, body: Json | None = None, *, retry: Sequence[int] = RETRYABLE) -> Json:
         """Send a POST request, or a GET request if `body` is None, and return the JSON object in the response.
 
         Returns {} if the response is not JSON. After a status in `retry`, the request is repeated for up to `patience`
         seconds. Raises `ConnectionLost` if there is no response in time, `StatusError` if the status is not 200, and
-        `EngineError` if the response is longer than `max_bytes` or contains invalid JSON.
+        `EngineError` if the response contains invalid JSON.
         """
         end, pause = time.monotonic() + self.patience, 0.1
         while True:
-            status, content = await self._send_once(path, body, max_bytes)
+            status, content = await self._send_once(path, body)
             text = self._without_key(content.decode(errors="replace").strip())
             if status == 200:
                 try:
@@ -111,7 +105,7 @@ class Client:
     async def is_alive(self) -> bool:
         """Return whether the server responds to a request."""
         try:
-            return (await self._send_once("/health", None, SHORT_BYTES))[0] in (200, 404)
+            return (await self._send_once("/health", None))[0] in (200, 404)
         except ConnectionLost:
             return False
 
@@ -127,7 +121,7 @@ class Client:
         key = self._key()
         return text.replace(key, "***") if key else text
 
-    async def _send_once(self, path: str, body: Json | None, max_bytes: int) -> tuple[int, bytes]:
+    async def _send_once(self, path: str, body: Json | None) -> tuple[int, bytes]:
         """Send a request once over a new connection, and return the status and the body of the response."""
         method, key = "GET" if body is None else "POST", self._key()
         data = b"" if body is None else json.dumps(body).encode()
@@ -136,9 +130,7 @@ class Client:
         head += [f"Authorization: Bearer {key}"] if key else []
         try:
             async with asyncio.timeout(self._timeout):
-                received = await self._exchange("\r\n".join([*head, "", ""]).encode() + data, max_bytes + HEADER_BYTES)
-            if len(received) > max_bytes + HEADER_BYTES:
-                raise EngineError(f"{self.base_url}{path} returned more than {max_bytes} bytes")
+                received = await self._exchange("\r\n".join([*head, "", ""]).encode() + data)
             answer = http.client.HTTPResponse(_ResponseBytes(received))  # type: ignore[arg-type]
             answer.begin()
             return answer.status, answer.read()
@@ -152,8 +144,8 @@ class Client:
             fix = "Check that the server is running and that base_url is correct"
             raise ConnectionLost(f"{self.base_url}{path}: {cause}. {fix}") from None
 
-    async def _exchange(self, request: bytes, max_bytes: int) -> bytes:
-        """Send bytes over a new connection, and return what the server sends, up to slightly more than `max_bytes`."""
+    async def _exchange(self, request: bytes) -> bytes:
+        """Send bytes over a new connection, and return what the server sends."""
         limit = min(self._timeout, CONNECT_TIMEOUT)
         try:
             connecting = asyncio.open_connection(self._host, self._port, ssl=self._ssl)
@@ -162,11 +154,11 @@ class Client:
             raise ConnectionError(f"no connection within {limit:g} s") from error
         try:
             writer.write(request)
-            received, end = bytearray(), max_bytes + 1
+            received, end = bytearray(), math.inf
             while len(received) < end and (part := await reader.read(2**16)):
                 received += part
                 if stated := CONTENT_LENGTH.match(received):  # the server may keep the connection open
-                    end = min(end, stated.end() + int(stated[1]))
+                    end = stated.end() + int(stated[1])
             return bytes(received)
         finally:
             writer.close()

@@ -3,64 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from grpo_jax.maths.sampling import Sampling
-from grpo_jax.messages import shorten, show
+from grpo_jax.messages import shorten
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.engine_client import SHORT_BYTES, Client, ConnectionLost, EngineError, StatusError
+from grpo_jax.rollout.engine_client import Client, ConnectionLost, EngineError, StatusError
 from grpo_jax.types import Json
 
 START = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank RANK"
     " --logprobs-mode processed_logprobs"
 )
-BYTES_OF_LOG_PROB = 512
-"""Maximum size in bytes of one log-prob in a response, including its token's text."""
-
-Kind = tuple[str, Callable[[Any], bool]]
-"""A JSON type: its name in messages, and a predicate that returns whether a value has the type."""
-
-_TEXT: Kind = ("a string", lambda x: isinstance(x, str))
-_TEXT_OR_NULL: Kind = ("a string or null", lambda x: x is None or isinstance(x, str))
-_COUNT_OR_NULL: Kind = ("an integer or null", lambda x: x is None or type(x) is int)
-_ID: Kind = ("a token id", lambda x: type(x) is int and 0 <= x < 2**31)
-# vLLM returns -9999 for a probability of 0, and a log-prob of 0 may be rounded to a small positive number.
-_LOG_PROB: Kind = ("a log-prob", lambda x: type(x) in (int, float) and -1e4 < x < 1e-2)
-_POSITION: Kind = (
-    "null or an object of log-probs keyed by token id",
-    lambda x: x is None or (isinstance(x, dict) and all(map(_is_log_prob, x, x.values()))),
-)
-
-_MODELS = {"data": [{"id": _TEXT, "root": _TEXT_OR_NULL, "parent": _TEXT_OR_NULL, "max_model_len": _COUNT_OR_NULL}]}
-_DRAWN = {"token_ids": [_ID], "logprobs": {"token_logprobs": [_LOG_PROB]}}
 
 
-def _is_log_prob(token: str, value: Any) -> bool:
-    """Return whether an entry of a JSON object has the form `token id: {"logprob": number}`."""
-    return token.isdecimal() and len(token) <= 10 and isinstance(value, dict) and _LOG_PROB[1](value.get("logprob"))
-
-
-def find_mismatch(value: Any, schema: Any, at: str) -> str:
-    """Describe the first mismatch between a JSON value and a schema. Returns "" if the value matches.
-
-    A schema is a `Kind`, [schema] for a list, or {name: schema} for an object with these fields.
-    """
-    inner: list[tuple[Any, Any, str]] = []
-    if isinstance(schema, dict) and isinstance(value, dict):
-        inner = [(value.get(name), field, f"{at}.{name}") for name, field in schema.items()]
-    elif isinstance(schema, list) and isinstance(value, list):
-        inner = [(item, schema[0], f"{at}[{i}]") for i, item in enumerate(value)]
-    elif not isinstance(schema, tuple) or not schema[1](value):
-        found = type(value).__name__ if isinstance(value, (dict, list)) else show(value, 40)
-        expected = schema[0] if isinstance(schema, tuple) else "a list" if isinstance(schema, list) else "an object"
-        return f"{at} must be {expected}; got {found}"
-    return next(filter(None, itertools.starmap(find_mismatch, inner)), "")
+def read_log_prob(value: float) -> float:
+    """Return a log-prob from a response as a float. Raises ValueError if it is not finite or is positive."""
+    # vLLM returns -9999 for a probability of 0, and a log-prob of 0 may be rounded to a small positive number.
+    if not -1e4 < value < 1e-2:
+        raise ValueError(f"log-probs must be at most 0 and finite; got {value}")
+    return float(value)
 
 
 class ServerTurn(NamedTuple):
@@ -101,15 +68,17 @@ class VLLM:
 
         Later calls, after a server restart, require the same model.
         """
-        models = self._read("/v1/models", await self.client.request("/v1/models"), _MODELS)["data"]
-        names, bases = [one["id"] for one in models], [one for one in models if one.get("parent") is None]
+        answer = await self.client.request("/v1/models")
+        with self._reading("/v1/models"):
+            names = [str(one["id"]) for one in answer["data"]]
+            bases = [one for one in answer["data"] if one.get("parent") is None]
+            limit = min((int(one.get("max_model_len") or longest) for one in bases), default=longest)
         if self._base and self._base not in names:
             raise EngineError(f"model must be a model that {self.url} serves ({shorten(names)}); got {self._base!r}")
         if not self._base and len({one.get("root") for one in bases}) != 1:
             raise EngineError(f"{self.url} serves {shorten(names) or 'no models'}; pass the model's name as model")
         self._base = self._base or bases[0]["id"]
         self._name = self._name or self._base
-        limit = min((one.get("max_model_len") or longest for one in bases), default=longest)
         if longest > limit:
             raise EngineError(
                 f"{self.url} is limited to {limit} tokens, but a prompt and its completion may need {longest}; start"
@@ -141,8 +110,9 @@ class VLLM:
         """Return whether the server reports this version. Always True for adapters, which requests select by name."""
         if self._name == version or not self._reports_version:
             return True
-        found = self._read("/weight_info", await self.client.request("/weight_info"), {"weight_version": _TEXT})
-        return bool(found["weight_version"] == version)
+        answer = await self.client.request("/weight_info")
+        with self._reading("/weight_info"):
+            return bool(answer["weight_version"] == version)
 
     async def draw(self, ids: Sequence[int], *, max_tokens: int, seed: int, settings: DecodeSettings) -> ServerTurn:
         """Draw up to `max_tokens` tokens after `ids`."""
@@ -165,12 +135,13 @@ class VLLM:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        choice = await self._complete(body, len(ids) + max_tokens, {"finish_reason": _TEXT})
-        reason = choice["finish_reason"]
-        if reason not in ("stop", "length"):  # aborted by another client
-            raise ConnectionLost(f"{self.url} aborted a completion ({reason})")
-        self._read("/v1/completions", choice, _DRAWN)
-        tokens, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        choice = await self._complete(body)
+        with self._reading("/v1/completions"):
+            reason = choice["finish_reason"]
+            if reason not in ("stop", "length"):  # aborted by another client
+                raise ConnectionLost(f"{self.url} aborted a completion ({reason})")
+            tokens = [*map(operator.index, choice["token_ids"])]
+            log_probs = [*map(read_log_prob, choice["logprobs"]["token_logprobs"])]
         if not 1 <= len(tokens) <= max_tokens or len(tokens) != len(log_probs):
             raise EngineError(
                 f"{self.url} must return 1 to {max_tokens} token ids, and a log-prob for each; got {len(tokens)}"
@@ -198,15 +169,16 @@ class VLLM:
         """
         body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
         try:
-            choice = await self._complete(body, len(ids) * (k + 1), {"prompt_logprobs": [_POSITION]})
+            choice = await self._complete(body)
         except StatusError as error:
             if "max allowed" not in str(error):
                 raise
             raise EngineError(f"{error}. Start it with --max-logprobs {k}, or reduce distillation_topk") from error
-        found = choice["prompt_logprobs"]
-        if len(found) != len(ids):
-            raise EngineError(f"{self.url} must return prompt_logprobs for {len(ids)} tokens; got {len(found)}")
-        positions = [{int(i): float(one["logprob"]) for i, one in (entry or {}).items()} for entry in found[1:]]
+        with self._reading("/v1/completions"):
+            entries = [entry or {} for entry in choice["prompt_logprobs"]]
+            positions = [{int(i): read_log_prob(one["logprob"]) for i, one in entry.items()} for entry in entries[1:]]
+        if len(entries) != len(ids):
+            raise EngineError(f"{self.url} must return prompt_logprobs for {len(ids)} tokens; got {len(entries)}")
         for token, position in zip(ids[1:], positions, strict=True):
             if len(position) < k:
                 got = f"got {len(position)} at token id {token}"
@@ -215,25 +187,28 @@ class VLLM:
                 raise EngineError(f"{self.url} returned no log-prob for the prompt token {token} itself")
         return positions
 
-    async def _complete(self, body: Json, log_probs: int, schema: Json) -> Json:
-        """Request one completion with at most `log_probs` log-probs. Returns the validated choice."""
-        limit = SHORT_BYTES + BYTES_OF_LOG_PROB * log_probs
+    async def _complete(self, body: Json) -> Json:
+        """Request one completion and return the choice."""
         try:
-            answer = await self.client.request("/v1/completions", {"model": self._name, **body}, max_bytes=limit)
+            answer = await self.client.request("/v1/completions", {"model": self._name, **body})
         except StatusError as error:
             if error.status == 404 and self._name != self._base:  # a restart removes adapters
                 raise ConnectionLost(str(error)) from error
             raise
-        choices: list[Json] = self._read("/v1/completions", answer, {"choices": [schema]})["choices"]
-        if len(choices) != 1:
-            raise EngineError(f"{self.url} must return one completion per prompt; got {len(choices)}")
-        return choices[0]
+        with self._reading("/v1/completions"):
+            (choice,) = answer["choices"]
+            return dict(choice)
 
-    def _read(self, path: str, answer: Json, schema: Json) -> Json:
-        """Validate a response, or part of one, against a schema and return it. Raises EngineError on a mismatch."""
-        if mismatch := find_mismatch(answer, schema, "response"):
-            raise EngineError(f"{self.url}{path}: {mismatch}. Use vLLM 0.10 or newer")
-        return answer
+    @contextlib.contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        """Convert an exception raised by reading a malformed response to an EngineError."""
+        try:
+            yield
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise EngineError(
+                f"{self.url}{path} returned a malformed response ({cause}). Use vLLM 0.10 or newer"
+            ) from error
 
     async def _change(self, path: str, body: Json) -> None:
         """Send a request that changes the weights. The server must have been started with the flags of `START`."""

@@ -1,4 +1,4 @@
-"""Faulty server responses: unfinished, too long, malformed, or containing the API key."""
+"""Faulty server responses: unfinished, malformed, or containing the API key."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import pytest
 from grpo_jax.rewards.calls import run_on_event_loop
 from grpo_jax.rollout import engine_client
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.engine_client import SHORT_BYTES, Client, ConnectionLost, EngineError, Requests, StatusError
+from grpo_jax.rollout.engine_client import Client, ConnectionLost, EngineError, Requests, StatusError
 from grpo_jax.rollout.engine_server import VLLM
 
 pytestmark = pytest.mark.quick
@@ -46,15 +46,13 @@ CHUNKED = "Transfer-Encoding: chunked"
 
 
 @pytest.mark.parametrize(("answer", "kind", "message"), [
-    (of(200, b" " * 3 * SHORT_BYTES, "Connection: close"), EngineError, f"more than {SHORT_BYTES} bytes"),
-    (of(200, b" " * 3 * SHORT_BYTES), EngineError, f"more than {SHORT_BYTES} bytes"),
     (of(200, b"", "Content-Length: 99999999999999"), ConnectionLost, "IncompleteRead"),
     (of(200, b"ffffffffffffff\r\n", CHUNKED), ConnectionLost, "IncompleteRead"),
     (of(200, b"-5\r\n", CHUNKED), ConnectionLost, "IncompleteRead"),
     (of(200, b'{"a":' + b"[" * 100_000), EngineError, "returned invalid JSON"),
     (of(200, b'{"a": ' + b"7" * 5_000 + b"}"), EngineError, "returned invalid JSON"),
     (of(400, b"[" * 100_000), StatusError, "returned status 400"),
-], ids=["endless", "long", "length", "chunk", "negative chunk", "deep", "digits", "deep refusal"])  # fmt: skip
+], ids=["length", "chunk", "negative chunk", "deep", "digits", "deep refusal"])  # fmt: skip
 def test_unreadable_response_error_contains_the_url(answer, kind, message):
     with serving(lambda _: [answer]) as url, pytest.raises(kind, match=message) as caught:
         run_on_event_loop(Client(url).request("/v1/models"))
@@ -183,38 +181,33 @@ def found(answer):
 
 
 BAD = [
-    (drawn, {}, "response.choices must be a list; got None"),
-    (drawn, {"choices": 7}, "response.choices must be a list; got 7"),
-    (drawn, {"choices": [None]}, r"choices\[0\] must be an object; got None"),
-    (drawn, {"choices": []}, "one completion per prompt; got 0"),
-    (drawn, {"choices": choices()["choices"] * 2}, "one completion per prompt; got 2"),
-    (drawn, choices(finish_reason=5), r"choices\[0\].finish_reason must be a string; got 5"),
-    (drawn, {"choices": [{}]}, r"choices\[0\].finish_reason must be a string; got None"),
-    (drawn, choices(token_ids=None), "response.token_ids must be a list; got None"),
-    *((drawn, choices(token_ids=[3, bad]), r"response.token_ids\[1\] must be a token id; got ")
-      for bad in (3.7, "7", True, None, -1, 2**31, [4])),
+    (drawn, {}, "malformed response .KeyError: 'choices'.. Use vLLM 0.10 or newer"),
+    (drawn, {"choices": 7}, "malformed response .TypeError: "),
+    (drawn, {"choices": [None]}, "malformed response .TypeError: "),
+    (drawn, {"choices": []}, "malformed response .ValueError: not enough values to unpack"),
+    (drawn, {"choices": choices()["choices"] * 2}, "malformed response .ValueError: too many values to unpack"),
+    (drawn, {"choices": [{}]}, "malformed response .KeyError: 'finish_reason'"),
+    *((drawn, choices(token_ids=bad), "malformed response .TypeError: ") for bad in (None, [3, 3.7], [3, "7"])),
     (drawn, choices(token_ids=[3]), "got 1 token_ids and 2 log-probs"),
     (drawn, choices(token_ids=[3, 4, 5], logprobs={"token_logprobs": [-1.0] * 3}), "must return 1 to 2 token ids"),
-    (drawn, choices(logprobs=5), "response.logprobs must be an object; got 5"),
-    (drawn, choices(logprobs=None), "response.logprobs must be an object; got None"),
-    *((drawn, log_probs(-1.0, bad), r"response.logprobs.token_logprobs\[1\] must be a log-prob; got ")
-      for bad in (-1e30, 0.5, float("nan"), "-1", None, False)),
-    (scored, choices(prompt_logprobs=None), "].prompt_logprobs must be a list; got None"),
+    (drawn, choices(logprobs=None), "malformed response .TypeError: "),
+    (drawn, log_probs(-1.0, "-1"), "malformed response .TypeError: "),
+    *((drawn, log_probs(-1.0, bad), "ValueError: log-probs must be at most 0 and finite; got")
+      for bad in (-1e30, 0.5, float("nan"))),
+    (scored, choices(prompt_logprobs=None), "malformed response .TypeError: "),
     (scored, choices(prompt_logprobs=[None]), "prompt_logprobs for 2 tokens; got 1"),
     (scored, choices(prompt_logprobs=[None, None]), "returned no log-prob for the prompt token 4 itself"),
-    *((scored, choices(prompt_logprobs=[None, bad]), r"prompt_logprobs\[1\] must be null or an object of log-probs")
-      for bad in (5, [], {"4": -1.0}, {"4": {}}, {"4": {"logprob": "-1"}}, {"four": {"logprob": -1.0}})),
-    (found, {"data": 5}, "response.data must be a list; got 5"),
+    *((scored, choices(prompt_logprobs=[None, bad]), f"malformed response .{kind}: ") for bad, kind in (
+        (5, "AttributeError"), ({"4": -1.0}, "TypeError"), ({"4": {}}, "KeyError"),
+        ({"4": {"logprob": float("-inf")}}, "ValueError"), ({"four": {"logprob": -1.0}}, "ValueError"))),
+    (found, {"data": 5}, "malformed response .TypeError: "),
     (found, {"data": []}, "serves no models; pass"),
-    (found, {"data": [5]}, r"response.data\[0\] must be an object; got 5"),
-    (found, {"data": [{"id": None}]}, r"response.data\[0\].id must be a string; got None"),
-    (found, {"data": [{"id": "base", "parent": []}]}, r"response.data\[0\].parent must be a string or null; got list"),
-    (found, {"data": [{"id": "base", "max_model_len": "8"}]}, "max_model_len must be an integer or null; got .8."),
+    (found, {"data": [{"parent": None}]}, "malformed response .KeyError: 'id'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ask", "answer", "message"), BAD)
-def test_malformed_response_error_names_the_field(ask, answer, message):
+def test_malformed_response_is_an_engine_error(ask, answer, message):
     with pytest.raises(EngineError, match=message) as caught:
         ask(answer)
     assert not isinstance(caught.value, ConnectionLost), "a retry would not help"
