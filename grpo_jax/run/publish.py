@@ -224,7 +224,7 @@ def model_card(
 ) -> str:
     """Return a model card with the Hub's metadata, the run's result and settings, and code to load the policy.
 
-    The card omits the run's command line, paths and prompts, which may be private.
+    The card omits the run's paths and prompts, which may be private.
     """
     from huggingface_hub import ModelCardData
 

@@ -61,7 +61,6 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     settings = [
         ("Config (bold: differs from the default)", config, list(changed_settings(config)) if about else []),
         ("Versions", about.get("versions", {}), []),
-        ("Command", {"argv": " ".join(about.get("argv", []))}, []),
     ]
     data = {
         "about": f"started {about['started']} · {about['platform']}" if about else "",

@@ -2,7 +2,7 @@
 
 | file | content |
 |---|---|
-| `run.json` | the config, package versions and the command line |
+| `run.json` | the config and package versions |
 | `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
 | `completions.jsonl` | one JSON object per completion; see `CompletionRow` |
 | `images/` | thumbnails of the images in prompts, as JPEG files |
@@ -25,8 +25,7 @@ import os
 import pathlib
 import platform
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 from grpo_jax.config.sft import Config
@@ -46,7 +45,6 @@ with several turns also have "turns", `[{"by": "policy" or "environment", "text"
 (dict that maps functions to one reward per turn)."""
 
 _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "transformers", "numpy")
-_SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credentials?|authorization)$")
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -93,20 +91,6 @@ def to_json(value: object) -> JSON:
     return re.sub(r" at 0x[0-9A-Fa-f]+>$", ">", text)  # addresses differ between runs
 
 
-def hide_secrets(arguments: Sequence[str]) -> list[str]:
-    """Replace secrets in a command line with `***`: passwords in URLs, and values of options such as `--api-key`."""
-    shown: list[str] = []
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        previous = shown[-1] if shown else ""
-        if previous.startswith("-") and _SECRET.search(previous) and not argument.startswith("--"):
-            argument = "***"
-        elif equals and _SECRET.search(name):
-            argument = f"{name}=***"
-        shown.append(re.sub(r"://[^/@\s]+@", "://***@", argument))
-    return shown
-
-
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that affect a run's results, without importing them."""
     versions = {}
@@ -137,11 +121,10 @@ class RunWriter:
         return self.run_dir / name
 
     def config(self, config: Config, **more: object) -> None:
-        """Write `run.json`: the config, package versions, the command line without secrets, and `more`."""
+        """Write `run.json`: the config, package versions, and `more`."""
         content = {
             "config": config.to_dict(),
             **more,
-            "argv": hide_secrets(sys.argv),
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), **package_versions()},
             "platform": platform.platform(),

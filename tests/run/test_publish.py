@@ -110,8 +110,7 @@ def test_invalid_push_is_rejected_before_training(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_card_describes_the_run_and_names_the_base_model(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train.py", "--token", "hf_secret"])
+def test_card_describes_the_run_and_names_the_base_model(tmp_path):
     writer = RunWriter(tmp_path / "secret_client")
     hub = {"run_name": "secret", "push_to_hub": True, "hub_model_id": "me/sums"}
     config = GRPOConfig(learning_rate=0.5, max_steps=10, stop=["a|b"], **hub)

@@ -72,7 +72,7 @@ def run_dir(tmp_path_factory):
 def test_headline_and_settings(run_dir):
     assert "Right on held-out prompts 0.25 in 3 steps.</p>" in html_report(run_dir)
     about = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-    (_, config, changed), (_, versions, _), _ = embedded(run_dir)["settings"]
+    (_, config, changed), (_, versions, _) = embedded(run_dir)["settings"]
     assert (config, versions) == (about["config"], about["versions"])
     assert {"num_generations", "per_device_train_batch_size", "beta"} <= set(changed)
     assert "epsilon" not in changed
