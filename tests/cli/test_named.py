@@ -62,6 +62,7 @@ def test_rewards_and_samplers_receive_their_arguments(folder):
     (reward_function, "os:sep", "must be a function; got str"),
     (server_of, {"sglang": {}}, "use {vllm: {base_url"),
     (server_of, {"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url.*127.0.0.1:8000"),
+    (server_of, {"vllm": 8000}, "base_url must have the form .* got .8000"),
     (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejected its arguments .*patient"),
 ])  # fmt: skip
 def test_invalid_entry_is_rejected(folder, read, entry, message):
