@@ -3,14 +3,11 @@
 import functools
 
 import pytest
-from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, train
 from grpo_jax.rewards.calls import compute_rewards
-from grpo_jax.rewards.contract import RUN_COLUMNS, Log, RewardError, SetupError, TrainerState, check_names
+from grpo_jax.rewards.contract import RUN_COLUMNS, RewardError, SetupError, TrainerState, check_names
 from grpo_jax.rewards.workers import isolated
 
-ROWS = [{"prompt": text, "topic": "letters"} for text in ("ab", "c", "def", "gh")]
 INPUTS = {"prompts": ["p", "p"], "completions": ["a", "bc"], "completion_ids": [[1], [2, 3]], "num_generations": 2}
 
 
@@ -56,25 +53,6 @@ def test_reserved_names_are_refused(on_error):
     for fn, name, message in metrics + columns:
         with pytest.raises(SetupError, match=rf"log_\w+\('{name}', ...\): {message}"):
             compute_rewards(functools.partial(fn, name=name), on_error=on_error, **INPUTS)
-
-
-def test_names_of_all_run_metrics_are_refused():
-    """Reward functions cannot log under a run's metric names; rollout and evaluation names are compared once logged."""
-
-    def length(completions):
-        return [float(i) for i, _ in enumerate(completions)]
-
-    settings = {"per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 4, "max_steps": 1}
-    settings |= {"beta": 0.1, "sync_ref_model": True, "delta": 2.0, "num_iterations": 2, "dynamic_sampling": True}
-    settings |= {"entropy_coef": 0.1, "use_adaptive_entropy": True, "top_entropy_quantile": 0.5}
-    settings |= {"off_policy_mask_threshold": 0.1, "distillation_coef": 1.0}
-    names, policy = {"step"}, tiny_policy()
-    noted = [lambda step, line: names.update(line)]
-    train(policy, ROWS, length, GRPOConfig(**settings), teacher=policy, callbacks=noted)
-    assert {"loss", "num_prompts", "seconds/total", "clip_fraction_delta", "entropy_coef", "distillation"} <= names
-    for name in names:
-        if not name.startswith(("rewards/", "completions/")):
-            with pytest.raises(SetupError):
-                Log(1).metric(name, 0.0)
-    with pytest.raises(SetupError, match=r"log_metric\('rewards/logs/mean', ...\)"):
-        check_names(["rewards/logs/mean"], ["rewards/logs/mean", "completions/mean_length"])
+    with pytest.raises(SetupError, match=r"log_metric\('rewards/logs/mean', ...\): the run logs a metric"):
+        check_names(["mine", "rewards/logs/mean"], ["rewards/logs/mean", "completions/mean_length"])
+    check_names(["mine"], ["rewards/logs/mean"])
