@@ -109,7 +109,7 @@ def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
         run.sizes.prompts,
         run.prompt_length,
         num_generations=config.num_generations,
-        max_completion_length=min(config.max_completion_length, config.max_turn_length or config.max_completion_length),
+        max_completion_length=config.max_completion_length,
         batch_size=config.rollout_batch_size,
         # `stop` is omitted: it needs a tokenizer and does not add a large array.
         settings=decode_settings(sampling_of(config), run.policy.eos_token_ids, run.policy.pad_token_id),

@@ -14,10 +14,11 @@ from test_packed import OPTIMIZER, G, T, batch
 from tiny import lengths, tiny_model, tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora
+from grpo_jax.models.context import num_slots
 from grpo_jax.models.sharding import lower_call
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.programs import decode_call
-from grpo_jax.run.memory import COMPILED, compiled_peak_bytes, decide_checkpointing, update_calls
+from grpo_jax.run.memory import COMPILED, compiled_peak_bytes, decide_checkpointing, rollout_call, update_calls
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.resume import with_saved_gradient_checkpointing
 from grpo_jax.run.run import new_state
@@ -79,6 +80,12 @@ def test_all_processes_recompute_if_one_lacks_memory(monkeypatch):
     monkeypatch.setattr("grpo_jax.run.memory.devices_of", lambda params: [SimpleNamespace(platform="gpu")])
     monkeypatch.setattr("grpo_jax.run.memory.gather_objects", lambda own: [own, None])
     assert decide_checkpointing(run, 1e15).config.gradient_checkpointing
+
+
+def test_cache_of_the_decode_program_holds_all_turns_of_a_completion():
+    """`max_turn_length` does not make it smaller, since the cache is kept from the first turn to the last."""
+    run = run_of(gradient_checkpointing=False, max_turn_length=2)
+    assert num_slots(rollout_call(run, run.policy.params).args[2]) == 15
 
 
 def test_resumed_run_recomputes_activations_as_before(tmp_path):
