@@ -326,7 +326,9 @@ def export(arguments: Namespace) -> None:
 
 def chat(arguments: Namespace) -> None:
     """Complete prompts with a model or a checkpoint (`grpo-jax chat`)."""
-    keys = {{"temperature": "temperature_eval"}.get(name, name): text for name, text in arguments.keys.items()}
+    keys = dict(arguments.keys)
+    if "temperature" in keys:  # greedy completions are rejected if there are several
+        keys |= {"temperature_eval": keys.pop("temperature"), "num_generations_eval": "1"}
     target = Path(arguments.model).expanduser()
     if (target / NAME).is_file() or (target / "run.json").is_file():
         run = _run_at(target, keys, ("model",))

@@ -167,6 +167,16 @@ def test_chat_prints_the_same_completions_as_generate(folder, trained, params):
         run("chat", folder / "model", "--say", "a", "--stop", "<eos>")
 
 
+def test_greedy_chat_with_a_run_that_samples_several_completions_in_evaluations(tmp_path, monkeypatch):
+    """`--temperature 0` is not a contradiction to the run's `num_generations_eval`, which chat does not use."""
+    write_run(tmp_path, num_generations_eval=4, temperature_eval=1.0).rename(tmp_path / "run.yaml")
+    configs = []
+    monkeypatch.setattr(commands, "_load_checkpoint", lambda *_: (0, None))
+    monkeypatch.setattr(commands, "talk", lambda policy, config, prompts, echo: configs.append(config))
+    run("chat", tmp_path, "--say", "ab", "--temperature", 0)
+    assert configs[0].eval_temperature == 0
+
+
 def test_conversation_continues_until_an_empty_line(monkeypatch, capsys):
     printer, printed = chat.Printer(tiny_policy().tokenizer), []
     ids = np.array(tiny_policy().tokenizer("aé!")["input_ids"])
