@@ -103,7 +103,12 @@ def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
     paths = [tuple(str(entry.key) for entry in path if hasattr(entry, "key")) for path, _ in found]
     params = unflatten_dict({path: jnp.array(leaf) for path, (_, leaf) in zip(paths, found, strict=True)})
-    return Policy(NnxModel(graphdef, treedef, paths, rest), params, tokenizer)
+    return Policy(NnxModel(graphdef, treedef, paths, _copy(rest)), params, tokenizer)
+
+
+def _copy(state: nnx.State) -> nnx.State:
+    """Return a state with new variables, since `nnx.split` and `nnx.merge` share them with the module."""
+    return jax.tree.map(lambda x: x, state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,7 +128,7 @@ class NnxModel:
         """Return the logits [B, T, V] for tokens [B, T], without dropout."""
         from flax import nnx
 
-        module = nnx.merge(self.graphdef, self.state(variables["params"]), self.rest)
+        module = nnx.merge(self.graphdef, self.state(variables["params"]), _copy(self.rest))
         module.eval()
         return module(tokens).astype(jnp.float32)
 

@@ -67,6 +67,27 @@ def test_nnx_module_can_be_trained_and_its_run_resumed(tmp_path):
     assert loss[1] < loss[0] / 2
 
 
+def double(module):
+    nnx.update(module, jax.tree.map(lambda x: 2 * x, nnx.state(module, nnx.BatchStat)))
+
+
+@pytest.mark.quick
+def test_other_variables_are_constants():
+    """Neither later changes to the module nor changes during calls affect the policy."""
+
+    class Doubling(nnx.Module):
+        def __init__(self):
+            self.table, self.scale = nnx.Param(jnp.ones((8, 8))), nnx.BatchStat(jnp.ones(8))
+
+        def __call__(self, tokens):
+            double(self)
+            return (self.table[...] * self.scale[...][None])[tokens]
+
+    policy = from_nnx(module := Doubling())
+    double(module)
+    assert jax.jit(policy.model.apply)({"params": policy.params}, jnp.zeros((1, 1), int)).max() == 2
+
+
 class WithDropout:
     """A model that calls its module with dropout enabled."""
 
