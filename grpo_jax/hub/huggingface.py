@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from grpo_jax.config.fields import NO_FLOAT16
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.files import (
     PROCESSOR_FILES,
@@ -36,7 +35,7 @@ from grpo_jax.hub.files import (
 )
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
 from grpo_jax.hub.keys import has_vision, text_config
-from grpo_jax.hub.policy import files_of, quiet_import, state_of
+from grpo_jax.hub.policy import check_dtype, files_of, quiet_import, state_of
 from grpo_jax.hub.quantize import check_method, find_plain, without_quantization
 from grpo_jax.hub.tensors import Tensor, abstract_params, layout_of, prefixes_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
@@ -97,10 +96,8 @@ def from_pretrained(
       >>> again.params["norm"]["scale"].dtype.name, policy.params["norm"]["scale"].dtype.name
       ('bfloat16', 'float32')
     """
-    for argument, value in (("dtype", dtype), ("param_dtype", param_dtype or dtype)):
-        if value not in ("float32", "bfloat16"):
-            reason = f": {NO_FLOAT16}" if value == "float16" else ""
-            raise ValueError(f"{argument} must be 'float32' or 'bfloat16'; got {value!r}{reason}.")
+    check_dtype("dtype", dtype)
+    check_dtype("param_dtype", param_dtype or dtype)
     check_method(quantize)
     path = find_checkpoint(name_or_directory, revision=revision)
     found = _open_checkpoint(path)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from grpo_jax.config.fields import NO_FLOAT16
 from grpo_jax.hub.families import family_of, read_config
 from grpo_jax.hub.files import TOKENIZER_FILES
 from grpo_jax.hub.keys import has_vision, text_config
@@ -43,10 +44,13 @@ def init_policy(
       key: typed PRNG key; do not reuse it.
       tokenizer: transformers tokenizer. None creates a policy without a tokenizer.
       generation_config: content of generation_config.json. If None, the token ids in `config` are used.
-      dtype: dtype of the computation and the parameters.
+      dtype: dtype of the computation and the parameters, "float32" or "bfloat16".
 
     Returns:
       A `Policy`. Matrices are drawn from N(0, `initializer_range`²), norm scales are 1 and biases are 0.
+
+    Raises:
+      ValueError: if the architecture, a config value or `dtype` is not supported.
 
     Example:
       >>> policy = init_policy({"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 16,
@@ -55,6 +59,7 @@ def init_policy(
       >>> policy.eos_token_ids, policy.config["model_type"]
       ((3,), 'llama')
     """
+    check_dtype("dtype", dtype)
     if has_vision(config):
         inner = text_config(config)["architectures"]
         raise ValueError(f"config key 'architectures' must be {inner}, the text model; got {config['architectures']}.")
@@ -66,6 +71,13 @@ def init_policy(
         generation_config = {name: raw[name] for name in ids if raw.get(name) is not None}
     files = {} if tokenizer is None else tokenizer_files(tokenizer)
     return Policy(model, params, tokenizer, raw, dict(generation_config), files, loaded_tokenizer=state_of(tokenizer))
+
+
+def check_dtype(argument: str, value: str) -> None:
+    """Raise ValueError unless `value` is a supported dtype for params and computation."""
+    if value not in ("float32", "bfloat16"):
+        reason = f": {NO_FLOAT16}" if value == "float16" else ""
+        raise ValueError(f"{argument} must be 'float32' or 'bfloat16'; got {value!r}{reason}.")
 
 
 def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:

@@ -253,8 +253,9 @@ def test_missing_directories_and_unsupported_dtypes_are_named(policy, tmp_path):
     for argument in ("dtype", "param_dtype"):
         with pytest.raises(ValueError, match=rf"{argument} must be 'float32' or 'bfloat16'; got 'float64'"):
             from_pretrained("nowhere", **{argument: "float64"})
-    with pytest.raises(ValueError, match=r"dtype must be .*; got 'float16': gradients below 6e-8 are 0"):
-        from_pretrained("nowhere", dtype="float16")
+    for load in (functools.partial(from_pretrained, "nowhere"), functools.partial(init_policy, {}, jax.random.key(0))):
+        with pytest.raises(ValueError, match=r"dtype must be .*; got 'float16': gradients below 6e-8 are 0"):
+            load(dtype="float16")
     with pytest.raises(ValueError, match=r"dtype must be 'float32', .* or None; got 'int8'"):
         save_pretrained(tmp_path, policy, dtype="int8")
 
