@@ -208,11 +208,11 @@ def _unwrap(source: ImageSource) -> Any:
 
 
 def image_bytes(source: ImageSource) -> bytes:
-    """Return the content of an image's file, or the mode, size and pixels of a PIL image."""
+    """Return the content of an image's file, or the size and the RGB pixels of a PIL image."""
     file = _unwrap(source)
     if isinstance(file, str | os.PathLike):
         return Path(file).read_bytes()
-    return file if isinstance(file, bytes) else f"{file.mode} {file.size}".encode() + file.tobytes()
+    return file if isinstance(file, bytes) else f"{file.size}".encode() + open_image(file).tobytes()
 
 
 def open_image(source: ImageSource) -> Image.Image:

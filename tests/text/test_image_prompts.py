@@ -19,7 +19,7 @@ from grpo_jax.hub.vision import load_processor
 from grpo_jax.models.towers import window_inputs
 from grpo_jax.text.completions import reward_inputs
 from grpo_jax.text.examples import encode_examples, load_examples
-from grpo_jax.text.images import assign_images, load_processor_if_needed, open_image
+from grpo_jax.text.images import assign_images, image_bytes, load_processor_if_needed, open_image
 from grpo_jax.text.prompts import encode_prompts, join_prompts
 from grpo_jax.text.rows import load_rows
 
@@ -175,6 +175,9 @@ def test_photos_are_turned_upright_and_transparent_pixels_are_white(load):
     assert open_image(clear).getpixel((0, 0)) == open_image(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
     gray = Image.new("L", (2, 2), 7)
     assert open_image(gray).getpixel((0, 0)) == (7, 7, 7)
+    of_palette = gray.convert("P")
+    of_palette.putpalette([8] * 768)
+    assert image_bytes(of_palette) != image_bytes(gray.convert("P")), "a resumed run compares the visible pixels"
 
 
 def test_files_and_datasets_with_images(load, tmp_path):
