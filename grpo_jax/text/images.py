@@ -216,11 +216,16 @@ def image_bytes(source: ImageSource) -> bytes:
 
 
 def open_image(source: ImageSource) -> Image.Image:
-    """Decode an image as RGB. Files are rotated by their EXIF orientation; transparency is blended with white."""
+    """Decode an image as RGB. Files are rotated by their EXIF orientation; transparency is blended with white.
+
+    16-bit values are divided by 256.
+    """
     pillow, image = import_extra("PIL.Image", "pillow"), _unwrap(source)
     if isinstance(image, str | bytes | os.PathLike):
         with pillow.open(io.BytesIO(image) if isinstance(image, bytes) else image) as file:
             image = import_extra("PIL.ImageOps", "pillow").exif_transpose(file)
+    if image.mode == "I;16":  # Pillow would replace all values above 255 with 255
+        image = image.point(lambda value: value / 256).convert("L")
     if not image.has_transparency_data:
         return image.convert("RGB")
     white = pillow.new("RGBA", image.size, "white")

@@ -165,7 +165,7 @@ def test_every_kind_of_source_gives_the_same_prompt(load, tmp_path):
     assert [part.images for part in joined.by_part().values()] == [[(path,), ()], [()]]
 
 
-def test_photos_are_turned_upright_and_transparent_pixels_are_white(load):
+def test_images_are_decoded_as_upright_rgb_with_white_for_transparent_pixels(load):
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
     photo = encoded(noise(20, 48), "JPEG", exif=exif)
@@ -175,6 +175,8 @@ def test_photos_are_turned_upright_and_transparent_pixels_are_white(load):
     assert open_image(clear).getpixel((0, 0)) == open_image(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
     gray = Image.new("L", (2, 2), 7)
     assert open_image(gray).getpixel((0, 0)) == (7, 7, 7)
+    deep = Image.fromarray(np.array([[0, 300], [20000, 65535]], np.uint16))
+    assert np.asarray(open_image(encoded(deep)))[..., 1].tolist() == [[0, 1], [78, 255]]
     of_palette = gray.convert("P")
     of_palette.putpalette([8] * 768)
     assert image_bytes(of_palette) != image_bytes(gray.convert("P")), "a resumed run compares the visible pixels"
