@@ -209,7 +209,6 @@ def _progress_bar(console: Console, total_steps: int, start: int) -> Progress:
     from rich import progress
 
     bar = progress.Progress(
-        progress.TextColumn("GRPO"),
         progress.BarColumn(bar_width=None),
         progress.MofNCompleteColumn(),
         progress.TimeElapsedColumn(),
@@ -218,7 +217,7 @@ def _progress_bar(console: Console, total_steps: int, start: int) -> Progress:
         console=console,
         expand=True,
     )
-    bar.add_task("GRPO", total=total_steps, completed=start, left="")
+    bar.add_task("", total=total_steps, completed=start, left="")
     return bar
 
 

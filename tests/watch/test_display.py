@@ -77,6 +77,7 @@ def test_terminal_bar_is_redrawn_and_the_cursor_restored():
     assert text.endswith("\x1b[?25h")  # and shown again despite the exception
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
     assert all(part in screen for part in ("[note] kept above", "3/4", "0:00:00 left", NUMBERS, SECONDS))
+    assert "GRPO" not in screen, "SFT has the same display"
 
 
 def test_display_writes_to_stderr_and_quiet_shows_nothing(capsys):
