@@ -42,7 +42,7 @@ def _qwen2(keys: Keys) -> Fields:
     if len(sections) != 3 or sum(sections) != half:
         raise keys.refuse("rope_scaling.mrope_section", sections, f"three integers whose sum is {half}")
     kind = {"type": "default"} if rotary.get("type") == "mrope" else {}  # the type of the frequencies
-    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary, **kind})
+    rope = rope_of(keys, {**rotary, **kind})
     return {**fields, "rope": dataclasses.replace(rope, sections=tuple(sections))}
 
 
@@ -93,9 +93,8 @@ def _gemma3(keys: Keys) -> Fields:
 
 
 def _glm4(keys: Keys) -> Fields:
-    rotary = keys["rope_parameters"] or keys["rope_scaling"] or {}
-    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary})
-    return {"qkv_bias": keys["attention_bias"], "norms": "sandwich", "rope": dataclasses.replace(rope, pairs=True)}
+    rope = dataclasses.replace(rope_of(keys), pairs=True)
+    return {"qkv_bias": keys["attention_bias"], "norms": "sandwich", "rope": rope}
 
 
 def _granite(keys: Keys) -> Fields:
@@ -116,11 +115,8 @@ def _ministral3(keys: Keys) -> Fields:
     if len(positive) < 2:
         name = "rope_parameters.(llama_4_scaling_beta, original_max_position_embeddings)"
         raise keys.refuse(name, growth, "two positive numbers")
-    rope = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary})
-    return {
-        "windows": all_windows(keys),
-        "rope": dataclasses.replace(rope, growth=(float(positive[0]), int(positive[1]))),
-    }
+    rope = dataclasses.replace(rope_of(keys, rotary), growth=(float(positive[0]), int(positive[1])))
+    return {"windows": all_windows(keys), "rope": rope}
 
 
 def _olmo3(keys: Keys) -> Fields:
@@ -146,12 +142,11 @@ _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "origin
 
 
 def _gpt_oss(keys: Keys) -> Fields:
-    rotary = keys["rope_parameters"] or keys["rope_scaling"] or _GPT_OSS_ROPE
     return {
         **biases_of(keys),
         "attention_sinks": True,
         "windows": windows_of(keys, lambda i: (i + 1) % 2 != 0),
-        "rope": rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary}),
+        "rope": rope_of(keys, keys["rope_parameters"] or keys["rope_scaling"] or _GPT_OSS_ROPE),
         **mixture(keys, keys["num_local_experts"], keys["intermediate_size"]),
         "expert_layers": (True,) * keys["num_hidden_layers"],
         "expert_bias": True,
@@ -305,6 +300,5 @@ def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
     if "activation" not in fields:
         fields["activation"] = activation_of(keys, "hidden_act")
     if "rope" not in fields:
-        rotary = keys["rope_parameters"] or keys["rope_scaling"] or {}
-        fields["rope"] = rope_of(keys, {"rope_theta": keys["rope_theta"], **rotary})
+        fields["rope"] = rope_of(keys)
     return TransformerConfig(**fields)

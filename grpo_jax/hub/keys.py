@@ -133,8 +133,10 @@ def activation_of(keys: Keys, key: str) -> str:
     return ACTIVATIONS[keys[key]]
 
 
-def rope_of(keys: Keys, rotary: Json) -> Rope:
-    """Build a `Rope` from `rotary`, in the format of `rope_parameters` or of the older `rope_scaling`."""
+def rope_of(keys: Keys, rotary: Json | None = None) -> Rope:
+    """Build a `Rope` from `rotary`, by default the config's `rope_parameters` or older `rope_scaling`."""
+    rotary = keys["rope_parameters"] or keys["rope_scaling"] or {} if rotary is None else rotary
+    rotary = {"rope_theta": keys["rope_theta"], **rotary}
     where = "rope_parameters" if keys["rope_parameters"] else "rope_scaling"
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("su", "yarn") and keys.raw["architectures"] == ["Phi3ForCausalLM"]:
@@ -174,10 +176,7 @@ def two_ropes(keys: Keys, local_theta: float) -> Fields:
         raise keys.refuse("rope_parameters", ropes, "a dict with the keys 'full_attention' and 'sliding_attention'")
     scaling = {**(keys["rope_scaling"] or {}), **(ropes.get("full_attention") or {})}
     local = ropes.get("sliding_attention") or {}
-    return {
-        "rope": rope_of(keys, {"rope_theta": keys["rope_theta"], **scaling}),
-        "local_rope": rope_of(keys, {"rope_theta": local_theta, **local}),
-    }
+    return {"rope": rope_of(keys, scaling), "local_rope": rope_of(keys, {"rope_theta": local_theta, **local})}
 
 
 VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {

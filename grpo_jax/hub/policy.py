@@ -110,17 +110,12 @@ def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
 
     if not isinstance(module, nnx.Module):
         raise ValueError(f"module must be a flax.nnx.Module; got {type(module).__name__}.")
-    parts: Any = nnx.split(module, nnx.Param, ...)
+    parts: Any = nnx.split(nnx.clone(module), nnx.Param, ...)
     graphdef, state, rest = parts
     found, treedef = jax.tree_util.tree_flatten_with_path(state)
     paths = [tuple(str(entry.key) for entry in path if hasattr(entry, "key")) for path, _ in found]
     params = unflatten_dict({path: jnp.array(leaf) for path, (_, leaf) in zip(paths, found, strict=True)})
-    return Policy(NnxModel(graphdef, treedef, paths, _copy(rest)), params, tokenizer)
-
-
-def _copy(state: nnx.State) -> nnx.State:
-    """Return a state with new variables, since `nnx.split` and `nnx.merge` share them with the module."""
-    return jax.tree.map(lambda x: x, state)
+    return Policy(NnxModel(graphdef, treedef, paths, rest), params, tokenizer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,7 +135,8 @@ class NnxModel:
         """Return the logits [B, T, V] for tokens [B, T], without dropout."""
         from flax import nnx
 
-        module = nnx.merge(self.graphdef, self.state(variables["params"]), _copy(self.rest))
+        rest = jax.tree.map(lambda x: x, self.rest)  # new variables, which the call may change
+        module = nnx.merge(self.graphdef, self.state(variables["params"]), rest)
         module.eval()
         return module(tokens).astype(jnp.float32)
 

@@ -216,10 +216,7 @@ def image_bytes(source: ImageSource) -> bytes:
 
 
 def open_image(source: ImageSource) -> Image.Image:
-    """Decode an image as RGB. Files are rotated by their EXIF orientation; transparency is blended with white.
-
-    16-bit values are divided by 256.
-    """
+    """Decode an image as RGB. Files are rotated by their EXIF orientation; transparency is blended with white."""
     pillow, image = import_extra("PIL.Image", "pillow"), _unwrap(source)
     if isinstance(image, str | bytes | os.PathLike):
         with pillow.open(io.BytesIO(image) if isinstance(image, bytes) else image) as file:
