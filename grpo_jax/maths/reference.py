@@ -109,8 +109,6 @@ def sync_reference(
     """
     if isinstance(every, int) and every < 1:
         raise ValueError(f"every must be at least 1; got {every}. Pass the number of optimizer steps between syncs.")
-    _check_alpha(alpha)
-    _check_trees(ref_params, params)
     # Use `cond` instead of `where`, so that the params are not read at other steps.
     return jax.lax.cond(
         step % every == 0, lambda: mixup(ref_params, params, alpha), lambda: jax.tree.map(jnp.asarray, ref_params)

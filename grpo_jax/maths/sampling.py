@@ -76,8 +76,7 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
 
 def uniforms(keys: jax.Array) -> jax.Array:
     """Draw two uniform random numbers [..., 2] float32 in [0, 1) from each typed key [...]."""
-    flat = keys.reshape(-1)
-    return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(flat).reshape((*keys.shape, 2))
+    return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys.reshape(-1)).reshape((*keys.shape, 2))
 
 
 def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:

@@ -58,8 +58,7 @@ class Client:
     """An HTTP client for JSON. `engines.vllm` documents the arguments."""
 
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
-        base_url = str(base_url)  # a RUN.yaml may contain a number or null
-        url = urllib.parse.urlsplit(base_url)
+        url = urllib.parse.urlsplit(base_url := str(base_url))  # a RUN.yaml may contain a number or null
         if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or url.query:
             secret = "@" in base_url or url.query
             shown = "a URL with credentials or a query" if secret else show(base_url)

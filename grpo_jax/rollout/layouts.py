@@ -186,8 +186,7 @@ def decode_threads(params: Params, groups: int, width: int, *, per_core: int = 1
 
     `per_core` is the number of threads per core. It is larger with several turns, because some threads wait.
     """
-    parts = min(groups, groups * width // MIN_PER_THREAD)
-    limit = max(1, min(parts, per_core * count_threads(params, groups)))
+    limit = max(1, min(groups, groups * width // MIN_PER_THREAD, per_core * count_threads(params, groups)))
     return max(n for n in range(1, limit + 1) if groups % n == 0)
 
 

@@ -257,11 +257,10 @@ class _MultiTurnDecoder:
         self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
         filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)
         self.start_slots, self.slot = self.slots - counts - filled, self.slots
-        kept = None if self.job.mesh is not None else groups.astype(np.int32)  # on a mesh, groups stay on their devices
+        mesh = self.job.mesh
+        kept = None if mesh is not None else groups.astype(np.int32)  # on a mesh, groups stay on their devices
         order, starts = order.astype(np.int32), self.start_slots.astype(np.int32)
-        (self.device_state,) = rearrange(
-            (self.device_state,), kept, order, starts, slots=self.slots, mesh=self.job.mesh
-        )
+        (self.device_state,) = rearrange((self.device_state,), kept, order, starts, slots=self.slots, mesh=mesh)
 
 
 def wait_for(future: Future[Result], interrupt: Callable[[], None]) -> Result:

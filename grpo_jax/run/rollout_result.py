@@ -160,10 +160,8 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
 
 def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
     """Return a bool mask [B] that is True for groups whose rewards are all equal."""
-    is_zero = _jit_zero_signal(
-        rewards, weights=config.reward_weights, multi_objective_aggregation=config.multi_objective_aggregation
-    )
-    return np.asarray(is_zero)
+    weights, aggregation = config.reward_weights, config.multi_objective_aggregation
+    return np.asarray(_jit_zero_signal(rewards, weights=weights, multi_objective_aggregation=aggregation))
 
 
 def rollout_metrics(config: GRPOConfig, rewards: np.ndarray, rollout: RolloutResult) -> dict[str, float]:
