@@ -325,7 +325,7 @@ def find_checkpoint(
     patterns = ["config.json"]
     if weights:
         patterns += ["generation_config.json", "model.safetensors.index.json", "*.safetensors"]
-        patterns += [*TOKENIZER_FILES, *PROCESSOR_FILES]
+        patterns += [*TOKENIZER_FILES, *PROCESSOR_FILES, "additional_chat_templates/*"]
     return find_files("name_or_directory", name_or_directory, patterns, revision)
 
 

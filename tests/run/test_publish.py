@@ -160,10 +160,13 @@ def test_manual_push_is_one_commit_that_loads_by_revision(run_dir, monkeypatch):
         first = push_to_hub(policy, "sums", run_dir=run_dir, private=True, **about)
         puts = sum(method == "PUT" for method, *_ in hub.requests)
         second = push_to_hub(policy.replace(params=moved(policy.params)), "me/sums", revision="later")
+        named = {"chat_template.jinja": b"D", "additional_chat_templates/tool_use.jinja": b"T"}
+        hub.trees[hub.heads["me/sums", "later"]].update(named)
         by_commit = from_pretrained("me/sums", revision=first.rpartition("/")[2])
         by_branch, main = (from_pretrained("me/sums", revision=name) for name in ("later", None))
         with pytest.raises(FileNotFoundError, match=r"'me/sums' is not a local directory and could not be downloaded"):
             from_pretrained("me/sums", revision="never")
+    assert by_branch.tokenizer.chat_template == {"default": "D", "tool_use": "T"}
     # Each push makes one commit, uploads the large files with LFS, and changes nothing else.
     assert hub.private == {"me/sums": True}
     assert [commit[:3] for commit in hub.commits] == [("me/sums", x, "Upload policy") for x in ("main", "later")]
