@@ -286,17 +286,6 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, constrained_sharding(x.shape, mesh, *axes))
 
 
-@jax.custom_jvp
-def ordered(tree: Tree, x: jax.Array) -> Tree:
-    """Return `tree`, for use only after x is computed. Gradients have no such order."""
-    return jax.lax.optimization_barrier((tree, x))[0]
-
-
-@ordered.defjvp
-def _ordered_jvp(primals: tuple[Tree, jax.Array], tangents: tuple[Tree, jax.Array]) -> tuple[Tree, Tree]:
-    return ordered(*primals), tangents[0]
-
-
 def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) -> NamedSharding:
     """Return the sharding that `constrain` applies to an array of this shape, as XLA's partitioner normalizes it."""
     others = (axis and dividing_axes(size, mesh, axis) for size, axis in zip(shape[1:], axes, strict=False))

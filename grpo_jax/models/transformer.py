@@ -26,7 +26,7 @@ from grpo_jax.models.context import Cache, Context, LayerCache, Prefix, Recurren
 from grpo_jax.models.layers import Embedding, Linear, Quantized, RMSNorm
 from grpo_jax.models.matmul import matmul
 from grpo_jax.models.rope import check_rope_length, positions_by_channel, query_factors, rope_table
-from grpo_jax.models.sharding import constrain, ordered
+from grpo_jax.models.sharding import constrain
 from grpo_jax.models.splash import BITS
 from grpo_jax.models.tiles import MASKED, Kernel, TileMask, implementation, triton_or_tiles
 from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts
@@ -245,8 +245,9 @@ class Transformer(nn.Module):
         alone = layer.clone(parent=None, name=None)
         variables = layer.variables
         if self.config.mesh is not None and context.cache is None:
-            # Without this dependency, XLA would gather the sharded weights of all layers before the first layer.
-            variables = ordered(variables, x)
+            # Without this order, XLA would gather the sharded weights of all layers before the first layer, and compute
+            # the gradients of all layers' weights after the last one, with all their activations in memory.
+            variables, x = jax.lax.optimization_barrier((variables, x))
         result, written = apply_layer(alone, self._written(), variables, x, context)
         self._sow(written)
         return result

@@ -113,16 +113,17 @@ def test_update_on_a_mesh_gathers_weights_but_no_activations(device, mesh):
     assert long["all-gather"] < short["all-gather"] + 2 * embedding < short["all-gather"] + 4 * activations
 
 
-def test_weights_are_gathered_layer_by_layer_on_a_mesh():
-    """A program with more layers does not hold more gathered weights at once."""
-    group = {"num_generations": 4, "per_device_train_batch_size": 4, "beta": 0.1, "mesh": {"fsdp": 4}}
-    model = {**MODEL, "hidden_size": 1024, "intermediate_size": 8192}
+@pytest.mark.parametrize(("phase", "length", "width"), [("reference", 256, 8192), ("update", 2048, 4096)])
+def test_memory_on_a_mesh_holds_one_layer_at_a_time(phase, length, width):
+    """More layers need no more memory for gathered weights, or for activations that weights' gradients wait for."""
+    group = {"num_generations": 4, "per_device_train_batch_size": 4, "beta": 0.1, "gradient_checkpointing": True}
+    model = {**MODEL, "hidden_size": 1024, "intermediate_size": width}
     few, many = (
-        compiled("H100-4", [256], "reference", {**model, "num_hidden_layers": layers}, **group)[0][0]
+        compiled("H100-4", [length], phase, {**model, "num_hidden_layers": layers}, mesh={"fsdp": 4}, **group)[0][0]
         for layers in (2, 8)
     )
-    of_a_layer = 3 * 2 * 1024 * 8192  # bytes, in bfloat16
-    assert many - few < 2 * of_a_layer
+    weights, activations = 3 * 2 * 1024 * width, 4 * 2 * 4 * length * width  # bytes per layer, in bfloat16
+    assert many - few < (2 * weights if phase == "reference" else activations)
 
 
 @pytest.mark.parametrize("completions", [8, 64], ids=["materialized", "kernel"])

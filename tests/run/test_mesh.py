@@ -1,6 +1,5 @@
 """Training on a mesh of eight devices gives the same completions, losses and params as on one device."""
 
-
 import chex
 import jax
 import jax.numpy as jnp
