@@ -283,17 +283,15 @@ class _SingleTurnRollout:
         return True
 
     def compact(self) -> None:
-        """Move to the next smaller layout if it can hold all active completions and is sufficiently cheaper."""
-        slots = self.layouts.slots_below(self.layout, self.slots)
-        chosen = None if slots is None else self.layouts.choose(self.layout, self.rows >= 0)
-        if slots is None or chosen is None:
+        """Move to a smaller layout if it can hold all active completions and is sufficiently cheaper."""
+        move = self.layouts.smaller(self.layout, self.slots, self.rows >= 0)
+        if move is None:
             return
-        (groups, order), mesh = chosen, self.job.mesh
+        self.layout, self.slots, (groups, order) = move
         self.rows, self.drawn = self.rows[groups[:, None], order], self.drawn[groups]
-        parts = decode_threads(self.job.params, len(groups), order.shape[1])
+        parts, mesh = decode_threads(self.job.params, len(groups), order.shape[1]), self.job.mesh
         kept = groups if mesh is None else None  # on a mesh, groups stay on their devices
-        self.states = rearrange(self.states, kept, order, slots=slots, parts=parts, mesh=mesh)
-        self.layout, self.slots = self.layout + 1, slots
+        self.states = rearrange(self.states, kept, order, slots=self.slots, parts=parts, mesh=mesh)
 
     def decode(self) -> None:
         """Decode one burst, after growing a full cache. A burst is shorter near the cache's end or the length T."""

@@ -12,12 +12,15 @@ from the rollout's shapes. The sampled completions determine only when the rollo
                                               │
 8                                         255 slots
 ```
+
+A move may skip layouts, for example from 64 to 8 completions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +56,10 @@ MIN_PER_THREAD = 16
 
 MAX_RELATIVE_COST = 0.8
 """Maximum cost of the next layout relative to the current layout. A move copies the cache and may need compiling."""
+
+
+Selection = tuple[np.ndarray, np.ndarray]
+"""Indices of the groups to keep [B''], and of the completions to keep in each of these groups [B'', G'']."""
 
 
 def whole_cache(length: int, *, fixed: bool) -> int:
@@ -109,25 +116,32 @@ class Layouts:
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
-    def slots_below(self, layout: int, slots: int) -> int | None:
-        """Return the next layout's cache size for a current size of `slots`, or None if a move saves too little."""
-        if layout + 1 == len(self.shapes):
-            return None
-        new_slots = next(n for n in self.slots[min(layout + 1, len(self.slots) - 1) :] if n >= slots)
+    def smaller(self, layout: int, slots: int, alive: np.ndarray) -> tuple[int, int, Selection] | None:
+        """Return the cheapest smaller layout that holds all active completions, or None if a move saves too little.
 
-        def cost(shape: tuple[int, int], slots: int) -> float:
-            step = dataclasses.replace(self.step, own=self.step.own * slots / self.slots[-1])
-            return step.cost(shape[0] // self.shards, shape[1])
+        The result is the layout's index, its cache size for a current size of `slots`, and what `select` returns.
+        """
+        max_cost = MAX_RELATIVE_COST * self._cost(layout, slots)
+        moves = []
+        for target in range(layout + 1, len(self.shapes)):
+            new_slots = next(n for n in self.slots[min(target, len(self.slots) - 1) :] if n >= slots)
+            cost, selected = self._cost(target, new_slots), self.select(target, alive)
+            if cost <= max_cost and selected is not None:
+                moves.append((cost, target, new_slots, selected))
+        return min(moves, key=operator.itemgetter(0))[1:] if moves else None
 
-        pays = cost(self.shapes[layout + 1], new_slots) <= MAX_RELATIVE_COST * cost(self.shapes[layout], slots)
-        return new_slots if pays else None
+    def _cost(self, layout: int, slots: int) -> float:
+        """Return the cost of a decode step on each device."""
+        groups, width = self.shapes[layout]
+        step = dataclasses.replace(self.step, own=self.step.own * slots / self.slots[-1])
+        return step.cost(groups // self.shards, width)
 
-    def choose(self, layout: int, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Select completions for the next layout: indices of groups [B''] and of completions in them [B'', G''].
+    def select(self, layout: int, alive: np.ndarray) -> Selection | None:
+        """Select completions for a smaller layout.
 
         `alive` [B', G'] is False for ended completions; these fill unused positions. Returns None if not all fit.
         """
-        groups, width = self.shapes[layout + 1]
+        groups, width = self.shapes[layout]
         if width > 1 or self.shards > 1:
             counts = alive.sum(axis=1)
             if counts.max() > width or (counts > 0).sum() > groups:

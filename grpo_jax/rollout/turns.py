@@ -243,7 +243,7 @@ class _MultiTurnDecoder:
     def _choose(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Select completions for the next layout. Returns None if there is no smaller layout or they do not fit."""
         last = self.layout + 1 == len(self.layouts.shapes)
-        return None if last else self.layouts.choose(self.layout, self.rows >= 0)
+        return None if last else self.layouts.select(self.layout + 1, self.rows >= 0)
 
     def _align(self, counts: np.ndarray, *, min_slots: int) -> None:
         """Rotate completions so that they end `counts` [B', G'] slots before the end of a ring of ≥ `min_slots` slots.

@@ -34,11 +34,11 @@ def test_no_live_completion_is_lost(step, shards):
         ids, at = np.arange(64).reshape(8, 8), 0
         while (ids >= 0).any():
             ids = np.where(rng.random(ids.shape) < rng.uniform(0.3, 0.95), ids, -1)
-            kept = None if layouts.slots_below(at, 255) is None else layouts.choose(at, ids >= 0)
-            if kept is None:
+            move = layouts.smaller(at, 255, ids >= 0)
+            if move is None:
                 continue
-            groups, order = kept
-            moved, at = ids[groups[:, None], order], at + 1
+            at, _, (groups, order) = move
+            moved = ids[groups[:, None], order]
             assert moved.shape == layouts.shapes[at]
             assert sorted(moved[moved >= 0]) == sorted(ids[ids >= 0])
             if shards > 1:
@@ -62,16 +62,32 @@ def test_expensive_weights_leave_fewer_layouts(weights, count):
     assert len(layouts_of(step=step).shapes) == count
 
 
+def moves(layouts, layout, slots, alive):
+    """Index and cache size of the layout that follows when `alive` completions are left, or None."""
+    shape = layouts.shapes[layout]
+    move = layouts.smaller(layout, slots, (np.arange(shape[0] * shape[1]) < alive).reshape(shape))
+    return move and move[:2]
+
+
 def test_small_cache_is_left_only_for_a_cheaper_layout():
     step = StepCost(weights=0.0, prompt=0.0, own=1.0)
     layouts = layouts_of(step=step)
     assert layouts.slots == (64, 128, 255)
-    assert layouts.shapes[1:3] == ((32, 1), (16, 1))
-    assert [layouts.slots_below(0, slots) for slots in layouts.slots] == [None, 128, 255]
-    assert layouts.slots_below(len(layouts.shapes) - 1, 255) is None
+    assert layouts.shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
+    assert [moves(layouts, 0, slots, 32) for slots in layouts.slots] == [None, (1, 128), (1, 255)]
+    assert moves(layouts, 3, 255, 1) is None, "there is no smaller layout"
     dear = layouts_of(step=dataclasses.replace(step, products=100.0))
-    assert [dear.slots_below(0, slots) for slots in dear.slots] == [128, 128, 255]
-    assert [dear.slots_below(1, slots) for slots in dear.slots[1:]] == [255, 255]
+    assert [moves(dear, 0, slots, 32) for slots in dear.slots] == [(1, 128), (1, 128), (1, 255)]
+    assert [moves(dear, 1, slots, 16) for slots in dear.slots[1:]] == [(2, 255), (2, 255)]
+
+
+def test_moves_to_the_cheapest_layout_that_holds_all_active_completions():
+    layouts = layouts_of(step=StepCost(weights=0.0, prompt=0.0, own=1.0))
+    assert [moves(layouts, 0, 255, n) for n in (1, 8, 9, 16, 17, 32, 33)] == [
+        *[(3, 255)] * 2, *[(2, 255)] * 2, *[(1, 255)] * 2, None,
+    ]  # fmt: skip
+    # Compared with 64 × 64 slots, 8 × 255 slots cost half as much, but 32 × 128 slots would cost the same.
+    assert moves(layouts, 0, 64, 8) == (3, 255)
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 64, 70, 192, 1000, 8192])
