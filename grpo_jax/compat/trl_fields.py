@@ -68,7 +68,7 @@ _UNNOTED = (
 )
 
 SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
-    "pad_to_multiple_of": '"auto" is 32, since XLA compiles a program for every shape; in TRL it pads only on Trainium',
+    "pad_to_multiple_of": '"auto" is 16, since XLA compiles a program for every shape; in TRL it pads only on Trainium',
     "num_train_epochs": "a batch may contain the end of one epoch and the start of the next, so no row is dropped",
     "seed": "the same seed gives different samples than in TRL",
     "scale_rewards": "True and False are also accepted",

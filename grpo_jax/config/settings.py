@@ -81,7 +81,7 @@ class Settings:
     resumed run compares only the resulting prompts."""
     pad_to_multiple_of: Count | Literal["auto"] | None = "auto"
     """Pad prompts (SFT: examples) to a multiple of this many tokens, to limit the number of compiled shapes. "auto"
-    uses 32 (TRL: only on Trainium). None pads to the longest prompt."""
+    uses 16 (TRL: only on Trainium). None pads to the longest prompt."""
 
     # Batches (see `Sizes`).
     per_device_train_batch_size: Count = setting(8, resume="rounding")
@@ -235,7 +235,7 @@ class Settings:
 
     def padded(self, length: int) -> int:
         """Round the length of a prompt or example in tokens up to a multiple of `pad_to_multiple_of`."""
-        multiple = 32 if self.pad_to_multiple_of == "auto" else self.pad_to_multiple_of or 1
+        multiple = 16 if self.pad_to_multiple_of == "auto" else self.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
     def logs_at(self, step: int) -> bool:

@@ -281,7 +281,7 @@ def test_steps_and_other_properties_derived_from_fields():
     logged = lambda **settings: [step for step in range(1, 13) if GRPOConfig(**settings).logs_at(step)]
     assert logged(logging_steps=5) == [1, 5, 10]
     assert logged(logging_steps=5, logging_first_step=False) == [5, 10]
-    assert [GRPOConfig(pad_to_multiple_of=value).padded(33) for value in ("auto", None, 7)] == [64, 33, 35]
+    assert [GRPOConfig(pad_to_multiple_of=value).padded(33) for value in ("auto", None, 7)] == [48, 33, 35]
 
 
 def test_contradictions_read_exactly_the_fields_they_name():
