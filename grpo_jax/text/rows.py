@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -89,24 +88,12 @@ def content_fault(row: Json, first: Json) -> str:
     """Describe why a row's columns are invalid. Returns "" if they are valid."""
     if fault := column_fault(row):
         return fault
-    for name, value in row.items():
-        if not isinstance(name, str):
-            return f"has a column {name!r}; column names must be strings, since they are keywords of reward functions"
-        try:
-            json.dumps(value, ensure_ascii=False, default=_text, skipkeys=True).encode()
-        except UnicodeEncodeError:
-            return (
-                f"has a lone surrogate in column {name!r}, which cannot be encoded; replace it with"
-                " text.encode(errors='replace').decode()"
-            )
+    if others := [name for name in row if not isinstance(name, str)]:
+        return f"has a column {others[0]!r}; column names must be strings, since they are keywords of reward functions"
     if row.keys() != first.keys():
         missing, extra = (sorted(x - y, key=str) for x, y in ((first.keys(), row.keys()), (row.keys(), first.keys())))
         return f"and row 0 have different columns (missing: {missing}, extra: {extra}); use None for missing values"
     return ""
-
-
-def _text(value: object) -> str:
-    return "" if isinstance(value, bytes) else str(value)  # images may have millions of bytes
 
 
 def messages_fault(value: object, column: str) -> str:

@@ -1,4 +1,4 @@
-"""Rows: every kind of source, pandas tables, renamed columns, prompts from templates, and lone surrogates."""
+"""Rows: every kind of source, pandas tables, renamed columns, and prompts from templates."""
 
 import gzip
 import itertools
@@ -182,15 +182,6 @@ def test_pandas_rows_have_lists_for_arrays_and_none_for_nan(tmp_path):
     rows = [{"prompt": "1+1", "n": 2, "answer": "2", "x": 0.5}, {"prompt": "2+2", "n": None, "answer": None, "x": None}]
     for frame in (pandas.DataFrame(rows), pandas.DataFrame(rows).convert_dtypes()):
         assert load_rows(frame) == rows, "reward functions do not treat NaN or NA as 'no score'"
-
-
-@pytest.mark.parametrize("column", ["prompt", "tests"])
-def test_lone_surrogate_is_refused_with_its_row_and_column(column):
-    half = "\ud83d"
-    value = [{"role": "user", "content": half}] if column == "prompt" else ["a", {"b": half}]
-    with pytest.raises(ValueError, match=rf"rows row 1 has a lone surrogate in column '{column}'"):
-        load_rows([CHATS[0], {**CHATS[1], column: value}], argument="rows")
-    assert load_rows([{"prompt": "😀"}]) == [{"prompt": "😀"}], "a complete character is accepted"
 
 
 def test_prompt_template_may_be_messages():
