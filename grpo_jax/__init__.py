@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from grpo_jax.config.sft import SFTConfig
     from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
     from grpo_jax.hub.peft import add_lora, load_lora, merge_lora, save_lora
-    from grpo_jax.hub.policy import from_nnx, init_policy
+    from grpo_jax.hub.policy import init_policy
     from grpo_jax.maths.advantages import compute_advantages, zero_signal_groups
     from grpo_jax.maths.kl import kl_divergence
     from grpo_jax.maths.log_probs import token_log_probs
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch", "Completions", "DryRun", "Environment", "GRPOConfig", "Plan", "Policy", "Prompts", "SFTConfig",
     "Sampler", "TrainState", "add_lora", "as_argument", "completion_log_probs", "compute_advantages",
-    "create_state", "evaluate", "from_nnx", "from_pretrained", "generate", "grpo_loss", "init_policy",
+    "create_state", "evaluate", "from_pretrained", "generate", "grpo_loss", "init_policy",
     "kl_divergence", "load_lora", "make_mesh", "make_prompts", "merge_lora", "mixup", "plan", "push_to_hub",
     "rehearse", "sample_tokens", "save_lora", "save_pretrained", "sft", "sync_reference", "token_log_probs",
     "train", "train_step", "zero_signal_groups",
@@ -54,7 +54,7 @@ _NAMES_OF = {
     "config.sft": "SFTConfig",
     "hub.huggingface": "from_pretrained save_pretrained",
     "hub.peft": "add_lora load_lora merge_lora save_lora",
-    "hub.policy": "from_nnx init_policy",
+    "hub.policy": "init_policy",
     "run.publish": "push_to_hub",
     "maths.advantages": "compute_advantages zero_signal_groups",
     "maths.kl": "kl_divergence",

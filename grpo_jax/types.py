@@ -212,7 +212,7 @@ class _Opaque:
 
 MODEL_CALL = (
     "A model is called as apply({'params': params}, tokens [B, T]) without a dropout key and must return logits"
-    " [B, T, V]. Use grpo_jax.from_nnx(module, tokenizer) to convert a flax.nnx module to a policy"
+    " [B, T, V]"
 )
 """Description of the `Model` interface for error messages."""
 

@@ -1,19 +1,16 @@
-"""Creation of policies with random weights or from flax.nnx modules, and serialization of tokenizers."""
+"""Policies with random weights, and serialization of tokenizers."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.config.fields import NO_FLOAT16
 from grpo_jax.hub.families import family_of, read_config
@@ -23,9 +20,6 @@ from grpo_jax.models.devices import platform_of
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Json, Params, Tokenizer
-
-if TYPE_CHECKING:
-    from flax import nnx
 
 
 def init_policy(
@@ -78,72 +72,6 @@ def check_dtype(argument: str, value: str) -> None:
     if value not in ("float32", "bfloat16"):
         reason = f": {NO_FLOAT16}" if value == "float16" else ""
         raise ValueError(f"{argument} must be 'float32' or 'bfloat16'; got {value!r}{reason}.")
-
-
-def from_nnx(module: nnx.Module, tokenizer: Tokenizer | None = None) -> Policy:
-    """Create a policy from a flax.nnx module, for `train`, `sft`, `evaluate` and `generate`.
-
-    The model has no key-value cache: each new token costs a forward pass over the whole sequence. Adapters, multi-turn
-    rollouts, quantization and `save_pretrained` require a policy from `from_pretrained` or `init_policy`.
-
-    Args:
-      module: module that maps right-padded tokens [B, T] int32 to logits [B, T, V]. Logits at position t must depend
-        only on tokens 0..t. `nnx.Param` variables are trained; all other variables are constants. The module is called
-        in evaluation mode, and later changes to it do not affect the policy.
-      tokenizer: transformers tokenizer, whose EOS token ends a completion. `generate` does not need one.
-
-    Returns:
-      A `Policy` whose params are a nested dict.
-
-    Example:
-      >>> from flax import nnx
-      >>> class Bigram(nnx.Module):
-      ...     def __init__(self, rngs):
-      ...         self.table = nnx.Embed(8, 8, rngs=rngs)
-      ...     def __call__(self, tokens):
-      ...         return self.table(tokens)
-      >>> policy = from_nnx(Bigram(nnx.Rngs(0)))
-      >>> policy.model.apply({"params": policy.params}, jnp.zeros((2, 3), "int32")).shape
-      (2, 3, 8)
-    """
-    from flax import nnx
-
-    if not isinstance(module, nnx.Module):
-        raise ValueError(f"module must be a flax.nnx.Module; got {type(module).__name__}.")
-    parts: Any = nnx.split(nnx.clone(module), nnx.Param, ...)
-    graphdef, state, rest = parts
-    found, treedef = jax.tree_util.tree_flatten_with_path(state)
-    paths = [tuple(str(entry.key) for entry in path if hasattr(entry, "key")) for path, _ in found]
-    params = unflatten_dict({path: jnp.array(leaf) for path, (_, leaf) in zip(paths, found, strict=True)})
-    return Policy(NnxModel(graphdef, treedef, paths, rest), params, tokenizer)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class NnxModel:
-    """A flax.nnx module without its params, as a `types.Model`.
-
-    `treedef` is the tree structure of the `nnx.Param` variables, `paths` are their paths in a nested dict in the order
-    of that structure, and `rest` is the state of all other variables.
-    """
-
-    graphdef: nnx.GraphDef[Any]
-    treedef: jax.tree_util.PyTreeDef
-    paths: Sequence[tuple[str, ...]]
-    rest: nnx.State
-
-    def apply(self, variables: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
-        """Return the logits [B, T, V] for tokens [B, T], without dropout."""
-        from flax import nnx
-
-        rest = jax.tree.map(lambda x: x, self.rest)  # new variables, which the call may change
-        module = nnx.merge(self.graphdef, self.state(variables["params"]), rest)
-        module.eval()
-        return module(tokens).astype(jnp.float32)
-
-    def state(self, params: Params) -> nnx.State:
-        """Convert params to an `nnx.State`, for use in `nnx.update(module, state)`."""
-        leaves = flatten_dict(params)
-        return self.treedef.unflatten([leaves[path] for path in self.paths])
 
 
 def state_of(tokenizer: Tokenizer | None) -> object:

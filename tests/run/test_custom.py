@@ -14,7 +14,7 @@ from test_generate import Bare
 from test_packed import OPTIMIZER, G, T, batch
 from tiny import scored, tiny_model
 
-from grpo_jax import Completions, GRPOConfig, compute_advantages, train
+from grpo_jax import Completions, GRPOConfig, SFTConfig, compute_advantages, sft, train
 from grpo_jax.maths.surrogates import ppo
 from grpo_jax.run.evaluate import EVALUATION
 from grpo_jax.run.prepare import prepare
@@ -36,6 +36,14 @@ def test_custom_functions_with_builtin_formulas_give_the_same_params():
     chex.assert_trees_all_equal(plain, learn(advantage_fn=of_groups, surrogate=ppo))
     # On-policy, nothing is clipped and the ratio's gradient equals the log-prob's.
     chex.assert_trees_all_close(plain, learn(advantage_fn=of_tokens, surrogate=reinforce), atol=2e-5)
+
+
+def test_model_with_only_apply_is_trained_like_the_builtin_model():
+    bare = POLICY.replace(model=Bare(POLICY.model))
+    chex.assert_trees_all_close(train(bare, ROWS, length, CONFIG).params, learn(), atol=2e-5)
+    config = SFTConfig(max_steps=2, per_device_train_batch_size=1, learning_rate=1e-2)
+    ours, wanted = (sft(policy, [{"text": "abc"}], config).params for policy in (bare, POLICY))
+    chex.assert_trees_all_close(ours, wanted, atol=2e-5)
 
 
 def test_gradient_weights_each_token_by_its_advantage():
