@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +61,6 @@ from grpo_jax import (
 from grpo_jax.models.sharding import make_mesh
 from grpo_jax.rewards.answers import number_reward
 from grpo_jax.rewards.shipped import format_reward
-from grpo_jax.run.evaluate import pass_at_k
 from grpo_jax.run.placement import place_policy
 from grpo_jax.watch.monitor import Callback
 
@@ -154,6 +154,12 @@ def make_scratch(directory: Path, problems: Sequence[dict[str, str]], seed: int,
     texts = [str(as_text(prompt)) for prompt in prompts]
     taught = encode_lessons(policy, texts, [problem["answer"] for problem in chosen])
     save_pretrained(directory, supervise(policy, taught, batch=batch))
+
+
+def pass_at_k(correct: np.ndarray, k: int) -> float:
+    """Estimate the probability that one of k samples is correct from `correct` [N, n] (arXiv:2107.03374, eq. 1)."""
+    n, counts = correct.shape[1], correct.sum(axis=1).astype(int).tolist()
+    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]))
 
 
 def sample_rates(

@@ -112,10 +112,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "set stop (stop_strings, vLLM: stop), stop_token_ids, temperature, top_k, top_p and min_p as fields",
         generation_kwargs=None,
     ),
-    **_absent(
-        "it also changes the log-probs in the loss, which TRL ignores; use get_repetition_penalty_reward instead",
-        repetition_penalty=1.0,
-    ),
+    **_absent("it also changes the log-probs in the loss, which TRL ignores", repetition_penalty=1.0),
     **_needless("the sampler's cache is built in", cache_implementation=None),
     **_needless(_DECODED, use_transformers_continuous_batching=False, transformers_continuous_batching_config=None),
     **_needless(_DECODED, use_transformers_paged=False),

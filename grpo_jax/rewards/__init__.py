@@ -14,7 +14,6 @@ from grpo_jax.rewards.shipped import (
     format_reward,
     formula_reward,
     from_row,
-    get_repetition_penalty_reward,
     get_soft_overlong_punishment,
 )
 from grpo_jax.rewards.workers import isolated
@@ -22,6 +21,5 @@ from grpo_jax.rewards.workers import isolated
 __all__ = [
     "PartialRewards", "RewardError", "Rewards", "TrainerState", "accuracy_reward", "check_reward_fns",
     "completion_text", "compute_rewards", "final_number", "format_reward", "formula_reward", "from_row",
-    "get_repetition_penalty_reward", "get_soft_overlong_punishment", "isolated", "number_reward", "reward_names",
-    "sole_number",
+    "get_soft_overlong_punishment", "isolated", "number_reward", "reward_names", "sole_number",
 ]  # fmt: skip

@@ -204,23 +204,8 @@ def call_selected(fn: Callable[..., _Returned], inputs: Inputs) -> _Returned:
     return fn(**select_inputs(fn, inputs))
 
 
-RUN_METRICS = {
-    "step", "num_tokens", "num_prompts", "tokens_per_second", "tokens", "rows", "padding_share", "reward", "reward_std",
-    "frac_reward_zero_std", "learning_rate", "update_skipped", "loss", "policy_loss", "aux_loss", "grad_norm", "kl",
-    "kl_in_loss", "kl_initial", "kl_bounded_tokens", "approx_kl_old", "sampler_gap", "ratio_mean", "ratio_max",
-    "entropy", "entropy_bonus", "entropy_coef", "selected_entropy", "selected_tokens", "clip_fraction",
-    "clip_fraction_low", "clip_fraction_high", "clip_fraction_delta", "off_policy_fraction", "distillation",
-    "distillation_loss",
-}  # fmt: skip
-"""Metrics that the run itself logs. `log_metric` rejects these names; `check_names` rejects rollout metrics."""
-
-RUN_METRIC_PREFIXES = ("eval/", "seconds/", "sampler/", "dynamic_sampling/")
-RUN_COLUMNS = ("step", "prompt", "images", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
-"""Columns in `completions.jsonl` that the run itself writes, so that `log_extra` rejects them."""
-
-
 class Log:
-    """Metrics and columns that reward functions log for one batch."""
+    """Metrics and columns that reward functions log for one batch. The run's own entries replace equal names."""
 
     def __init__(self, count: int):
         self.metrics: dict[str, list[float]] = {}
@@ -228,13 +213,10 @@ class Log:
 
     def metric(self, name: str, value: float) -> None:
         """Log a scalar. If several values are logged under the same name in a step, their mean is reported."""
-        check_names([name], [name] if name.startswith(RUN_METRIC_PREFIXES) else RUN_METRICS)
         self.metrics.setdefault(name, []).append(float(value))
 
     def extra(self, column: str, values: Sequence[object]) -> None:
         """Log one value per completion in `completions.jsonl`."""
-        if column in RUN_COLUMNS:
-            raise SetupError(f"log_extra({column!r}, ...): the run writes a column with this name; rename it")
         values = copy_containers(list(values))
         if len(values) != len(self.columns):
             raise RewardError(
@@ -242,10 +224,3 @@ class Log:
             )
         for row, value in zip(self.columns, values, strict=True):
             row[column] = value
-
-
-def check_names(logged: Iterable[str], reserved: Iterable[str]) -> None:
-    """Raise SetupError if a reward function logged a metric under a reserved name."""
-    taken = sorted({*logged} & {*reserved})
-    if taken:
-        raise SetupError(f"log_metric({taken[0]!r}, ...): the run logs a metric with this name; rename it")

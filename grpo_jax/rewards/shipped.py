@@ -192,34 +192,6 @@ class _SoftOverlong:
         return [max(-tokens / max(self.cache, 1), -1.0) if tokens > 0 else 0.0 for tokens in over]
 
 
-def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFn:
-    """Return a reward function that penalizes repeated n-grams: r = max_penalty · (1 − distinct n-grams / n-grams).
-
-    An n-gram has `ngram_size` tokens; shorter completions get 0. The function is named "repetition". From Demystifying
-    Long Chain-of-Thought Reasoning, arXiv 2502.03373, appendix C.2.
-    """
-    if ngram_size < 1:
-        raise ValueError(f"ngram_size must be at least 1; got {ngram_size}")
-    if not -np.inf < max_penalty <= 0:
-        raise ValueError(f"max_penalty must be finite and ≤ 0; got {max_penalty}")
-    return _Repetition(ngram_size, float(max_penalty))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Repetition:
-    size: int
-    max_penalty: float
-    __name__ = "repetition"
-
-    def __call__(self, *, completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-        return [self._penalty(ids) for ids in completion_ids]
-
-    def _penalty(self, ids: Sequence[int]) -> float:
-        ngrams = [tuple(ids[start : start + self.size]) for start in range(len(ids) - self.size + 1)]
-        distinct = len(set(ngrams))
-        return self.max_penalty * (1 - distinct / len(ngrams)) if distinct < len(ngrams) else 0.0
-
-
 def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> RewardFn:
     """Return a reward function that gives 1 if math-verify finds the correct answer in a completion, else 0.
 

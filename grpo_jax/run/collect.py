@@ -27,7 +27,7 @@ from grpo_jax.models.packing import lengths_of
 from grpo_jax.models.sharding import fetch, local_range
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, compute_rewards, means_of
-from grpo_jax.rewards.contract import TrainerState, check_names, reward_names
+from grpo_jax.rewards.contract import TrainerState, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.rollout.generate import OnTokens, generate
 from grpo_jax.run.policy_checks import check_context_length
@@ -193,7 +193,6 @@ def _sample_and_score(
         rewards = gather_rewards(local_rewards, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.metrics)
-    check_names(rewards.logged_metrics, metrics)
     return rollout, rewards, means_of(rewards.logged_metrics) | metrics, batch
 
 

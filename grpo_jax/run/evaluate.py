@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.sharding import mesh_of, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewards
-from grpo_jax.rewards.contract import TrainerState, as_list, check_names, check_reward_fns, eval_names, reward_names
+from grpo_jax.rewards.contract import TrainerState, as_list, check_reward_fns, eval_names, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.images import check_text_only, with_encoder, without_image_token
@@ -235,25 +233,6 @@ def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[f
     """Return the mean total reward, the mean of each reward function, and the means of the logged metrics."""
     joined = join_rewards(batches)
     scores = np.concatenate(joined.values)  # [B·G, K]; K is 0 if a teacher replaces the reward functions
-    metric_names = eval_names(names)
-    metrics = dict(zip(metric_names, map(mean_of_scored, scores.T), strict=False))
+    metrics = dict(zip(eval_names(names), map(mean_of_scored, scores.T), strict=False))
     metrics["reward"] = mean_of_scored(total_rewards(scores, weights))
-    check_names(joined.logged_metrics, metric_names)
     return means_of(joined.logged_metrics) | metrics
-
-
-def pass_at_k(correct: npt.ArrayLike, k: int) -> float:
-    """Estimate the probability that at least one of k completions for a prompt is correct, averaged over prompts.
-
-    `correct` [N, n] is 1 or True for correct completions, in the order of `evaluate`'s rows. With c correct out of n
-    samples, the unbiased estimate is 1 − C(n−c, k) / C(n, k), the fraction of subsets of size k that contain a correct
-    completion (Chen et al. 2021, arXiv:2107.03374, equation 1).
-    """
-    correct = np.asarray(correct)
-    if correct.ndim != 2 or correct.size == 0 or not np.isin(correct, (0, 1)).all():
-        raise ValueError(f"correct must be a nonempty array [N, n] of 0 and 1; got shape {correct.shape}.")
-    n = correct.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"k must be between 1 and n = {n}, the number of completions per prompt; got {k}.")
-    counts = correct.astype(int).sum(axis=1).tolist()
-    return float(np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in counts]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import nearest_sizes
@@ -163,10 +163,9 @@ def _sampling_problems(config: GRPOConfig, num_reward_fns: int, *, has_eval_data
 def warn_of_tokens(
     data: EncodedPrompts, policy: Policy, argument: str, *, ends: TurnEnds = BY_EOS, template_kwargs: Json | None = None
 ) -> None:
-    """Warn about duplicate special tokens, turns without an end token, and tool calls with None as an argument."""
+    """Warn about duplicate special tokens, turns without an end token, and templates that write the current date."""
     for line in (
         *_duplicate_special_tokens(data, policy, argument),
-        *_null_arguments(data.rows, argument),
         *_missing_turn_ends(data, policy, ends, template_kwargs, argument),
         *_current_date(data, policy, template_kwargs, argument),
     ):
@@ -231,28 +230,3 @@ def _current_date(data: EncodedPrompts, policy: Policy, kwargs: Json | None, arg
             " date with chat_template_kwargs={'date_string': ...} (Llama 3), or with {'chat_template': ...} and a"
             " template that contains it"
         )
-
-
-def _null_arguments(rows: Sequence[Row], argument: str) -> Iterator[str]:
-    """Yield a warning if tool calls have None as an argument."""
-    found = [
-        (i, name)
-        for i, row in enumerate(rows)
-        for message in _messages_in(row)
-        for call in message.get("tool_calls") or ()
-        for name, value in _arguments(call).items()
-        if value is None
-    ]
-    if found:
-        row, name = found[0]
-        yield (
-            f"{argument} row {row} has a tool call with the argument {name!r} = None ({len(found)} such arguments in"
-            " total), which the chat template shows as null. The datasets package adds None for arguments that"
-            " occur only in other rows. Remove these arguments, or store arguments as JSON strings, which are decoded"
-        )
-
-
-def _arguments(call: Json) -> Json:
-    """Return a tool call's arguments. The dict is empty if they are not a JSON object."""
-    arguments = (call.get("function") or call).get("arguments")
-    return arguments if isinstance(arguments, Mapping) else {}

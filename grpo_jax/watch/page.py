@@ -19,11 +19,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from grpo_jax.rewards.contract import RUN_COLUMNS
 from grpo_jax.watch.display import escape_controls
 from grpo_jax.watch.plots import COLORS, Panel, draw_report, find_panels, reward_colors, save_figure
 from grpo_jax.watch.summary import changed_settings, finite_values, headline, metric_names
 from grpo_jax.watch.writer import Line, read_lines, read_settings, replace_file
+
+RUN_COLUMNS = ("step", "prompt", "images", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
+"""Columns in `completions.jsonl` that the run writes. Others were logged by reward functions."""
 
 STEPS = 12
 """Number of steps whose completions are shown. They are evenly spaced and include the first and the last step."""

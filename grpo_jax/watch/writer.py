@@ -135,19 +135,19 @@ class RunWriter:
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line to `metrics.jsonl`."""
-        self._append("metrics.jsonl", [{"step": step, **metrics}])
+        self._append("metrics.jsonl", step, [metrics])
 
     def completions(self, step: int, rows: Iterable[CompletionRow]) -> None:
         """Append one line per completion to `completions.jsonl`, with "step" as the first key."""
         rows = list(rows) if self.run_dir is not None else []
         images = {id(row["images"]): row["images"] for row in rows if "images" in row}  # a group shares its list
         saved = {key: {"images": [self._save_image(x) for x in found]} for key, found in images.items()}
-        lines = [{"step": step, **row, **saved.get(id(row.get("images")), {})} for row in rows]
-        self._append("completions.jsonl", lines)
+        lines = [{**row, **saved.get(id(row.get("images")), {})} for row in rows]
+        self._append("completions.jsonl", step, lines)
 
     def warning(self, step: int, category: str, message: str) -> None:
         """Append a line to `warnings.jsonl`."""
-        self._append("warnings.jsonl", [{"step": step, "category": category, "message": message}])
+        self._append("warnings.jsonl", step, [{"category": category, "message": message}])
 
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
         """Drop the lines for steps after `step` (−1: all lines) and a truncated last line.
@@ -174,8 +174,11 @@ class RunWriter:
         path.write_bytes(content)
         return {"source": source, "thumbnail": path.name}
 
-    def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
+    def _append(self, name: str, step: int, rows: Iterable[Mapping[str, object]]) -> None:
+        """Append lines with "step" as the first key. It replaces a value that a reward function logged as "step"."""
         if self.run_dir is not None:
+            first = {"step": step}
+            rows = [{**first, **row, **first} for row in rows]
             lines = [json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
             path = self.path(name)
             path.touch()

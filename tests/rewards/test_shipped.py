@@ -1,13 +1,12 @@
 """from_row, the combinators and the shipped rewards, each compared with values computed by hand."""
 
 import asyncio
-import random
 import sys
 
 import numpy as np
 import pytest
 
-from grpo_jax.rewards import accuracy_reward, format_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
+from grpo_jax.rewards import accuracy_reward, format_reward, get_soft_overlong_punishment
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.contract import RewardError, reward_names
 from grpo_jax.rewards.shipped import from_row
@@ -81,7 +80,6 @@ def test_factories_refuse_invalid_arguments():
     for make, message in (
         (lambda: accuracy_reward(extract="("), r"extract must be a regular expression; got '\(' \(missing \)"),
         (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache must be in 0..10; got 11"),
-        (lambda: get_repetition_penalty_reward(0), "ngram_size must be at least 1; got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -117,20 +115,3 @@ def test_format_matches_the_whole_completion_across_lines():
 def test_soft_overlong_is_equation_13_of_dapo(longest, cache, expected):
     ids = [[1] * length for length in range(len(expected))]
     assert get_soft_overlong_punishment(longest, cache)(completion_ids=ids) == pytest.approx(expected)
-
-
-def test_repetition_counts_n_grams():
-    random.seed(0)
-    for size in (1, 2, 3):
-        reward = get_repetition_penalty_reward(size, max_penalty=-2.0)
-        for _ in range(50):
-            ids = [random.randrange(3) for _ in range(random.randrange(9))]
-            seen, repeated, total = [], 0, 0
-            for start in range(len(ids)):
-                ngram = ids[start : start + size]
-                if len(ngram) == size:
-                    total += 1
-                    repeated += ngram in seen
-                    seen.append(ngram)
-            assert reward(completion_ids=[ids]) == pytest.approx([-2.0 * repeated / total if total else 0.0])
-    assert get_repetition_penalty_reward(3)(completion_ids=[[1, 2], [], [7] * 5]) == pytest.approx([0, 0, -2 / 3])

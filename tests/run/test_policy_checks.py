@@ -110,24 +110,7 @@ def test_template_with_the_current_date_warns():
     assert warned([{"prompt": "hi"}], dated) == []
 
 
-def called(**arguments):
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    return [*talk(), {"role": "assistant", "content": "", "tool_calls": [call]}, *talk()]
-
-
 CALLS = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}<eos>{% endfor %}"
-
-
-@pytest.mark.parametrize("column", ["prompt", "messages"])
-def test_tool_arguments_filled_in_by_datasets_warn(column):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    tokenizer = tokenizer_with(CALLS)
-    rows = [{column: called(x=1)}, {column: called(y="a")}]
-    assert warned(rows, tokenizer) == []
-    (line,) = warned(list(datasets.Dataset.from_list(rows)), tokenizer)
-    assert line.startswith("dataset row 0 has a tool call with the argument 'y' = None (2 such arguments in total)")
-    as_text = {"role": "assistant", "content": "", "tool_calls": [{"arguments": "{}"}]}
-    assert warned([{column: [*talk(), as_text, *talk()]}], tokenizer) == []
 
 
 def without(completions):

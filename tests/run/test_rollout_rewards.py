@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_tokenizer
 
 from grpo_jax.rewards.calls import Rewards, means_of
-from grpo_jax.rewards.contract import RUN_COLUMNS, RewardError
+from grpo_jax.rewards.contract import RewardError
 from grpo_jax.rewards.outcomes import RewardParts
 from grpo_jax.rollout.interaction import EpisodeRecord
 from grpo_jax.run import rollout_result as gathering
@@ -16,6 +16,7 @@ from grpo_jax.run.collect import call_reward_fns
 from grpo_jax.run.rollout_result import RolloutResult, completion_records, gather_rewards
 from grpo_jax.text.prompts import make_prompts
 from grpo_jax.types import Completions
+from grpo_jax.watch.page import RUN_COLUMNS
 
 pytestmark = pytest.mark.quick
 
@@ -121,11 +122,13 @@ def test_reward_parts_cover_the_completions_of_all_processes(monkeypatch):
     np.testing.assert_array_equal(found[0].values.ravel()[G:], [sum(part.values) for part in expected])
 
 
-def test_completion_columns_are_reserved():
+def test_completion_records_have_the_columns_of_a_run():
     played = [EpisodeRecord([(True, str(i))], lengths=[1], reward=0.0) for i in range(2 * G)]
     rows = [{**row, "image": "digit.png"} for row in ROWS[:2]]
     sampled = RolloutResult(rows, PROMPTS, completions(2), played)
-    parts, columns = [RewardParts(i, 0, False, [0.0]) for i in range(2 * G)], [{"number": i} for i in range(2 * G)]
+    parts = [RewardParts(i, 0, False, [0.0]) for i in range(2 * G)]
+    columns = [{"number": i, "prompt": i} for i in range(2 * G)]
     scores = Rewards(np.zeros((2, G, 1), np.float32), {}, parts, {}, columns, [""] * 2 * G)
     for row in completion_records(scores, ["length"], sampled, np.zeros((2, G))):
         assert {"step", *row} == {"number", *RUN_COLUMNS}
+        assert row["prompt"] in [x["prompt"] for x in rows], "the run's columns replace those of reward functions"

@@ -17,7 +17,7 @@ lines_of = lambda writer, name="metrics.jsonl": list(read_lines(writer.path(name
 
 def test_lines_are_strict_json_for_any_text_array_and_object(tmp_path):
     writer = RunWriter(tmp_path / "new" / "run")
-    writer.metrics(3, {"reward": jnp.float32(0.5), "kl": float("nan"), "ratio_max": float("inf")})
+    writer.metrics(3, {"reward": jnp.float32(0.5), "kl": float("nan"), "ratio_max": float("inf"), "step": 5})
     text = writer.path("metrics.jsonl").read_text(encoding="utf-8")
     assert text == '{"step": 3, "reward": 0.5, "kl": null, "ratio_max": null}\n'
     row = {"prompt": [{"role": "user"}], "completion": "数字 \ud800 \x00\n", "rewards": {"a": None}, "ended": False}
