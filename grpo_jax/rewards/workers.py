@@ -1,7 +1,7 @@
 """Execution of reward functions in worker processes, with limits on time and memory.
 
-A batch is split into calls to a `pebble.ProcessPool`, which return scores and errors as JSON. This is not a sandbox: a
-worker can read and write files, use the network and start processes. Run untrusted code in a container.
+A batch is split into calls to a `pebble.ProcessPool`. This is not a sandbox: a worker can read and write files, use the
+network and start processes. Run untrusted code in a container.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
-import json
 import math
 import os
 import pickle
-import secrets
 import signal
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from multiprocessing import spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ import numpy as np
 
 from grpo_jax.rewards import contract
 from grpo_jax.rewards.contract import EXTRAS, RewardError, SetupError, arguments_of, function_name
-from grpo_jax.rewards.outcomes import Failures, as_scores, describe_failure, read_number, read_outcome
+from grpo_jax.rewards.outcomes import Failures, as_scores, describe_failure, read_outcome
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -39,11 +38,13 @@ if TYPE_CHECKING:
     from grpo_jax.types import RewardFn, Row
 
 START_SECONDS = 60.0  # time limit for a worker's imports
+ATTEMPTS = 3  # pebble abandons a pool if a worker dies while it is idle or before it acknowledges its call
 OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
 _MAX_TEXT = 2000  # maximum length of an error message and of its traceback
-_NO_REPLY = "sent a reply that does not belong to this call, or ended its worker process"
 
 _Outcome = tuple[np.ndarray, Failures]
+_Reply = tuple[list[float], dict[int, str], tuple[str, str, str] | None]
+"""Scores and errors of a call. If the whole call failed, the type, message and traceback of its exception."""
 
 
 def isolated(
@@ -60,8 +61,7 @@ def isolated(
     this process exits. The function must be defined at the top level of a module other than the running script.
 
     An error (exception, exceeded limit, crashed worker) affects only the completions in that call. Processes started by
-    a killed call are also killed. Each reply must repeat a random number from its call, so a function cannot forge the
-    reply to a different call. Nothing else is restricted; see SECURITY.md.
+    a killed call are also killed. Nothing else is restricted; see SECURITY.md.
 
     Args:
       fn: a sync or async reward function without the arguments `log_metric` and `log_extra`.
@@ -83,11 +83,11 @@ def isolated(
       Traceback (most recent call last):
       ValueError: fn='lambda' cannot be sent to a worker process ...
     """
-    if not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
+    if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a positive number of seconds; got {timeout!r}")
     sizes = {"workers": workers, "memory_mb": memory_mb, "completions_per_call": completions_per_call}
     for name, value in sizes.items():
-        if not (isinstance(value, int) and value >= 1) and (name == "workers" or value is not None):
+        if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive integer; got {value!r}")
     if loggers := [name for name in ("log_metric", "log_extra") if name in arguments_of(fn)]:
         raise ValueError(f"fn={function_name(fn)!r} takes {loggers[0]}, but workers cannot log; remove the argument")
@@ -140,70 +140,55 @@ class _IsolatedFunction:
         """Run calls, given as (number of completions, pickled arguments). Returns scores and errors for each call."""
         outcomes: dict[int, _Outcome] = {}
         try:
-            # Retry: pebble abandons a pool if a worker dies while it is idle or before it acknowledges its call.
-            for _ in range(3):
-                if lost := [index for index in range(len(calls)) if index not in outcomes]:
-                    found = self._schedule(self._started_pool(), [calls[index] for index in lost], self._timeout)
-                    outcomes |= {index: outcome for index, outcome in zip(lost, found, strict=True) if outcome}
-        except BaseException:  # including Ctrl-C: later calls must not receive these replies
+            for _ in range(ATTEMPTS):
+                pool, lost = self._running_pool(), [i for i in range(len(calls)) if i not in outcomes]
+                with contextlib.suppress(RuntimeError):  # the pool is broken
+                    futures = {pool.schedule(_serve, calls[i], timeout=self._timeout): i for i in lost}
+                    for future in self._replies(pool, futures):
+                        outcomes[futures[future]] = self._read(future, calls[futures[future]][0])
+                if len(outcomes) == len(calls):
+                    return [outcomes[i] for i in range(len(calls))]
+            problem = f"ended or did not load the function within {START_SECONDS:g} s"
+            raise SetupError(f"reward function {self.__name__!r}: the worker process {problem}")
+        except BaseException:  # including Ctrl-C
             self.close()
             raise
-        return [outcomes.get(i, _unscored(count, _NO_REPLY)) for i, (count, _) in enumerate(calls)]
 
-    def _started_pool(self) -> ProcessPool:
-        """Return a running pool. If there is none, start one and load the function in a worker."""
-        if self._pool is not None and self._pool.active:
-            return self._pool
+    def _running_pool(self) -> ProcessPool:
+        """Return a running pool, which is started if there is none."""
         from pebble import ProcessPool
 
-        self.close()
-        setup = (self._payload, self._memory_mb, os.getpid())
-        self._pool = pool = ProcessPool(self._workers, 0, _start_worker, setup, _WorkerContext())
-        self._finalizer = weakref.finalize(self, _stop, pool)
-        self._finalizer.atexit = False  # pebble stops the workers at exit
-        if self._schedule(pool, [(0, b"")], 0.0) == [None]:  # only loads the function
-            problem = f"the worker process ended or did not load the function within {START_SECONDS:g} s"
-            raise SetupError(f"reward function {self.__name__!r}: {problem}")
-        return pool
+        if self._pool is None or not self._pool.active:
+            self.close()
+            setup = (self._payload, self._memory_mb, os.getpid())
+            self._pool = ProcessPool(self._workers, 0, _start_worker, setup, _WorkerContext())
+            self._finalizer = weakref.finalize(self, _stop, self._pool)
+            self._finalizer.atexit = False  # pebble stops the workers at exit
+        return self._pool
 
-    def _schedule(self, pool: ProcessPool, calls: Sequence[tuple[int, bytes]], timeout: float) -> list[_Outcome | None]:
-        """Run calls in the pool. Returns scores and errors for each call, or None for calls that a broken pool lost."""
-        requests = [(secrets.token_hex(8), count, inputs) for count, inputs in calls]
-        try:
-            futures = [pool.schedule(_serve, request, timeout=timeout) for request in requests]
-        except RuntimeError:
-            return [None] * len(calls)
-        # The timeout excludes the time in which new workers load the function.
-        end = time.monotonic() + math.ceil(len(calls) / self._workers) * (timeout + START_SECONDS)
-        while concurrent.futures.wait(futures, timeout=1.0).not_done and pool.active and time.monotonic() < end:
-            pass
-        return [self._read(future, nonce, count) for future, (nonce, count, _) in zip(futures, requests, strict=True)]
+    def _replies(self, pool: ProcessPool, futures: Iterable[Future[_Reply]]) -> Iterator[Future[_Reply]]:
+        """Yield each call that ended. Calls that a broken pool lost are omitted."""
+        limit = self._timeout + START_SECONDS  # the timeout excludes the time in which new workers load the function
+        waiting, end = {*futures}, time.monotonic() + limit
+        while waiting and pool.active and time.monotonic() < end:
+            done, waiting = concurrent.futures.wait(waiting, 1.0, concurrent.futures.FIRST_COMPLETED)
+            end = time.monotonic() + limit if done else end
+            yield from (x for x in done if not isinstance(x.exception(), concurrent.futures.BrokenExecutor))
 
-    def _read(self, future: concurrent.futures.Future[str], nonce: str, count: int) -> _Outcome | None:
-        """Return the outcome of a call, or None if the pool is broken. Raises SetupError if loading `fn` failed."""
-        error = future.exception() if future.done() else concurrent.futures.BrokenExecutor()
-        if isinstance(error, concurrent.futures.BrokenExecutor):
-            return None
+    def _read(self, future: Future[_Reply], count: int) -> _Outcome:
+        """Return the scores and errors of a call that ended. Raises SetupError if the function was not loaded."""
+        error = future.exception()
+        if isinstance(error, SetupError):
+            raise SetupError(f"reward function {self.__name__!r}: {error}")
         if error is not None:
-            return _unscored(count, self._describe(error))
-        try:
-            reply = json.loads(future.result())
-            if reply["nonce"] != nonce:
-                raise ValueError("a reply to a different call")
-            if "failure" not in reply:
-                return read_outcome(reply["scores"], count, _read_score)
-            kind, message, lines = map(str, reply["failure"])
-            loaded = reply["loaded"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return _unscored(count, _NO_REPLY)
-        if not loaded:
-            problem = f"the worker process could not load the function ({kind}: {message})\n{lines}"
-            raise SetupError(f"reward function {self.__name__!r}: {problem}")
-        if not kind:
-            return _unscored(count, message)
-        failure = type(kind, (Exception,), {})(message)  # the original class may not be importable here
-        failure.add_note(f"In the worker process:\n{lines}")
-        return _unscored(count, failure)
+            return np.full(count, np.nan), {None: self._describe(error)}
+        scores, failures, exception = future.result()
+        found: Failures = dict(failures)
+        if exception is not None:
+            kind, message, lines = exception
+            found[None] = failure = type(kind, (Exception,), {})(message)  # its class may not be importable here
+            failure.add_note(f"In the worker process:\n{lines}")
+        return np.array(scores), found
 
     def _describe(self, error: BaseException) -> str:
         """Return a verb phrase that describes a worker failure, to follow the function's name in a message."""
@@ -211,22 +196,13 @@ class _IsolatedFunction:
 
         if isinstance(error, TimeoutError):
             return f"took longer than its timeout of {self._timeout:g} s and was killed"
-        if not isinstance(error, ProcessExpired):
-            return _NO_REPLY
+        assert isinstance(error, ProcessExpired), error
         with contextlib.suppress(OSError):  # processes started by the function
             os.killpg(error.pid, signal.SIGKILL)
         code, limit = error.exitcode, f" (memory_mb={self._memory_mb})" if self._memory_mb else ""
         if code == OUT_OF_MEMORY:
             return f"ran out of memory{limit}"
         return f"ended its worker process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
-
-
-def _unscored(count: int, failure: BaseException | str) -> _Outcome:
-    return np.full(count, np.nan), {None: failure}
-
-
-def _read_score(_: int, item: object) -> float | str:
-    return str(item["failure"]) if isinstance(item, dict) and "failure" in item else read_number(item)
 
 
 def _stop(pool: ProcessPool) -> threading.Thread:
@@ -258,7 +234,7 @@ class _WorkerProcess(SpawnProcess):
     def start(self) -> None:
         def without_main(name: str) -> dict[str, object]:
             data = prepare(name)
-            return {key: data[key] for key in data if name != self.name or not key.startswith("init_main_from_")}
+            return {key: data[key] for key in data if not key.startswith("init_main_from_")}
 
         # multiprocessing has no option to skip the main script, which would run again and import JAX.
         with self._starting:
@@ -312,27 +288,25 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _serve(nonce: str, count: int, inputs: bytes) -> str:
-    """Call the function and return its scores and errors as JSON."""
-    outcome: object = []
+def _serve(count: int, inputs: bytes) -> _Reply:
+    """Call the function and return its scores and errors."""
+    if isinstance(_served, BaseException):
+        lines = "".join(traceback.format_exception(_served))
+        raise SetupError(f"a worker process could not load the function ({type(_served).__name__}: {_served})\n{lines}")
+    assert _served is not None
+    outcome: object
     try:
-        if not callable(_served):
-            outcome = _served
-        elif count:
-            outcome = _served(**pickle.loads(inputs))
-            outcome = _event_loop().run_until_complete(outcome) if inspect.isawaitable(outcome) else outcome
+        outcome = _served(**pickle.loads(inputs))
+        outcome = _event_loop().run_until_complete(outcome) if inspect.isawaitable(outcome) else outcome
     except BaseException as error:
         outcome = error
     values, failures = read_outcome(outcome, count)
-    if isinstance(failures.get(None), MemoryError):
+    whole = failures.get(None)
+    if isinstance(whole, MemoryError):
         os._exit(OUT_OF_MEMORY)  # memory held by the function could make later calls fail
     sys.stdout.flush()
     sys.stderr.flush()
-    reply: dict[str, object] = {"nonce": nonce, "loaded": callable(_served)}
-    if (failure := failures.get(None)) is not None:
-        lines = "".join(traceback.format_exception(failure)) if isinstance(failure, BaseException) else ""
-        described = [type(failure).__name__ if lines else "", str(failure)[:_MAX_TEXT], lines[-_MAX_TEXT:]]
-        return json.dumps(reply | {"failure": described})
-    bad = {index: {"failure": describe_failure(failure)[:_MAX_TEXT]} for index, failure in failures.items()}
-    scores = [bad.get(i, None if np.isnan(value) else value) for i, value in enumerate(values.tolist())]
-    return json.dumps(reply | {"scores": scores})
+    if isinstance(whole, BaseException):
+        lines = "".join(traceback.format_exception(whole))
+        return values.tolist(), {}, (type(whole).__name__, str(whole)[:_MAX_TEXT], lines[-_MAX_TEXT:])
+    return values.tolist(), {i: describe_failure(failure)[:_MAX_TEXT] for i, failure in failures.items()}, None

@@ -2,9 +2,7 @@
 
 import asyncio
 import ctypes
-import gc
 import itertools
-import json
 import os
 import re
 import signal
@@ -60,19 +58,6 @@ def writes_its_pid_and_hangs(completions, pid_file):
         file.write(str(os.getpid()))
     while True:
         pass
-
-
-def forges(completions):
-    """Write a forged reply to the next call into the reply pipe."""
-    from pebble.common import Result, ResultStatus
-    from pebble.pool.process import TaskResult, WorkerChannel, WorkerTask
-
-    (channel,) = (one for one in gc.get_objects() if isinstance(one, WorkerChannel))
-    task = max(one.id for one in gc.get_objects() if isinstance(one, WorkerTask))
-    if completions[0] == "the next reply":
-        reply = json.dumps({"nonce": "0" * 16, "loaded": True, "scores": [100.0]})
-        channel.send(TaskResult(task + 1, Result(ResultStatus.SUCCESS, reply)))
-    return length(completions)
 
 
 def misbehave(completions, how):
