@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Processor files of a vision-language model, which are copied unchanged."""
 
-STORED = {
+STORAGE_DTYPES = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
     "F64": np.dtype(np.float64), "F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E5M2": np.dtype(jnp.float8_e5m2),
     "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
@@ -33,26 +33,25 @@ STORED = {
 }  # fmt: skip
 """Mapping from dtype names in a safetensors header to NumPy dtypes."""
 
-READ = ("F32", "F16", "BF16")
-"""Supported dtypes of stored parameters, by their names in `STORED`."""
-
-
-def is_fault(error: BaseException) -> bool:
-    """Return whether an error is an `Exception` or a Rust panic in `tokenizers` (not a subclass of `Exception`)."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+PARAM_DTYPES = ("F32", "F16", "BF16")
+"""Supported dtypes of stored parameters, by their names in `STORAGE_DTYPES`."""
 
 
 @contextlib.contextmanager
-def reading(what: Path | str) -> Iterator[None]:
-    """Convert parser exceptions to a ValueError whose message contains `what`, such as the path of the file."""
+def parsing(source: Path | str) -> Iterator[None]:
+    """Convert parser exceptions to a ValueError whose message contains `source`, such as the path of the file."""
     try:
         yield
-    except BaseException as error:
-        known = isinstance(error, ImportError | OSError) or (isinstance(error, ValueError) and str(what) in str(error))
-        if known or not is_fault(error):
+    except (ImportError, OSError):
+        raise
+    except KeyError as error:
+        raise ValueError(f"{source}: {error} is missing") from error
+    except ValueError as error:
+        if str(source) in str(error):
             raise
-        reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
-        raise ValueError(f"{what}: {error if isinstance(error, ValueError) else reason}") from error
+        raise ValueError(f"{source}: {error}") from error
+    except Exception as error:  # parsers raise any exception for damaged files
+        raise ValueError(f"{source}: {one_line(error)}") from error
 
 
 def read_json(path: Path) -> Json | None:
@@ -62,8 +61,7 @@ def read_json(path: Path) -> Json | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        pointer = f". It is {POINTER}" if is_pointer(path) else ""
-        raise ValueError(f"{path} is not valid JSON: {error}{pointer}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} contains {show(content)}, not a JSON object.")
     return content
@@ -76,15 +74,6 @@ def is_pointer(path: Path) -> bool:
     """Return whether a file is a Git LFS pointer."""
     with path.open("rb") as file:
         return file.read(64).startswith(b"version https://git-lfs")
-
-
-def check_ids(path: Path, values: Json) -> None:
-    """Raise ValueError unless each token id is an int or None. BOS and EOS may also be lists of ints."""
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = values.get(key)
-        ids = value if isinstance(value, list) and key != "pad_token_id" else [0 if value is None else value]
-        if not all(type(token) is int for token in ids):
-            raise ValueError(f"{path}: {key!r} must be a token id or null; got {show(value)}.")
 
 
 def write_json(path: Path, content: Json) -> None:
@@ -110,16 +99,17 @@ class StoredTensor:
         width = math.prod(self.shape[1:])
         return self.read(first * width, count * width).reshape((count, *self.shape[1:]))
 
-    def mapped(self) -> np.ndarray:
-        """Memory-map a tensor that has an `offset`. The map stays valid after the file is replaced."""
-        assert self.offset is not None
+    def to_numpy(self) -> np.ndarray:
+        """Return the whole tensor, memory-mapped if it has an `offset`. The map stays valid if the file is replaced."""
+        if self.offset is None:
+            return self.rows(0, self.shape[0])
         size = math.prod(self.shape) * self.dtype.itemsize
         data = np.memmap(self.file, np.uint8, "r", self.offset, size) if size else np.empty(0, np.uint8)
         return data.view(self.dtype).reshape(self.shape)
 
 
 def computed(
-    file: Path, shape: tuple[int, ...], rows: Callable[[int, int], np.ndarray], dtype: np.dtype = STORED["F32"]
+    file: Path, shape: tuple[int, ...], rows: Callable[[int, int], np.ndarray], dtype: np.dtype = STORAGE_DTYPES["F32"]
 ) -> StoredTensor:
     """Return a tensor whose rows are computed on demand by `rows(first, count)`."""
     width = math.prod(shape[1:])
@@ -142,15 +132,13 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
     index_path = directory / f"{stem}.safetensors.index.json"
     index, files = read_json(index_path), [f"{stem}.safetensors"]
     if index is not None:
-        with reading(index_path):
+        with parsing(index_path):
             files = sorted(set(index["weight_map"].values()))
-    absent = [name for name in files if not (directory / name).is_file()]
-    if absent:
+    missing = [name for name in files if not (directory / name).is_file()]
+    if missing:
         others = sorted(path.name for path in directory.glob("*.bin"))
         advice = f" Convert the PyTorch weights to safetensors: {shorten(others)}." if others else ""
-        if index is None and (shards := sorted(path.name for path in directory.glob(f"{stem}-*-of-*.safetensors"))):
-            advice = f" The index {index_path.name} of these shards is missing: {shorten(shards)}."
-        raise FileNotFoundError(f"name_or_directory {str(directory)!r} does not contain {shorten(absent)}.{advice}")
+        raise FileNotFoundError(f"name_or_directory {str(directory)!r} does not contain {shorten(missing)}.{advice}")
     return {name: tensor for path in files for name, tensor in _tensors_of(directory / path).items()}
 
 
@@ -160,7 +148,7 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
 
     if is_pointer(path):
         raise ValueError(f"{path} is {POINTER}.")
-    with reading(path), safe_open(path, "numpy"):  # checks that the header is valid and that the file is complete
+    with parsing(path), safe_open(path, "numpy"):  # checks that the header is valid and that the file is complete
         pass
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
@@ -168,10 +156,10 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
-        if entry["dtype"] not in STORED:
+        if entry["dtype"] not in STORAGE_DTYPES:
             raise ValueError(f"{path}: tensor {name!r} has the dtype {entry['dtype']}, which is not supported.")
         offset = start + entry["data_offsets"][0]
-        tensors[name] = _in_file(path, tuple(entry["shape"]), STORED[entry["dtype"]], offset)
+        tensors[name] = _in_file(path, tuple(entry["shape"]), STORAGE_DTYPES[entry["dtype"]], offset)
     return tensors
 
 
@@ -185,14 +173,13 @@ def _in_file(path: Path, shape: tuple[int, ...], dtype: np.dtype, offset: int) -
     return StoredTensor(path, shape, dtype, read, offset)
 
 
-def check_read(stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ValueError if a tensor's dtype is not in `READ`."""
+def check_dtypes(stored: Mapping[str, StoredTensor]) -> None:
+    """Raise ValueError if a tensor's dtype is not in `PARAM_DTYPES`."""
+    supported = [STORAGE_DTYPES[name] for name in PARAM_DTYPES]
     for name, tensor in stored.items():
-        kind = next(kind for kind, dtype in STORED.items() if dtype == tensor.dtype)
-        if kind not in READ:
-            raise ValueError(
-                f"{tensor.file}: tensor {name!r} must have one of the dtypes {', '.join(READ)}; got {kind}."
-            )
+        if tensor.dtype not in supported:
+            names = ", ".join(PARAM_DTYPES)
+            raise ValueError(f"{tensor.file}: tensor {name!r} must have one of the dtypes {names}; got {tensor.dtype}.")
 
 
 def check_replaceable(target: Path) -> None:
@@ -212,7 +199,7 @@ def check_replaceable(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """Yield a temporary directory, which replaces `target` on success and is removed after an exception."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent) as parent:

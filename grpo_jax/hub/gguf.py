@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from grpo_jax.hub.families import read_config
-from grpo_jax.hub.files import POINTER, Checkpoint, StoredTensor, computed, is_fault, is_pointer
+from grpo_jax.hub.files import POINTER, Checkpoint, StoredTensor, computed, is_pointer
 from grpo_jax.hub.gguf_header import NEEDS, Architecture, Header, read_header, read_tokenizer
 from grpo_jax.hub.policy import tokenizer_files
 from grpo_jax.hub.tensors import Tensor, tensor_plan
@@ -96,9 +96,9 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
     try:
         reader = _open(path)
         yield reader, _header(reader)
-    except BaseException as error:
-        if isinstance(error, ImportError) or not is_fault(error):
-            raise
+    except ImportError:
+        raise
+    except Exception as error:
         reason = error if isinstance(error, ValueError) else _damaged(path, error)
         raise ValueError(f"name_or_directory {str(path)!r}: {reason}") from error
 

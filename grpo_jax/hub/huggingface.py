@@ -24,12 +24,10 @@ from grpo_jax.hub.files import (
     TOKENIZER_FILES,
     Checkpoint,
     StoredTensor,
-    appearing,
-    check_ids,
+    atomic_directory,
     check_replaceable,
-    is_fault,
+    parsing,
     read_json,
-    reading,
     stored_tensors,
     write_json,
 )
@@ -100,24 +98,24 @@ def from_pretrained(
     check_dtype("param_dtype", param_dtype or dtype)
     check_method(quantize)
     path = find_checkpoint(name_or_directory, revision=revision)
-    found = _open_checkpoint(path)
-    stored = found.stored
-    with reading(path if path.is_file() else path / "config.json"):
-        check_sizes(text_config(found.raw), {name: tensor.shape for name, tensor in stored.items()})
-        raw, config = _with_head(found.raw, read_config(without_quantization(found.raw), dtype=dtype), stored)
+    checkpoint = _open_checkpoint(path)
+    raw, stored = checkpoint.raw, checkpoint.stored
+    with parsing(path if path.is_file() else path / "config.json"):
+        check_sizes(text_config(raw), {name: tensor.shape for name, tensor in stored.items()})
+        raw, config = _with_head(raw, read_config(without_quantization(raw), dtype=dtype), stored)
         stacked = stacked_experts(stored)
         plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
     extra = check_tensors(path, plan, stored, raw, tied=config.tie_word_embeddings)
     return Policy(
         model=Transformer(config),
         params=read_params(plan, stored, abstract_params(config), np.dtype(param_dtype or dtype), mesh, quantize),
-        tokenizer=found.tokenizer,
+        tokenizer=checkpoint.tokenizer,
         config={key: value for key, value in raw.items() if key != "quantization_config"},
-        generation_config=found.generation_config,
-        files=found.files,
-        extra_tensors={name: x.mapped() if (x := stored[name]).offset else x.rows(0, x.shape[0]) for name in extra},
+        generation_config=checkpoint.generation_config,
+        files=checkpoint.files,
+        extra_tensors={name: stored[name].to_numpy() for name in extra},
         stacked_experts=stacked,
-        loaded_tokenizer=state_of(found.tokenizer),
+        loaded_tokenizer=state_of(checkpoint.tokenizer),
     )
 
 
@@ -132,14 +130,11 @@ def _open_checkpoint(path: Path) -> Checkpoint:
             stacklevel=3,
         )
     present = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (path / name).is_file()]
-    generation_config = read_json(path / "generation_config.json") or {}
-    for name, values in (("config.json", raw), ("generation_config.json", generation_config)):
-        check_ids(path / name, values)
-    with reading(path):
+    with parsing(path):
         stored = find_plain(stored_tensors(path))
     return Checkpoint(
         raw=raw,
-        generation_config=generation_config,
+        generation_config=read_json(path / "generation_config.json") or {},
         stored=stored,
         tokenizer=load_tokenizer(path) if set(present) & set(TOKENIZER_FILES) else None,
         files={name: (path / name).read_bytes() for name in present},
@@ -228,7 +223,7 @@ def save_pretrained(
         max_shard_size=max_shard_size,
     )
     if jax.process_index() == 0:
-        with appearing(target) as scratch:
+        with atomic_directory(target) as scratch:
             for filename, names in split.filename_to_tensors.items():
                 arrays = {
                     name: stored_array(tensors[name], leaves).astype(stored, copy=False)
@@ -261,8 +256,6 @@ def _check_plain(policy: Policy) -> None:
             "policy.params are quantized and cannot be saved as a checkpoint. Train adapters with `add_lora` and save"
             " them with `save_lora`, or merge them with `merge_lora(policy)`."
         )
-    if has_vision(policy.config) and not policy.extra_tensors:
-        raise ValueError("policy.extra_tensors is empty; load vision-language models with `from_pretrained`.")
 
 
 def _with_dtype(config: Json, dtype: str) -> Json:
@@ -301,9 +294,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
             tokenizer: Tokenizer = kind.from_pretrained(str(directory))
             if tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
                 return tokenizer
-    except BaseException as error:
-        if not is_fault(error):
-            raise
+    except Exception as error:
         raise ValueError(
             f"name_or_directory {str(directory)!r} has a tokenizer that transformers cannot load or use ({error}); "
             "repair or remove the tokenizer files."
@@ -361,16 +352,14 @@ def _with_head(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
     """Set `tie_word_embeddings` in both configs: the stated value, but False if the head and embedding differ."""
-    model, head = prefixes_of(raw, layout_of(stored))
-    heads, tables = (
-        [stored[name]] if name in stored else [] for name in (f"{head}weight", f"{model}embed_tokens.weight")
-    )
+    model_prefix, head_prefix = prefixes_of(raw, layout_of(stored))
+    head, embedding = stored.get(f"{head_prefix}weight"), stored.get(f"{model_prefix}embed_tokens.weight")
     tied = config.tie_word_embeddings
     if has_vision(raw):
         stated = (raw.get("tie_word_embeddings"), (raw.get("text_config") or {}).get("tie_word_embeddings"))
-        tied = next((x for x in stated if x is not None), not heads)
-    if tied and heads and tables:
-        tied = same_weights(heads[0], tables[0])
+        tied = next((x for x in stated if x is not None), head is None)
+    if tied and head is not None and embedding is not None:
+        tied = same_weights(head, embedding)
     if has_vision(raw) or tied != config.tie_word_embeddings:
         older = raw.keys() & {"tie_embedding"}  # LFM2's name for the key
         raw = {**raw, **dict.fromkeys(("tie_word_embeddings", *older), tied)}

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from grpo_jax.hub.files import appearing, check_read, check_replaceable, read_json, reading, stored_tensors, write_json
+from grpo_jax.hub.files import (
+    atomic_directory,
+    check_dtypes,
+    check_replaceable,
+    parsing,
+    read_json,
+    stored_tensors,
+    write_json,
+)
 from grpo_jax.hub.huggingface import find_files, save_pretrained
 from grpo_jax.hub.policy import files_of
 from grpo_jax.hub.tensors import tensor_plan
@@ -167,7 +175,7 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    with appearing(target) as scratch:
+    with atomic_directory(target) as scratch:
         save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
         for name, content in files_of(policy).items():
             (scratch / name).write_bytes(content)
@@ -216,12 +224,12 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
         raise FileNotFoundError(f"directory {str(path)!r} lacks adapter_config.json or adapter_model.safetensors.")
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy already has adapters; merge them with `merge_lora(policy)` before loading more.")
-    with reading(path / "adapter_config.json"):
+    with parsing(path / "adapter_config.json"):
         _check_supported(config)
         power = 0.5 if config.get("use_rslora") else 1.0
         scale = config["lora_alpha"] / config["r"] ** power
     stored = stored_tensors(path, "adapter_model")
-    check_read(stored)
+    check_dtypes(stored)
     adapters: dict[tuple[str, ...], jax.Array] = {}
     for tensor in tensor_plan(policy.config, policy.model.config):
         module = tensor.name.removesuffix(".weight")
@@ -229,7 +237,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
         if not stored.keys() >= set(names):
             continue
         sides = [stored.pop(name) for name in names]
-        with reading(f"directory {str(path)!r}: the adapter of {module}"):
+        with parsing(f"directory {str(path)!r}: the adapter of {module}"):
             (rank, fan_in), (fan_out, _) = sides[0].shape, sides[1].shape
         if (fan_out, fan_in) != tensor.shape or sides[1].shape[1] != rank:
             raise ValueError(

@@ -20,7 +20,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
-from grpo_jax.hub.files import PROCESSOR_FILES, READ, STORED, reading
+from grpo_jax.hub.files import PARAM_DTYPES, PROCESSOR_FILES, STORAGE_DTYPES, parsing
 from grpo_jax.hub.keys import Keys, activation_of, text_config
 from grpo_jax.hub.policy import quiet_import
 from grpo_jax.hub.tensors import SUFFIXES
@@ -120,10 +120,10 @@ def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTo
             problems.append(f"{name} is missing")
             continue
         array = stored.reshape(len(stored), -1).T if path[-1] == "kernel" else stored
-        if array.shape != leaf.shape or stored.dtype not in [STORED[kind] for kind in READ]:
+        if array.shape != leaf.shape or stored.dtype not in [STORAGE_DTYPES[kind] for kind in PARAM_DTYPES]:
             wanted = list(leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape)
             got = f"{list(stored.shape)} and {stored.dtype}"
-            problems.append(f"{name} must have shape {wanted} and dtype {' or '.join(READ)}; got {got}")
+            problems.append(f"{name} must have shape {wanted} and dtype {' or '.join(PARAM_DTYPES)}; got {got}")
         params[path] = array
     if problems:
         raise ValueError(f"policy.extra_tensors does not match policy.config: {shorten(problems)}.")
@@ -302,7 +302,7 @@ def load_processor(policy: Policy) -> ImageProcessor:
     pillow = import_extra("PIL.Image", "pillow")
     with quiet_import():
         import transformers
-    with reading("preprocessor_config.json"):
+    with parsing("preprocessor_config.json"):
         # Before transformers 5.4, the class that uses Pillow has no suffix.
         image_processor = (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)).from_dict(settings)
         if kind is _Idefics3:

@@ -15,7 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.hub.families import family_of, read_config
-from grpo_jax.hub.files import StoredTensor, check_read
+from grpo_jax.hub.files import StoredTensor, check_dtypes
 from grpo_jax.hub.keys import has_vision
 from grpo_jax.hub.quantize import (
     Source,
@@ -123,7 +123,7 @@ def check_tensors(
     found = {name: x.shape for name, x in stored.items() if name in wanted or (name in inside and name in others)}
     if problems := shape_differences(wanted, found):
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json does not match the weights: {problems}.")
-    check_read({name: stored[name] for name in wanted})
+    check_dtypes({name: stored[name] for name in wanted})
     return others
 
 

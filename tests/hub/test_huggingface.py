@@ -14,7 +14,7 @@ from test_families import rewrite, write_checkpoint
 from tiny import tiny_tokenizer
 
 from grpo_jax.hub import huggingface, weights
-from grpo_jax.hub.files import appearing, check_replaceable
+from grpo_jax.hub.files import atomic_directory, check_replaceable
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.hub.peft import add_lora, save_lora
 from grpo_jax.hub.policy import init_policy
@@ -221,11 +221,9 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
     (config(intermediate_size=20),
         r"of the wrong shape: .*mlp\.down_proj\.weight has shape \[16, 24\], not \[16, 20\].* and 1 more"),
     (tensors(lambda found: {k: v.astype("f8") for k, v in found.items()}),
-        r"must have one of the dtypes F32, F16, BF16; got F64"),
+        r"must have one of the dtypes F32, F16, BF16; got float64"),
     (text("tokenizer.json", "{}"), r"tokenizer that transformers cannot load or use"),
     (text("model.safetensors", "version https://git-lfs.github.com/"), r"safetensors is a Git LFS pointer"),
-    (lambda path: (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors"),
-        r"index model\.safetensors\.index\.json .* is missing: model-00001-of-00002\.safetensors"),
     (lambda path: (path / "config.json").rename(path / "adapter_config.json"),
         r"model' contains an adapter, not a model: load its base model.*load_lora\('.*', policy\)"),
     # Sizes are compared before any array is allocated.
@@ -234,8 +232,6 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
     # The file is named for every exception that its parser raises.
     (config(rope_parameters=[1]), r"/config\.json: \w+Error: "),
     (text("config.json", "[]"), r"/config\.json contains \[\], not a JSON object"),
-    (text("generation_config.json", '{"eos_token_id": ["</s>"]}'),
-        r"generation_config\.json: 'eos_token_id' must be a token id"),
 ])  # fmt: skip
 def test_message_names_the_problem_of_a_directory(spoil, message, checkpoint):
     spoil(checkpoint)
@@ -310,7 +306,7 @@ def test_failed_save_keeps_the_old_checkpoint(policy, checkpoint, tmp_path, monk
 def test_only_checkpoint_files_are_replaced_and_only_when_complete(tmp_path):
     target = tmp_path / "a" / "b"
     for content in ("old", "new"):
-        with appearing(target) as scratch:
+        with atomic_directory(target) as scratch:
             (scratch / "file").write_text(content)
             (scratch / "file").chmod(0o600)  # as safetensors creates it
             assert not target.exists() or (target / "file").read_text() == "old"
