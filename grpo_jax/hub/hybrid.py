@@ -28,15 +28,13 @@ def hybrid(keys: Keys) -> Fields:
 
 def lfm2(keys: Keys) -> Fields:
     """Return the fields for LFM2: gated short convolutions, attention, and an MLP with adjusted width."""
-    layers, kernel, full = keys["num_hidden_layers"], keys["conv_L_cache"], keys["full_attn_idxs"]
-    if not isinstance(kernel, int) or kernel < 2:
-        raise keys.refuse("conv_L_cache", kernel, "an integer of at least 2")
+    layers, full = keys["num_hidden_layers"], keys["full_attn_idxs"]
     full = range(layers) if full is None else full
     types = ["full_attention" if i in full else "conv" for i in range(layers)]
     tied = keys["tie_word_embeddings"] if keys["tie_embedding"] is None else keys["tie_embedding"]
     return {
         "mixers": _mixers(keys, types, "conv"),
-        "conv": ConvShape(keys["hidden_size"], kernel, keys["conv_bias"]),
+        "conv": ConvShape(keys["hidden_size"], keys["conv_L_cache"], keys["conv_bias"]),
         "intermediate_size": _adjusted_size(keys),
         "qk_norm": "head",
         "rms_norm_eps": keys["norm_eps"],
@@ -63,17 +61,12 @@ def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
 
 
 def delta_nets(keys: Keys) -> DeltaShape:
-    """Read and validate the sizes of the gated delta nets."""
-    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    sizes = {name: keys[f"linear_{name}"] for name in names}
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1 + (name == "conv_kernel_dim"):
-            raise keys.refuse(f"linear_{name}", size, f"an integer of at least {1 + (name == 'conv_kernel_dim')}")
-    heads, values = sizes["num_key_heads"], sizes["num_value_heads"]
-    if values % heads:
-        raise keys.refuse("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {heads}")
-    key, value, kernel = sizes["key_head_dim"], sizes["value_head_dim"], sizes["conv_kernel_dim"]
-    return DeltaShape(heads, values, key, value, kernel, keys.architecture == "Qwen3NextForCausalLM")
+    """Read the sizes of the gated delta nets."""
+    key_heads, value_heads = keys["linear_num_key_heads"], keys["linear_num_value_heads"]
+    if value_heads % key_heads:
+        raise keys.refuse("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads = {key_heads}")
+    sizes = (keys["linear_key_head_dim"], keys["linear_value_head_dim"], keys["linear_conv_kernel_dim"])
+    return DeltaShape(key_heads, value_heads, *sizes, keys.architecture == "Qwen3NextForCausalLM")
 
 
 def gemma4(keys: Keys) -> Fields:
@@ -81,13 +74,9 @@ def gemma4(keys: Keys) -> Fields:
     windows = windows_of(keys, lambda i: (i + 1) % 6 != 0) or (None,) * keys["num_hidden_layers"]
     windows = (*windows[:-1], None)  # transformers always uses full attention in the last layer
     shared = _shared_layers(keys, windows)
-    inputs = keys["hidden_size_per_layer_input"] or 0
-    if inputs and keys["vocab_size_per_layer_input"] != keys["vocab_size"]:
-        size = keys["vocab_size_per_layer_input"]
-        raise keys.refuse("vocab_size_per_layer_input", size, f"equal to vocab_size = {keys['vocab_size']}")
     return {
         **biases_of(keys),
-        **_ropes(keys),
+        **two_ropes(keys, 10000.0),
         **_experts(keys),
         "norms": "sandwich",
         "qk_norm": "head",
@@ -102,45 +91,30 @@ def gemma4(keys: Keys) -> Fields:
         "values_are_keys": keys["attention_k_eq_v"],
         "shared_kv_layers": shared,
         "shared_kv_mlp": 2 * keys["intermediate_size"] if shared and keys["use_double_wide_mlp"] else 0,
-        "layer_input_size": inputs,
+        "layer_input_size": keys["hidden_size_per_layer_input"] or 0,
     }
 
 
 def _shared_layers(keys: Keys, windows: tuple[int | None, ...]) -> int:
     shared, layers = keys["num_kv_shared_layers"], keys["num_hidden_layers"]
-    if not isinstance(shared, int) or not 0 <= shared < layers:
-        raise keys.refuse("num_kv_shared_layers", shared, f"between 0 and num_hidden_layers − 1 = {layers - 1}")
     if set(windows) != set(windows[: layers - shared]):
         raise keys.refuse("num_kv_shared_layers", shared, "small enough to leave an unshared layer of each type")
     return shared
 
 
 def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
-    heads, usual = keys["num_attention_heads"], (keys["num_key_value_heads"], keys["head_dim"])
-    per_layer = keys["per_layer_config"]
+    """Return the number of key-value heads and the head size of the layers with full attention."""
+    kv_heads, head_dim, per_layer = keys["num_key_value_heads"], keys["head_dim"], keys["per_layer_config"]
     if per_layer is None:
-        of_keys = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
-        found = (of_keys or usual[0], keys["global_head_dim"])
-    else:  # transformers may save the values per layer
-        names, of = ("num_key_value_heads", "head_dim"), {str(i): x for i, x in per_layer.items()}
-        each = [(of.get(str(i)) or {}, window is None) for i, window in enumerate(windows)]
-        full = {tuple(x.get(n, u) for n, u in zip(names, usual, strict=True)) for x, whole in each if whole}
-        if len(full) > 1 or any(set(x) - set(names if whole else ()) for x, whole in each):
-            wanted = f"{names[0]!r} and {names[1]!r}, equal in all layers with full attention and absent in all others"
-            raise keys.refuse("per_layer_config", per_layer, wanted)
-        found = full.pop()
-    if not all(isinstance(x, int) and x > 0 for x in found) or heads % found[0]:
-        both = "(num_global_key_value_heads, global_head_dim)"
-        raise keys.refuse(both, found, f"a divisor of num_attention_heads = {heads} and a positive integer")
-    return found
-
-
-def _ropes(keys: Keys) -> Fields:
-    for kind in ("full_attention", "sliding_attention"):
-        rotary = (keys["rope_parameters"] or {}).get(kind)
-        if not rotary or "rope_theta" not in rotary:
-            raise keys.refuse(f"rope_parameters.{kind}", rotary, "a dict that contains 'rope_theta'")
-    return two_ropes(keys, 0.0)
+        full_kv_heads = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
+        return full_kv_heads or kv_heads, keys["global_head_dim"]
+    # transformers may save the values per layer
+    names, values = {"num_key_value_heads", "head_dim"}, {int(i): x or {} for i, x in per_layer.items()}
+    full = [values.pop(i, {}) for i, window in enumerate(windows) if window is None]
+    if any(x != full[0] for x in full) or set(full[0]) - names or any(values.values()):
+        supported = f"{' and '.join(sorted(names))}, equal in all layers with full attention and absent in all others"
+        raise keys.refuse("per_layer_config", per_layer, supported)
+    return full[0].get("num_key_value_heads", kv_heads), full[0].get("head_dim", head_dim)
 
 
 def _experts(keys: Keys) -> Fields:
