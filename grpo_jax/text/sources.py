@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -140,8 +139,8 @@ def _read_described(source: Json, argument: str) -> list[object]:
         raise ValueError(f"{argument}.rows must be a positive integer, or unset for all rows; got {show(count)}")
     if "path" in source:
         return read_rows(source["path"], argument, count)[:count]
-    found = _hub_dataset(source["name"], source.get("config"), source.get("split", "train"), argument)
-    return list(itertools.islice(_encoded(found), count))
+    dataset = _hub_dataset(source["name"], source.get("config"), source.get("split", "train"), argument)
+    return list(itertools.islice(_encoded(dataset), count))
 
 
 def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> Iterable[object]:
@@ -153,10 +152,10 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
             f"{problem} loading it from the hub requires the `datasets` package; run `pip install datasets`"
         ) from error
     try:
-        found: Iterable[object] = datasets.load_dataset(name, config, split=split)
+        dataset: Iterable[object] = datasets.load_dataset(name, config, split=split)
     except Exception as error:
         raise ValueError(f"{problem} could not be downloaded from the hub ({one_line(error, limit=None)})") from error
-    return found
+    return dataset
 
 
 def _read_file(path: Path, argument: str) -> list[object]:
@@ -164,10 +163,13 @@ def _read_file(path: Path, argument: str) -> list[object]:
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "file not found"
         raise FileNotFoundError(f"{argument}={str(path)!r}: {what}; pass the path to a file ({', '.join(_KINDS)})")
-    if path.suffix == ".csv":
-        return _read_csv(path, argument)
     if path.suffix != ".parquet":
-        return _read_jsonl(path, argument)
+        read = _read_csv if path.suffix == ".csv" else _read_jsonl
+        try:
+            with open(path, encoding="utf-8-sig", newline="") as lines:  # allows a byte-order mark; keeps \r in CSV
+                return read(lines, path, argument)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{argument}={str(path)!r} is not UTF-8 ({error}); decompress or convert it") from error
     try:
         from pyarrow import parquet
 
@@ -178,22 +180,7 @@ def _read_file(path: Path, argument: str) -> list[object]:
         raise ValueError(f"{argument}={str(path)!r} cannot be read as Parquet ({one_line(error)})") from error
 
 
-def _read_lines(path: Path, argument: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, with line breaks. Raises ValueError with the line number for invalid text."""
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")  # allow a byte-order mark
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{argument}: line {number} of {str(path)!r} is not UTF-8 (byte {error.start} is"
-                    f" 0x{error.object[error.start]:02x}); decompress it, or convert it (from Latin-1:"
-                    " iconv -f latin1 -t utf-8)"
-                ) from error
-
-
-def _read_csv(path: Path, argument: str) -> list[object]:
-    lines = io.StringIO("".join(_read_lines(path, argument)), newline="")  # keep \r as a line break
+def _read_csv(lines: Iterable[str], path: Path, argument: str) -> list[object]:
     csv.field_size_limit(2**31 - 1)
     reader = csv.DictReader(lines, strict=True)
     rows: list[object] = []
@@ -210,9 +197,9 @@ def _read_csv(path: Path, argument: str) -> list[object]:
     return rows
 
 
-def _read_jsonl(path: Path, argument: str) -> list[object]:
+def _read_jsonl(lines: Iterable[str], path: Path, argument: str) -> list[object]:
     rows: list[object] = []
-    for number, line in enumerate(_read_lines(path, argument), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"{argument}: line {number} of {str(path)!r}"
