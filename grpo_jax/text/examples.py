@@ -8,9 +8,8 @@
 | `input_ids` and `labels` | where `labels` is not −100 |
 | `input_ids` and `assistant_masks`, `completion_mask`, or both | where the masks are 1 |
 
-If `completion_only_loss=False`, `completion_mask` is ignored. An EOS is appended to strings. It is also appended to
-a final assistant message if the template ends a turn with the token that opens the next turn (GLM-4). Rows may have
-images (see `text.images`), which must precede the tokens in the loss.
+If `completion_only_loss=False`, `completion_mask` is ignored. An EOS is appended to strings. Rows may have images (see
+`text.images`), which must precede the tokens in the loss.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from grpo_jax.text.images import ImageSource, assign_images, encode_texts, has_i
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, template_messages
 from grpo_jax.text.rows import Columns, Template, content_fault, is_conversation, load_checked, messages_fault
 from grpo_jax.text.sources import Dataset
-from grpo_jax.text.templates import ChatTemplate
-from grpo_jax.types import Batch, Json, Message, Messages, Prompts, Row, Tokenizer
+from grpo_jax.types import Batch, Json, Messages, Prompts, Row, Tokenizer
 
 if TYPE_CHECKING:
     from grpo_jax.hub.vision import ImageProcessor, Size
@@ -203,8 +201,6 @@ def _ids_fault(row: Json) -> str:
             return f"must have a non-empty list of integers in {name!r}; got {show(values)}"
         if len(values) != len(row["input_ids"]):
             return f"has {len(row['input_ids'])} 'input_ids' but {len(values)} {name!r}; the lengths must be equal"
-    if min(row["input_ids"]) < 0:
-        return f"has the negative token id {min(row['input_ids'])} in 'input_ids'; only 'labels' may contain {_IGNORED}"
     labels = row.get("labels", row["input_ids"])
     if wrong := [i for i, (x, y) in enumerate(zip(row["input_ids"], labels, strict=True)) if y not in (x, _IGNORED)]:
         return f"has 'labels' that differ from 'input_ids' at index {wrong[0]}; use the token id or {_IGNORED}"
@@ -309,7 +305,6 @@ class _Encoder:
         if len(columns) == 2 and self.config.completion_only_loss is not False:
             start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
             mask = [learned and i >= start for i, learned in enumerate(mask)]
-        self.learn_openings(ids, mask, messages[-1], keywords)
         return _Example(ids, mask, images, sizes)
 
     def assistant_mask(
@@ -335,18 +330,3 @@ class _Encoder:
             stop = ends[-1] if ends else len(closed)
             mask[len(opened) : stop] = [True] * (stop - len(opened))
         return mask
-
-    def learn_openings(self, ids: list[int], mask: list[bool], last: Message, keywords: Json) -> None:
-        """Include EOS tokens that start the next turn in `mask`, and append one to a final assistant turn, in place."""
-        # Nothing to do if there is no EOS, or if an EOS already closes the last turn.
-        if self.ends.isdisjoint(ids) or not self.ends.isdisjoint(ids[-2:]):
-            return
-        template = ChatTemplate(self.tokenizer, keywords, eos_token_ids=self.ends)
-        end = template.opening_token("tool" if last.get("tool_calls") else "user")
-        if end is None:
-            return
-        for i in range(len(ids) - 1):
-            mask[i + 1] |= mask[i] and ids[i] not in self.ends and ids[i + 1] in self.ends
-        if mask[-1] and last["role"] == "assistant":
-            ids.append(end)
-            mask.append(True)

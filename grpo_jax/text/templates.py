@@ -30,14 +30,10 @@ _SPLIT = "\U000f5ca1"
 
 
 class _End(NamedTuple):
-    """The end of a policy turn: `text` from the placeholder mark up to and including the `closing` token, an EOS.
-
-    `opens` is True if the closing token also opens the next turn and depends on its role (GLM-4's <|user|>).
-    """
+    """The end of a policy turn: `text` from the placeholder mark up to and including the `closing` token, an EOS."""
 
     text: str
     closing: str
-    opens: bool = False
 
 
 _ENDS: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[object, ...], _End]] = weakref.WeakKeyDictionary()
@@ -114,7 +110,7 @@ class ChatTemplate:
             )
         closing = _encode(self.tokenizer, end.closing)
         ids = _encode_after(self.tokenizer, end.closing, after[len(end.text) :])
-        ends = closing if end.opens else self.eos_token_ids or (self.tokenizer.eos_token_id,)
+        ends = self.eos_token_ids or (self.tokenizer.eos_token_id,)
         return ids if drawn is None or drawn in ends else closing + ids
 
     def check(self, roles: Sequence[str] = ("tool",)) -> None:
@@ -158,14 +154,6 @@ class ChatTemplate:
         found = _first(after, sorted(special))
         return None if found is None or set(self.eos_token_ids) & set(special.values()) else special[found[1]]
 
-    def opening_token(self, role: str) -> int | None:
-        """Return the EOS id that both ends a turn and opens a message from `role` (GLM-4's <|user|>), or None."""
-        try:
-            end = self._end_of_turn(role, _MARK)
-        except ValueError:
-            return None
-        return _encode(self.tokenizer, end.closing)[0] if end.opens else None
-
     def _omits_tools(self) -> bool:
         try:
             return self.render([_USER]) == ChatTemplate(self.tokenizer, self.kwargs).render([_USER])
@@ -203,22 +191,19 @@ class ChatTemplate:
         ends = [text for index in ids if (text := self.tokenizer.decode([index], skip_special_tokens=False))]
         if not ends:
             raise ValueError("the tokenizer has no EOS token; set tokenizer.eos_token or pass eos_token_ids")
-        special = sorted(special_tokens(self.tokenizer).values())
-        found, opens = _first(common, ends), False
+        found = _first(common, ends)
         if found is None:
-            opening = _first(after[: after.find(_PROBE)], [*ends, *special])
-            opens = opening is not None and opening[1] in ends
             # gpt-oss ends earlier turns with a different token than the final turn. The policy samples the latter.
-            found = opening if opens else _first(common, special)
-            last = self._after_mark([turn], mark, generation_prompt=False)
-            if found is None or not (opens or last[found[0] :].startswith(tuple(ends))):
+            found = _first(common, sorted(special_tokens(self.tokenizer).values()))
+            final = self._after_mark([turn], mark, generation_prompt=False)
+            if found is None or not final[found[0] :].startswith(tuple(ends)):
                 raise ValueError(
                     f"before a message with the role {role!r}, it ends the turn with {common[:40]!r}, which is not"
                     f" an EOS ({', '.join(ends)}); if a different token ends a turn, add its id to the EOS ids with"
                     ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json'
                 )
         position, closing = found
-        return _End(after[: position + len(closing)], closing, opens)
+        return _End(after[: position + len(closing)], closing)
 
 
 def _placeholder(message: Message, mark: str) -> Message:

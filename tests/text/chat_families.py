@@ -105,13 +105,6 @@ HARMONY = """<|start|>system<|message|>Channels: analysis, commentary, final.<|e
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
-# GLM-4: a turn ends only with the token that opens the next one.
-GLM = """<|begin|>
-{%- for m in messages %}
-{{- '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\n' + m.content }}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}a: {% endif %}"

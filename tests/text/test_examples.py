@@ -1,10 +1,9 @@
 """SFT examples: the tokens learned from each kind of row, including assistant tokens with and without template tags."""
 
 import copy
-import functools
 
 import pytest
-from chat_families import GLM, tokenizer_of
+from chat_families import tokenizer_of
 from tiny import tiny_tokenizer
 
 from grpo_jax.config.sft import SFTConfig
@@ -58,8 +57,6 @@ def test_learned_part_of_text_and_token_rows():
     )
     with pytest.raises(ValueError, match="row 0 has 'labels' that differ from 'input_ids' at index 1"):
         load_examples([{"input_ids": [1, 2], "labels": [1, 3]}])
-    with pytest.raises(ValueError, match="row 0 has the negative token id -100 in 'input_ids'"):
-        load_examples([{"input_ids": [-100, 2], "labels": [-100, 2]}])
 
 
 MASKED = {"input_ids": [70, 71, EOS], "assistant_masks": [0, 1, 1], "completion_mask": [1, 0, 1]}
@@ -135,33 +132,19 @@ def test_messages_and_calls_that_the_template_omits_are_refused(row, said):
         learned([row], known)
 
 
-def spoken(template, eos, *ends, rows=({"messages": TALK},), **config):
-    """Return the learned text of each row, using a tokenizer from `chat_families`."""
-    tokenizer = tokenizer_of(template, eos)
-    ends = tokenizer.convert_tokens_to_ids([eos, *ends])
-    found = encode_examples(load_examples(list(rows)), tokenizer, SFTConfig(**config), eos_token_ids=ends)
-    return [
-        tokenizer.decode([x for x, m in zip(*pair, strict=True) if m])
-        for pair in zip(found.token_ids, found.masks, strict=True)
-    ]
-
-
 PHI = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
 )
 
 
-def test_the_token_that_ends_a_turn_is_learned():
-    """SFT teaches GLM-4 to stop, although its turns end with the token that opens the next one. `assistant_only_loss`
-    works for Phi-3, whose template writes an EOS only after the last turn.
-    """
-    glm = functools.partial(spoken, GLM, "<|user|>", "<|observation|>")
-    assert glm(assistant_only_loss=True) == ["\nyes<|user|>\nok<|user|>"]
-    assert glm() == ["<|begin|><|user|>\nhi<|assistant|>\nyes<|user|>\nso<|assistant|>\nok<|user|>"]
-    assert glm(rows=[{"prompt": TALK[:1], "completion": TALK[1:2]}]) == ["\nyes<|user|>"]
-    assert glm(rows=[{"messages": TALK[:3]}], assistant_only_loss=True) == ["\nyes<|user|>"]
-    assert spoken(PHI, "<|return|>", "<|end|>", assistant_only_loss=True) == ["yes<|end|>ok<|end|>\n<|return|>"]
+def test_assistant_tokens_are_found_if_only_the_last_turn_has_an_eos():
+    tokenizer = tokenizer_of(PHI, "<|return|>")
+    ends = tokenizer.convert_tokens_to_ids(["<|return|>", "<|end|>"])
+    config = SFTConfig(assistant_only_loss=True)
+    found = encode_examples([{"messages": TALK}], tokenizer, config, eos_token_ids=ends)
+    learned = [x for x, m in zip(found.token_ids[0], found.masks[0], strict=True) if m]
+    assert tokenizer.decode(learned) == "yes<|end|>ok<|end|>\n<|return|>"
 
 
 @pytest.mark.parametrize(("row", "said"), [

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from chat_families import CALL, FAMILIES, GLM, HERMES, PLAIN, SPECIAL, add, family, tokenizer_of
+from chat_families import CALL, FAMILIES, HERMES, PLAIN, SPECIAL, add, family, tokenizer_of
 
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text import templates as lib
@@ -63,25 +63,6 @@ def test_template_keywords_and_tool_names_reach_the_template():
     for name in ("add", "look"):
         text = tokenizer.decode(ChatTemplate(tokenizer, eos_token_ids=ends).observation_ids([tool_message(name, "3")]))
         assert text.startswith(f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"3"<|end|>')
-
-
-@pytest.mark.parametrize("role", ["user", "tool"])
-def test_eos_that_opens_the_next_turn_is_written_once(role):
-    tokenizer = tokenizer_of(GLM, "<|user|>")
-    ends = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>", "<|eot_id|>"])
-    says = tool_message("add", "3") if role == "tool" else user("higher")
-    conversation = [USER, {"role": "assistant", "content": "32"}, says]
-    whole = encode(tokenizer, tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
-    before = encode(tokenizer, tokenizer.apply_chat_template(conversation[:2], tokenize=False))
-    template = ChatTemplate(tokenizer, eos_token_ids=ends)
-    template.check((role,))
-    opening = ends[1] if role == "tool" else ends[0]
-    for drawn in (None, *ends):
-        ids = template.observation_ids([says], drawn=drawn)
-        if drawn in (None, opening):
-            assert [*before, opening, *ids] == whole
-        else:  # a different EOS ended the turn, so the observation contains the opening token
-            assert [*before, *ids] == whole
 
 
 def test_token_that_strips_whitespace_is_encoded_as_in_the_conversation():
