@@ -143,7 +143,7 @@ def policy_agent(conversation: Conversation, server: Foreign, name: str, config:
 
     async def open_chat(*arguments: Foreign, **_: Foreign) -> Chat:
         _, trace, _, endpoint, secret, _, data = arguments
-        messages = _opening(*agent.harness.resolve_prompt(data))
+        messages = opening_messages(*agent.harness.resolve_prompt(data))
         return Chat(conversation, trace, f"{endpoint}/chat/completions", secret, messages)
 
     agent.run = functools.partial(agent.run, on_trace=start)
@@ -152,7 +152,7 @@ def policy_agent(conversation: Conversation, server: Foreign, name: str, config:
     return agent
 
 
-def _opening(system: str | None, prompt: Foreign) -> Messages:
+def opening_messages(system: str | None, prompt: Foreign) -> Messages:
     """Return the messages of a task's prompt, which is a string, a list of `verifiers` messages, or None."""
     messages: Messages = [] if system is None else [{"role": "system", "content": system}]
     return messages + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else _to_json(prompt or ()))

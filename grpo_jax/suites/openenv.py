@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from grpo_jax.messages import import_extra, one_line, show
+from grpo_jax.messages import import_extra, one_line
 from grpo_jax.rollout.tools import as_text
 from grpo_jax.types import Foreign, Json, Messages, Suite
 
@@ -54,20 +54,12 @@ def openenv(
       wait: time in seconds for which `reset` keeps trying to connect. `on_environment_error` determines how sessions
         that are lost later are handled.
     """
-    if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
-        raise ValueError(f"base_url must start with http:// or https://; got {show(base_url)}")
-    for name, count in (("size", size), ("max_turns", 1 if max_turns is None else max_turns)):
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a positive integer; got {show(count)}")
-    for name, seconds in (("timeout", timeout), ("wait", wait)):
-        if not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(f"{name} must be a positive number of seconds; got {show(seconds)}")
     client = import_extra("openenv.core", _PACKAGE).GenericEnvClient
-    asked: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     connect = functools.partial(client, base_url=base_url, message_timeout_s=timeout)
     action_of = action if callable(action) else lambda text: {action: text}
     make = functools.partial(OpenEnv, connect, base_url, action_of, observation, max_turns, wait)
-    return Suite(rows=[{"prompt": asked, "seed": seed + index} for index in range(size)], environment_factory=make)
+    return Suite(rows=[{"prompt": messages, "seed": seed + index} for index in range(size)], environment_factory=make)
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,71 +70,70 @@ class OpenEnv:
     _url: str
     _action_of: Callable[[str], Json]
     _observation: str | None
-    _turns_left: int | None
+    _max_turns: int | None
     _wait: float
     _session: Foreign = None
+    _num_turns: int = 0
     _rewards: list[float] = dataclasses.field(default_factory=list)
     state: Json = dataclasses.field(default_factory=dict)
 
     async def reset(self, seed: int, **_: object) -> str:
         """Open a session, reset the environment, and return its first observation."""
         self._session = await self._open()
-        return self._read(await self._answered(self._session.reset(seed=seed)))
+        return self._record(await self._response(self._session.reset(seed=seed)))
 
     async def respond(self, text: str) -> str | None:
         """Step the environment with the text of a turn. Returns the observation, or None if the environment is done."""
-        result = await self._answered(self._session.step(dict(self._action_of(text))))
-        said = self._read(result)
-        if self._turns_left is not None:
-            self._turns_left -= 1
-        return None if result.done or self._turns_left == 0 else said
+        result = await self._response(self._session.step(dict(self._action_of(text))))
+        observation = self._record(result)
+        self._num_turns += 1
+        return None if result.done or self._num_turns == self._max_turns else observation
 
     async def get_reward(self) -> float | None:
         """Store the final state, close the session, and return the sum of its rewards."""
         if self._session is None:
             return None
-        self.state = await self._answered(self._session.state())
+        self.state = await self._response(self._session.state())
         await self._close()
         return sum(self._rewards) if self._rewards else None
 
     async def _open(self) -> Foreign:
         """Open a session. Retries while the server is starting."""
-        until = time.monotonic() + self._wait
+        end = time.monotonic() + self._wait
         while True:
-            session = self._connect()
             try:
-                return await session.connect()
-            except (OSError, TimeoutError) as error:
-                if time.monotonic() > until:
-                    raise ConnectionError(
-                        f"no OpenEnv server responds at {self._url} ({one_line(error)}); start it, or correct base_url"
-                    ) from error
+                return await self._connect().connect()
+            except ConnectionError:
+                if time.monotonic() > end:
+                    raise
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _answered(self, response: Awaitable[_Result]) -> _Result:
+    async def _response(self, response: Awaitable[_Result]) -> _Result:
+        """Wait for a response. An error closes the session."""
         try:
             return await response
+        except RuntimeError:  # reported by the server
+            await self._close()
+            raise
         except Exception as error:
             await self._close()
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(f"the server at {self._url} did not respond in time; increase timeout") from error
-            if isinstance(error, RuntimeError):  # an error reported by the server
-                more = "; allow more sessions (max_concurrent_envs)" if "CAPACITY_REACHED" in str(error) else ""
-                raise RuntimeError(f"{error}{more}") from error
-            raise ConnectionError(f"lost the session with {self._url} ({one_line(error)})") from error
+            fix = "restart the server, or increase timeout if it is slow"
+            raise ConnectionError(f"lost the session with {self._url} ({one_line(error)}); {fix}") from error
 
     async def _close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.disconnect()
 
-    def _read(self, result: Foreign) -> str:
+    def _record(self, result: Foreign) -> str:
         """Record a step's reward and return its observation as a string."""
         if result.reward is not None:
             self._rewards.append(float(result.reward))
-        seen: Mapping[str, object] = result.observation
+        fields: Mapping[str, object] = result.observation
         if self._observation is None:
-            return as_text(seen)
-        if self._observation not in seen:
-            raise ValueError(f"observation={self._observation!r} must be one of the server's fields {', '.join(seen)}")
-        return as_text(seen[self._observation])
+            return as_text(fields)
+        if self._observation not in fields:
+            raise ValueError(
+                f"observation={self._observation!r} must be one of the server's fields {', '.join(fields)}"
+            )
+        return as_text(fields[self._observation])

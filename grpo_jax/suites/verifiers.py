@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 
 from grpo_jax.messages import import_extra, shorten
-from grpo_jax.suites.harness import PACKAGE, V1, Conversation, SharedModelServer, policy_agent
+from grpo_jax.suites.harness import PACKAGE, V1, Conversation, SharedModelServer, opening_messages, policy_agent
 from grpo_jax.types import Foreign, Messages, Row, Suite
 
 
@@ -19,8 +19,8 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     weighted sum of rewards from the task (`@reward` and judges) and from the environment. Reward functions with an
     argument `environments` can read each reward and metric from `trace`.
 
-    Stop conditions (`@stop`) are checked before and after each turn. Tools (`toolsets`), containers, several agents,
-    token limits and `@intercept` hooks are not supported.
+    Stop conditions (`@stop`) are checked before and after each turn. Tools (`toolsets`), containers, several agents and
+    `@intercept` hooks are not supported. The agent's token limits have no effect: set `max_completion_length`.
 
     Args:
       taskset: module name of an installed taskset, or of a taskset that is part of `verifiers`.
@@ -66,10 +66,6 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> None:
         raise ValueError(f"{name!r}: the environment must have one agent; got {', '.join(configs)}")
     if not tasks:
         raise ValueError(f"{name!r} has no tasks; use a different taskset or setting")
-    (config,) = configs.values()
-    limits = ("max_input_tokens", "max_output_tokens", "max_total_tokens")
-    if limited := [limit for limit in limits if getattr(config, limit) is not None]:
-        raise ValueError(f"{name!r}: the agent's {limited[0]} is not supported; set max_completion_length instead")
     if type(tasks[0]).NEEDS_CONTAINER:
         raise ValueError(f"{name!r}: tasks that need a container are not supported")
     toolsets = [one.server_name for owner in (environment.taskset, *tasks) for one in owner.toolsets(owner.config)]
@@ -84,12 +80,9 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> None:
 
 
 def _prompt(task: Foreign) -> Messages:
-    data = task.data
-    system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
-    asked = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt or []
-    prompt = [*system, *(one if isinstance(one, dict) else one.model_dump(exclude_none=True) for one in asked)]
+    prompt = opening_messages(task.data.system_prompt, task.data.prompt)
     if not prompt:
-        raise ValueError(f"task {data.idx} has no prompt")
+        raise ValueError(f"task {task.data.idx} has no prompt")
     return prompt
 
 

@@ -100,29 +100,17 @@ def test_observation_and_action_select_fields_of_the_environment(server):
     assert call_within(30.0, of_text.respond, "hello") == "HELLO"
 
 
-@pytest.mark.quick
-def test_bad_arguments_are_named():
-    for arguments, message in (
-        ({"base_url": "ftp://host"}, "base_url must start with http:// or https://; got 'ftp://host'"),
-        ({"size": 0}, "size must be a positive integer; got 0"),
-        ({"max_turns": 0}, "max_turns must be a positive integer; got 0"),
-        ({"timeout": 0}, "timeout must be a positive number of seconds; got 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            openenv(**{"base_url": "http://127.0.0.1:1", "prompt": "x"} | arguments)
-
-
 def test_server_that_hangs_or_dies_ends_its_sessions(server):
     """A server that hangs or dies ends its sessions. This test must be the last in this file, as it ends the server."""
     (hanging, _), (lost, _) = begun(server, timeout=1.0), begun(server)
     hanging._session._ws.close_timeout = 0.1  # instead of 10 s
     os.kill(server.process.pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError, match=r"the server at .* did not respond in time"):
+    with pytest.raises(ConnectionError, match=r"lost the session with .*TimeoutError.*increase timeout"):
         call_within(60.0, hanging.respond, "hello")
     assert call_within(30.0, hanging.get_reward) is None  # not scored
     server.end()
     with pytest.raises(ConnectionError, match=r"lost the session with .*"):
         call_within(30.0, lost.respond, "hello")
     assert call_within(30.0, lost.get_reward) is None
-    with pytest.raises(ConnectionError, match=r"no OpenEnv server responds at .*; start it, or correct base_url"):
+    with pytest.raises(ConnectionError, match="Failed to connect to"):
         begun(server, wait=0.1)

@@ -79,7 +79,6 @@ def test_thoughts_are_not_answers():
     ({"taskset": "sums_of_verifiers", "kind": "Contained"}, "tasks that need a container are not supported"),
     ({"taskset": "sums_of_verifiers", "kind": "Rewriting"}, "@intercept hooks .polite. are not supported"),
     ({"taskset": "sums_of_verifiers", "env": "user-sim"}, "must have one agent; got .*"),
-    ({"taskset": "sums_of_verifiers", "env": "limited_of_verifiers"}, "max_total_tokens is not supported"),
     ({"taskset": "sums_of_verifiers", "kind": "Calling"}, "tasks with tools .sum. are not supported. .*as methods"),
     ({"taskset": "sums_of_verifiers", "has_tools": True}, "tasks with tools .sum. are not supported"),
 ])  # fmt: skip
