@@ -76,12 +76,6 @@ def reward_names(reward_fns: RewardFn | Sequence[RewardFn]) -> list[str]:
     return names
 
 
-def eval_names(names: Iterable[str]) -> list[str]:
-    """Return the names of an evaluation's metrics: the means of reward functions with unique `names`, then others."""
-    others = ["reward", "mean_length", "clipped_ratio"]
-    return [f"rewards/{name}/mean" if name in others else name for name in names] + others
-
-
 def parameters_of(fn: Callable[..., object]) -> list[inspect.Parameter]:
     """Return a function's parameters, or `**kwargs` for a builtin without a signature."""
     try:

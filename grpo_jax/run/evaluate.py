@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,15 +10,16 @@ import jax
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
+from grpo_jax.messages import ErrorList
 from grpo_jax.models.sharding import mesh_of, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, mean_of_scored, means_of, total_rewards
-from grpo_jax.rewards.contract import TrainerState, as_list, check_reward_fns, eval_names, reward_names
+from grpo_jax.rewards.contract import TrainerState, as_list, reward_names
 from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.images import check_text_only, with_encoder, without_image_token
-from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens
-from grpo_jax.run.prepare import encode_rows
+from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens, weight_problems
+from grpo_jax.run.prepare import check_functions, encode_rows, prepare_interaction
 from grpo_jax.run.rollout_result import completion_records, gather_rewards, join_rewards
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
@@ -133,46 +133,27 @@ def evaluate_rows(
     sampler: Sampler | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Run `evaluate` with the settings in `config`."""
-    from grpo_jax.rollout import interaction as turns
-
-    ends, template_kwargs = TurnEnds.of(config), config.chat_template_kwargs
+    ends, errors = TurnEnds.of(config), ErrorList()
     check_policy(policy, ends, trained=False)
     check_ends(ends, policy, params)
-    by_part = {name: load_rows(some) for name, some in named_datasets(dataset).items()}
-    rows = [row for some in by_part.values() for row in some]
-    interaction = turns.make_interaction(
-        policy.tokenizer, policy.eos_token_ids, rows, config, tools=tools, environment_factory=environment_factory
-    )
-    encoded = {name: encode_rows(policy, config, interaction, some, "dataset") for name, some in by_part.items()}
+    datasets = {name: load_rows(rows) for name, rows in named_datasets(dataset).items()}
+    arguments = {f"dataset[{name!r}]" if name else "dataset": rows for name, rows in datasets.items()}
+    interaction = prepare_interaction(policy, config, arguments, tools, environment_factory)
+    encoded = {name: encode_rows(policy, config, interaction, rows, "dataset") for name, rows in datasets.items()}
     data = join_prompts(with_encoder(policy, encoded, mesh_of(params), params))
     policy = policy if data.images is None else without_image_token(policy)
-    fns = turns.with_environments(as_list(reward_fns), interaction)
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler
 
         check_sampler(sampler, interaction, ends)
-        check_text_only(by_part, "sampler", sampler)
-    environment_columns = () if interaction is None else turns.REWARD_COLUMNS
-    for name, some in by_part.items():
-        argument = f"dataset[{name!r}]" if name else "the dataset"
-        check_reward_fns(fns, [*some[0], *environment_columns], argument=argument, rows=some)
+        check_text_only(arguments, "sampler", sampler)
+    fns, config = check_functions(as_list(reward_fns), arguments, config, interaction, errors, required=True)
+    errors.raise_together(weight_problems(config, len(fns)))
     if data.dropped:
         warnings.warn(f"dropped {len(data.dropped)} rows whose prompts are longer than max_prompt_length", stacklevel=3)
     check_tokens(policy, data, config.max_completion_length)
-    warn_of_tokens(data, policy, "dataset", ends=ends, template_kwargs=template_kwargs)
-    weights = turns.environment_weights(config.reward_weights, fns)
-    if weights is not None and len(weights) != len(fns):
-        names = ", ".join(reward_names(fns))
-        raise ValueError(f"reward_weights must have one weight for each of {names}; got {len(weights)} weights")
-    return evaluate_encoded(
-        policy,
-        data,
-        fns,
-        dataclasses.replace(config, reward_weights=weights),
-        params=params,
-        interaction=interaction,
-        sampler=sampler,
-    )
+    warn_of_tokens(data, policy, "dataset", ends=ends, template_kwargs=config.chat_template_kwargs)
+    return evaluate_encoded(policy, data, fns, config, params=params, interaction=interaction, sampler=sampler)
 
 
 def evaluate_encoded(
@@ -233,6 +214,8 @@ def _means(batches: Sequence[Rewards], names: Sequence[str], weights: Sequence[f
     """Return the mean total reward, the mean of each reward function, and the means of the logged metrics."""
     joined = join_rewards(batches)
     scores = np.concatenate(joined.values)  # [B·G, K]; K is 0 if a teacher replaces the reward functions
-    metrics = dict(zip(eval_names(names), map(mean_of_scored, scores.T), strict=False))
-    metrics["reward"] = mean_of_scored(total_rewards(scores, weights))
-    return means_of(joined.logged_metrics) | metrics
+    metrics = means_of(joined.logged_metrics)
+    for name, values in zip(names, scores.T, strict=True):
+        taken = name in ("reward", "mean_length", "clipped_ratio")
+        metrics[f"rewards/{name}/mean" if taken else name] = mean_of_scored(values)
+    return metrics | {"reward": mean_of_scored(total_rewards(scores, weights))}

@@ -109,7 +109,13 @@ def run_problems(
     shape, problems = shape_of(policy), list[str]()
     if isinstance(config, GRPOConfig):
         problems += config.device_problems()
-        problems += _sampling_problems(config, num_reward_fns, has_eval_data=has_eval_data)
+        problems += weight_problems(config, num_reward_fns)
+        batch, group = config.per_device_eval_batch_size, config.eval_generations
+        if has_eval_data and batch % group:
+            problems.append(
+                f"{shown(config, 'per_device_eval_batch_size')}: must be a multiple of the group size {group}"
+                f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
+            )
         problems += _position_problems(policy, longest, config.max_completion_length)
     elif shape is not None and longest > shape.max_position_embeddings:
         problems.append(
@@ -144,20 +150,15 @@ def check_best_metric(config: Config, names: Iterable[str]) -> None:
         raise ValueError(f"metric_for_best_model must be an evaluation metric ({', '.join(known)}); got {metric!r}")
 
 
-def _sampling_problems(config: GRPOConfig, num_reward_fns: int, *, has_eval_data: bool) -> Iterator[str]:
-    """Yield error messages about the number of reward weights and the evaluation batch size."""
-    if config.reward_weights is not None and len(config.reward_weights) != num_reward_fns:
-        functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns != 1)}"
-        yield (
-            f"{shown(config, 'reward_weights')}: got {len(config.reward_weights)} weights for {functions};"
-            " pass one weight per function, or None for 1.0 each"
-        )
-    batch, group = config.per_device_eval_batch_size, config.eval_generations
-    if has_eval_data and batch % group:
-        yield (
-            f"{shown(config, 'per_device_eval_batch_size')}: must be a multiple of the group size {group}"
-            f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
-        )
+def weight_problems(config: GRPOConfig, num_reward_fns: int) -> list[str]:
+    """Return an error message if there is not one reward weight per function."""
+    if config.reward_weights is None or len(config.reward_weights) == num_reward_fns:
+        return []
+    functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns != 1)}"
+    return [
+        f"{shown(config, 'reward_weights')}: got {len(config.reward_weights)} weights for {functions};"
+        " pass one weight per function, or None for 1.0 each"
+    ]
 
 
 def warn_of_tokens(

@@ -17,13 +17,12 @@ from grpo_jax.messages import ErrorList, show
 from grpo_jax.models.devices import compute_dtype, memory_of
 from grpo_jax.models.threads import devices_of
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import arguments_of, as_list, check_reward_fns, eval_names, reward_names
+from grpo_jax.rewards.contract import as_list, check_reward_fns
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.run.images import Encoded, check_text_only, with_encoder, with_tower
 from grpo_jax.run.placement import place_policy, run_mesh, with_settings
 from grpo_jax.run.policy_checks import (
-    check_best_metric,
     check_ends,
     check_is_policy,
     check_policy,
@@ -83,25 +82,20 @@ def prepare(
     for name, held_out in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         rows[argument] = errors.check(functools.partial(load_rows, held_out, argument=argument))
-    interaction = None
-    if tools or environment_factory is not None:
-        interaction = errors.check(_make_interaction, policy, config, rows, tools, environment_factory)
+    interaction = errors.check(prepare_interaction, policy, config, rows, tools, environment_factory)
     failed = fns is None or (interaction is None and environment_factory is not None)  # then, rewards are not checked
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler
 
         errors.check(check_sampler, sampler, interaction, ends)
-    if teacher is not None or config.distillation_coef > 0:
-        from grpo_jax.rollout.interaction import with_environments
-        from grpo_jax.run.teacher import check_teacher
-
-        has_rewards = failed or bool(with_environments(fns or (), interaction))
-        errors.check(lambda: check_teacher(teacher, policy, config, has_rewards=has_rewards))
     errors.check(check_text_only, rows, "sampler", sampler)
     errors.check(check_text_only, rows, "teacher", teacher)
     if fns is not None and (fns or not failed):
-        fns, config = _check_functions(fns, rows, config, interaction, errors, required=teacher is None)
-    errors.check(_check_best_metric, config, fns or (), named_datasets(eval_dataset))
+        fns, config = check_functions(fns, rows, config, interaction, errors, required=teacher is None)
+    if teacher is not None or config.distillation_coef > 0:
+        from grpo_jax.run.teacher import check_teacher
+
+        errors.check(functools.partial(check_teacher, teacher, policy, config, has_rewards=failed or bool(fns)))
     checked_fn = None
     if advantage_fn is not None or surrogate is not None:
         from grpo_jax.run.custom import check_advantage_fn, check_surrogate
@@ -234,7 +228,7 @@ def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list
     return load_rows(dataset, max_rows=None if config.on_long_prompt == "drop" else max_rows)
 
 
-def _check_functions(
+def check_functions(
     reward_fns: list[RewardFn],
     rows: Mapping[str, Sequence[Row] | None],
     config: GRPOConfig,
@@ -244,36 +238,32 @@ def _check_functions(
     required: bool,
 ) -> tuple[list[RewardFn], GRPOConfig]:
     """Validate reward functions against the datasets. Returns them and the config, with the environments' rewards."""
-    own_columns: Sequence[str] = ()
+    environment_columns: Sequence[str] = ()
     if interaction is not None:
         from grpo_jax.rollout.interaction import REWARD_COLUMNS, environment_weights, with_environments
 
-        reward_fns, own_columns = with_environments(reward_fns, interaction), REWARD_COLUMNS
+        reward_fns, environment_columns = with_environments(reward_fns, interaction), REWARD_COLUMNS
         config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
         if config.rollout_ahead:  # prefetched completions have no environments
-            own_columns = [name for name in own_columns if name != "environments"]
+            environment_columns = [name for name in environment_columns if name != "environments"]
     readable = {name: part for name, part in rows.items() if part} or {"dataset": []}
     for name, part in readable.items() if reward_fns or required else ():
-        columns, argument = [*part[0], *own_columns] if part else None, "the dataset" if name == "dataset" else name
+        columns = [*part[0], *environment_columns] if part else None
+        argument = "the dataset" if name == "dataset" else name
         errors.check(functools.partial(check_reward_fns, reward_fns, columns, argument=argument, rows=part))
     return reward_fns, config
 
 
-def _check_best_metric(config: GRPOConfig, fns: Sequence[RewardFn], eval_datasets: Mapping[str, Dataset]) -> None:
-    """Check `metric_for_best_model`, unless the names of the evaluation's metrics are not known in advance."""
-    if fns and eval_datasets and not any("log_metric" in arguments_of(fn) for fn in fns):
-        names = eval_names(reward_names(fns))
-        check_best_metric(config, [f"{part}/{name}" if part else name for part in eval_datasets for name in names])
-
-
-def _make_interaction(
+def prepare_interaction(
     policy: Policy,
     config: GRPOConfig,
     rows: Mapping[str, Sequence[Row] | None],
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: Environments | None,
 ) -> Interaction | None:
-    """Build the tools and environments for multi-turn completions."""
+    """Build the tools and environments for multi-turn completions. Returns None if there are none."""
+    if not tools and environment_factory is None:
+        return None
     from grpo_jax.rollout.interaction import make_interaction
 
     if not is_builtin(policy.model):

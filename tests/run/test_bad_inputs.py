@@ -117,8 +117,6 @@ BAD = [
         "needs the argument 'answer', which is not a column of eval_dataset (columns: no"),
     (dict(eval_dataset=ROWS, num_generations_eval=3),
         "per_device_eval_batch_size = 8: must be a multiple of the group size 3"),
-    (dict(eval_dataset={"a": ROWS}, metric_for_best_model="eval/short", eval_steps=1),
-        "must be an evaluation metric (eval/a/short, eval/a/reward, eval/a/mean_length, eval/a/clipped_ratio); got"),
     (dict(dataset=[{"prompt": "ab" * 150}]), "the prompts leave no room for completions"),
 ]  # fmt: skip
 
@@ -138,11 +136,6 @@ def test_invalid_input_is_rejected_with_the_fix(given, words, monkeypatch):
     assert words in text
     assert len(text.split("\n")) == 1 or text.split("\n")[0].endswith("has 1 error:"), "a single error takes one line"
     assert len(text) < 500, "the message is too long"
-
-
-def test_metric_for_best_model_may_be_a_logged_metric():
-    given = dict(eval_dataset=ROWS, metric_for_best_model="eval/logged", eval_steps=1)
-    prepared(**given, reward_fns=lambda completions, log_metric: [0.0] * len(completions))
 
 
 def test_all_errors_are_reported_together():

@@ -47,6 +47,13 @@ def test_evaluation_reward_equals_training_reward():
     assert found == [pytest.approx((trained, 2.0))] * 2
 
 
+def test_unknown_metric_for_best_model_is_rejected_at_the_first_evaluation():
+    how = {"metric_for_best_model": "eval/a/short", "eval_steps": 1, "max_completion_length": 4, "max_steps": 1}
+    names = "eval/a/length, eval/a/reward, eval/a/mean_length, eval/a/clipped_ratio"
+    with pytest.raises(ValueError, match=rf"must be an evaluation metric \({names}\); got 'eval/a/short'"):
+        train(tiny_policy(), ROWS, length, GRPOConfig(**how), eval_dataset={"a": ROWS})
+
+
 def test_evaluation_and_training_share_no_random_key(monkeypatch):
     """Evaluation and training with the same seed share no random key for prompts, completions or tokens."""
     keys = []
@@ -107,7 +114,7 @@ def test_batches_have_few_shapes(monkeypatch):
     (lambda: evaluate(tiny_policy(), ROWS, number_reward()), "5 of 5 rows of the dataset have no single number in the"),
     (lambda: evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0), "pad_to_multiple_of = 0"),
     (lambda: evaluate(tiny_policy(), ROWS, length, reward_weights=[1, 2], max_completion_length=4),
-        "must have one weight for each of length; got 2 weights"),
+        "got 2 weights for 1 reward function; pass one weight per function"),
 ])  # fmt: skip
 def test_invalid_arguments_are_rejected_before_sampling(call, message):
     with pytest.raises(ValueError, match=message):
