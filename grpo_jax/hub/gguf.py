@@ -29,8 +29,8 @@ from grpo_jax.types import Json
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that contain RoPE frequency factors, not weights."""
+_ROPE_FACTORS = "rope_freqs.weight"
+"""Name of the tensor that contains divisors of the RoPE frequencies, not weights."""
 
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
@@ -135,8 +135,9 @@ def _header(reader: GGUFReader) -> Header:
     for key, field in reader.fields.items():
         value = field.contents()
         fields[key] = float(str(np.float32(value))) if field.types == [GGUFValueType.FLOAT32] else value
-    shapes = {each.name: tuple(reversed(each.shape.tolist())) for each in reader.tensors}
-    return Header(fields, shapes, {each.name: np.array(each.data) for each in reader.tensors if each.name in _FACTORS})
+    shapes = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in reader.tensors}
+    factors = next((np.array(tensor.data) for tensor in reader.tensors if tensor.name == _ROPE_FACTORS), None)
+    return Header(fields, shapes, factors)
 
 
 def _end_ids(fields: Json) -> list[int]:
@@ -180,7 +181,7 @@ def _find_tensors(
     for tensor in plan:
         module, kind = tensor.name.rsplit(".", 1)
         wanted[f"{names.get_name(module) or module}.{kind}"] = tensor
-    shapes = {key: file.shape for key, file in files.items() if key not in _FACTORS}
+    shapes = {key: file.shape for key, file in files.items() if key != _ROPE_FACTORS}
     if problems := shape_differences({key: tensor.shape for key, tensor in wanted.items()}, shapes):
         raise ValueError(f"the tensors do not match architecture {name!r}: {problems}.")
     return {each.name: _as_in_hugging_face(each.name, files[key], row, config) for key, each in wanted.items()}

@@ -7,13 +7,12 @@ are not read raise an error, since ignoring them could change the model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.hub.families import FAMILIES
-from grpo_jax.hub.keys import PARTIAL_ROTARY
 from grpo_jax.hub.weights import check_sizes
 from grpo_jax.messages import shorten, show
 from grpo_jax.types import Json, Tokenizer
@@ -30,7 +29,7 @@ class Header:
     `get` and `[]` look up an architecture key by its name without the prefix, and record that it was read.
     """
 
-    def __init__(self, fields: Json, shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, np.ndarray]):
+    def __init__(self, fields: Json, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None):
         self.architecture: str = fields["general.architecture"]
         self.fields, self.shapes, self.factors = fields, shapes, factors
         prefix = f"{self.architecture}."
@@ -94,25 +93,24 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
         "tie_word_embeddings": "output.weight" not in shapes,
-        "rope_parameters": _rope(header, head_dim, partial=row.family in PARTIAL_ROTARY),
+        "rope_parameters": _rope(header, head_dim),
     }
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {key: header.fields.get(f"tokenizer.ggml.{stored}_token_id") for key, stored in names.items()}
     raw = {**raw, **{key: token for key, token in ids.items() if token is not None}, **row.more(header, raw)}
     header.check_all_read()
     check_sizes(raw, shapes)
-    return row, {**raw, "model_type": FAMILIES[raw["architectures"][0]].model_type}
+    return row, {**raw, "model_type": FAMILIES[row.family].model_type}
 
 
-def _rope(header: Header, head_dim: int, *, partial: bool) -> Json:
+def _rope(header: Header, head_dim: int) -> Json:
     """Return `rope_parameters`: the base, the rotated fraction of a head, and the scaling."""
     kind = header.get("rope.scaling.type", "none")
-    part = header.get("rope.dimension_count", head_dim) / head_dim
+    fraction = header.get("rope.dimension_count", head_dim) / head_dim
     rope: Json = {
         "rope_theta": header.get("rope.freq_base", 10000.0),
-        **({"partial_rotary_factor": part} if partial or part != 1 else {}),
+        **({"partial_rotary_factor": fraction} if fraction != 1 else {}),
     }
-    header.get("rope.scaling.attn_factor")  # marks it as read; longrope computes it from the two context lengths
     values = {
         "factor": header.get("rope.scaling.factor"),
         "original_max_position_embeddings": header.get("rope.scaling.original_context_length"),
@@ -122,14 +120,10 @@ def _rope(header: Header, head_dim: int, *, partial: bool) -> Json:
     }
     if kind in ("linear", "yarn"):
         return {**rope, "rope_type": kind, **{key: value for key, value in values.items() if value is not None}}
-    names = {f"{size}_factor": f"rope_factors_{size}.weight" for size in ("short", "long")}
-    each = {key: header.factors[name].tolist() for key, name in names.items() if name in header.factors}
-    if kind in ("none", "longrope") and each:
-        return {**rope, "rope_type": "longrope", **each}
     if kind != "none":
         name = f"{header.architecture}.rope.scaling.type"
-        raise ValueError(f"GGUF key {name!r} must be none, linear, yarn or longrope; got {kind!r}.")
-    return {**rope, **_scaling_of(rope["rope_theta"], header.factors.get("rope_freqs.weight"))}
+        raise ValueError(f"GGUF key {name!r} must be none, linear or yarn; got {kind!r}.")
+    return {**rope, **_scaling_of(rope["rope_theta"], header.factors)}
 
 
 def _scaling_of(theta: float, factors: np.ndarray | None) -> Json:
@@ -144,21 +138,6 @@ def _scaling_of(theta: float, factors: np.ndarray | None) -> Json:
         return {"rope_type": "llama3", "factor": largest, **usual}
     each = factors.tolist()
     return {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
-
-
-def _kinds(sliding: Iterable[object]) -> list[str]:
-    return ["sliding_attention" if x else "full_attention" for x in sliding]
-
-
-def _two_ropes(header: Header, full: Json, theta: float) -> Json:
-    local = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", theta)}
-    return {"full_attention": full, "sliding_attention": local}
-
-
-def _ministral3(header: Header, raw: Json) -> Json:
-    scale = header.get("rope.scaling.yarn_log_multiplier", 1.0)
-    more = {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": header["attention.temperature_scale"]}
-    return {"rope_parameters": {**raw["rope_parameters"], **more}}
 
 
 def _query_scale(raw: Json) -> int:
@@ -178,33 +157,13 @@ def _gemma2(header: Header, raw: Json) -> Json:
 
 def _gemma3(header: Header, raw: Json) -> Json:
     window, layers = header.get("attention.sliding_window", 0), range(raw["num_hidden_layers"])
+    local_rope = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10000.0)}
     return {
         "query_pre_attn_scalar": _query_scale(raw),
         "final_logit_softcapping": header.get("final_logit_softcapping"),
         "sliding_window": window or 4096,
-        "layer_types": _kinds(window and (i + 1) % 6 for i in layers),
-        "rope_parameters": _two_ropes(header, raw["rope_parameters"], 10000.0),
-    }
-
-
-def _phi3(header: Header, raw: Json) -> Json:
-    original = header.get("rope.scaling.original_context_length", raw["max_position_embeddings"])
-    part = raw["rope_parameters"]["partial_rotary_factor"]
-    window = header.get("attention.sliding_window") or None
-    return {"sliding_window": window, "original_max_position_embeddings": original, "partial_rotary_factor": part}
-
-
-def _olmo(header: Header, raw: Json) -> Json:
-    """Return the additional keys for Olmo 3, which has sliding windows. Olmo 2 has no additional keys."""
-    if not (window := header.get("attention.sliding_window")):
-        return {}
-    usual = [(i + 1) % 4 for i in range(raw["num_hidden_layers"])]
-    rope = raw["rope_parameters"]
-    return {
-        "architectures": ["Olmo3ForCausalLM"],
-        "sliding_window": window,
-        "layer_types": _kinds(header.get("attention.sliding_window_pattern", usual)),
-        "rope_parameters": _two_ropes(header, rope, rope["rope_theta"]),
+        "layer_types": ["sliding_attention" if window and (i + 1) % 6 else "full_attention" for i in layers],
+        "rope_parameters": {"full_attention": raw["rope_parameters"], "sliding_attention": local_rope},
     }
 
 
@@ -215,13 +174,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, shifted=True),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, shifted=True),
-    "phi3": Architecture("Phi3ForCausalLM", _phi3),
-    "mistral3": Architecture("Ministral3ForCausalLM", _ministral3, pairs=True),
-    "olmo2": Architecture("Olmo2ForCausalLM", _olmo),
 }
-"""Supported values of `general.architecture`. Early Mistral models use `llama`, and Olmo 3 uses `olmo2`."""
+"""Supported values of `general.architecture`. Mistral models use `llama`."""
 
-_GPT2 = ("gpt-2", "olmo", "smollm")
+_GPT2 = ("gpt-2", "smollm")
 """Values of tokenizer.ggml.pre that split text like GPT-2, but that transformers does not list. For `smollm`, llama.cpp
 splits digits first, so its ids differ from transformers' if a number follows two or more spaces."""
 
