@@ -120,10 +120,6 @@ def load_examples(
             images = "has images next to 'input_ids'; use strings or messages instead" if has_images(row) else ""
             return _ids_fault(row) or images or content_fault(row, first)
         faults = [messages_fault(row[name], name) for name in columns]
-        if columns == ("messages",) and isinstance(row["messages"], str):
-            faults.append(f"has a string in 'messages'; rename the column to {text_field!r}")
-        if columns == (text_field,) and is_conversation(row[text_field]):
-            faults.append(f"has messages in {text_field!r}; rename the column to 'messages'")
         if len(columns) == 2 and is_conversation(row["prompt"]) != is_conversation(row["completion"]):
             faults.append("has a string and a list of messages as 'prompt' and 'completion'; use one type for both")
         return next(filter(None, faults), "") or content_fault(row, first)
@@ -233,7 +229,7 @@ class _Encoder:
         columns, config = _columns_of(row, self.config.dataset_text_field), self.config
         if columns == ("input_ids",):
             return self.encode_ids(row, where)
-        messages = columns[-1] in ("messages", "completion") and is_conversation(row[columns[0]])
+        messages = is_conversation(row[columns[0]])
         if config.completion_only_loss and columns != ("prompt", "completion"):
             raise ValueError(
                 f"completion_only_loss=True requires a 'prompt' and a 'completion' in {where}; set it to None"

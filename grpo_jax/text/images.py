@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -184,17 +183,9 @@ def encode_texts(
 
 
 def _size(source: ImageSource, what: str) -> Size:
-    """Return an image's height and width in pixels. Raises ValueError if it is damaged or too large."""
-    pillow = import_extra("PIL.Image", "pillow")
+    """Return an image's height and width in pixels. Raises ValueError if it cannot be read."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            image = open_image(source)
-    except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
-        raise ValueError(
-            f"{what} exceeds PIL.Image.MAX_IMAGE_PIXELS ({pillow.MAX_IMAGE_PIXELS:,} pixels, Pillow's limit against"
-            " decompression bombs); resize the image, or increase the limit"
-        ) from error
+        image = open_image(source)
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         raise ValueError(f"{what} cannot be read ({one_line(error)}); use {_SOURCES}") from error
     return image.height, image.width

@@ -24,9 +24,6 @@ from grpo_jax.types import Json, Messages, Prompts, Row, Tokenizer
 if TYPE_CHECKING:
     from grpo_jax.hub.vision import ImageProcessor, Size
 
-# Keywords of `apply_chat_template` that `encode_prompts` sets.
-_RESERVED_KWARGS = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors")
-
 
 def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = None, on_host: bool = False) -> Prompts:
     """Stack lists of token ids with padding on the right.
@@ -153,11 +150,6 @@ def encode_prompts(
     the chat template rejects or omits a message, or if an image cannot be read or has no placeholder. In error
     messages, `argument` is the name of the dataset.
     """
-    if on_long_prompt not in ("error", "drop"):
-        raise ValueError(f"on_long_prompt must be 'error' or 'drop'; got {on_long_prompt!r}")
-    for name in _RESERVED_KWARGS:
-        if name in (chat_template_kwargs or {}):
-            raise ValueError(f"chat_template_kwargs must not contain {name!r}, which encode_prompts sets; remove it")
     where = [f"{argument} row {index}" for index in range(len(rows))]
     placed = [assign_images(row, row["prompt"], processor, name) for row, name in zip(rows, where, strict=True)]
     texts = [row.prompt for row in placed]

@@ -137,16 +137,14 @@ def is_conversation(prompt: str | Messages) -> bool:
 
 def check_templates(columns: object, prompt: object) -> None:
     """Raise ValueError if `columns` is neither None nor `Columns`, or `prompt` neither None nor a `Template`."""
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    valid = all(isinstance(message, dict) and set(message) == {"role", "content"} for message in messages)
-    texts = [text for message in messages for text in message.values()] if valid else [None]
-    if prompt is not None and not (texts and all(isinstance(text, str) for text in texts)):
-        raise ValueError(f"prompt must be a string or messages with a 'role' and a 'content'; got {show(prompt)}")
-    for text in texts if prompt is not None else ():
-        try:
-            list(string.Formatter().parse(str(text)))
-        except ValueError as error:
-            raise ValueError(f"prompt={show(text)}: {error}; {_BRACES}") from error
+    messages: Any = [] if prompt is None else [{"content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        for text in [text for message in messages for text in message.values()]:
+            list(string.Formatter().parse(text))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"prompt must be a string or messages with strings as values; got {show(prompt)}") from error
+    except ValueError as error:
+        raise ValueError(f"prompt={show(prompt)}: {error}; {_BRACES}") from error
     if columns is not None and not (
         isinstance(columns, Mapping) and all(isinstance(name, str) for pair in columns.items() for name in pair)
     ):

@@ -18,8 +18,7 @@ from grpo_jax.text.images import IMAGE_COLUMNS
 from grpo_jax.types import Json
 
 _MAX_ROWS = 10**7
-_KEYS = ("config", "name", "path", "rows", "split")
-_KINDS = (".jsonl", ".json", ".csv", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @runtime_checkable
@@ -55,7 +54,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     if not isinstance(dataset, Iterable):
         raise ValueError(
             f"{argument} must be a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
-            f" ({', '.join(_KINDS)}) or the name of a hub dataset; got {show(dataset)}"
+            f" ({', '.join(_SUFFIXES)}) or the name of a hub dataset; got {show(dataset)}"
         )
     try:
         rows = list(itertools.islice(dataset, limit))
@@ -107,7 +106,7 @@ def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
 
 def is_hub_name(text: str) -> bool:
     """Return whether a string looks like the name of a hub dataset rather than a file name."""
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None and not text.endswith(_KINDS)
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None and not text.endswith(_SUFFIXES)
 
 
 def check_finite(dataset: object, argument: str, max_steps: int) -> None:
@@ -123,17 +122,12 @@ def check_finite(dataset: object, argument: str, max_steps: int) -> None:
 def _read_described(source: Json, argument: str) -> list[object]:
     """Read a dataset described by a mapping: `path`, or `name` with `config` and `split`, and optionally `rows`."""
     keys = sorted(map(str, source))
-    if not keys or (not {"path", "name"} & source.keys() and not set(keys).issubset(_KEYS)):
+    if not {"path", "name"} & source.keys():
         advice = "for a DatasetDict, pass one split: dataset['train']"
         raise ValueError(f"{argument} must be a list of dicts; got a dict with keys {keys} ({advice})")
-    if unknown := [name for name in keys if name not in _KEYS]:
-        raise ValueError(f"{argument}.{unknown[0]}: no such key; use one of {', '.join(_KEYS)}")
-    if ("path" in source) == ("name" in source):
-        raise ValueError(
-            f"{argument} must have either a 'path' or the 'name' of a hub dataset; got {show(dict(source))}"
-        )
-    if others := [name for name in ("config", "split") if "path" in source and name in source]:
-        raise ValueError(f"{argument}.{others[0]} applies only to a hub dataset; set name instead of path")
+    allowed = ("path", "rows") if "path" in source else ("name", "config", "split", "rows")
+    if unknown := [name for name in keys if name not in allowed]:
+        raise ValueError(f"{argument}.{unknown[0]}: no such key next to {allowed[0]!r}; use {', '.join(allowed)}")
     count = source.get("rows")
     if count is not None and (type(count) is not int or count < 1):
         raise ValueError(f"{argument}.rows must be a positive integer, or unset for all rows; got {show(count)}")
@@ -162,7 +156,7 @@ def _read_file(path: Path, argument: str) -> list[object]:
     """Read the rows of a .csv or .parquet file, or of a JSONL file with any other suffix."""
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "file not found"
-        raise FileNotFoundError(f"{argument}={str(path)!r}: {what}; pass the path to a file ({', '.join(_KINDS)})")
+        raise FileNotFoundError(f"{argument}={str(path)!r}: {what}; pass the path to a file ({', '.join(_SUFFIXES)})")
     if path.suffix != ".parquet":
         read = _read_csv if path.suffix == ".csv" else _read_jsonl
         try:

@@ -92,7 +92,6 @@ BAD = [
         "'content': 'a'}] (TemplateError: roles must alternate)"),
     (dict(max_prompt_length=2),
         "1 of 2 prompts are longer than max_prompt_length=2; the longest, dataset row 1,"),
-    (dict(chat_template_kwargs={"tokenize": False}), "chat_template_kwargs must not contain 'tokenize', which"),
     (dict(reward_fns=None), "reward_fns must be a function or a list of functions; got None"),
     (dict(reward_fns=[]), "reward_fns is empty; pass at least one reward function"),
     (dict(reward_fns=[right, 3]), "reward_fns must contain functions; got 3"),

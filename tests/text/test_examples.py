@@ -150,8 +150,6 @@ def test_assistant_tokens_are_found_if_only_the_last_turn_has_an_eos():
 @pytest.mark.parametrize(("row", "said"), [
     ({"prompt": "a"}, r"has none of 'prompt' and 'completion', 'messages', 'text' or 'input_ids'; rename one of"),
     ({"prompt": "a", "completion": TALK[1:2]}, "has a string and a list of messages as 'prompt' and 'completion'"),
-    ({"messages": "a"}, "has a string in 'messages'; rename the column to 'text'"),
-    ({"text": TALK}, "has messages in 'text'; rename the column to 'messages'"),
     ({"messages": [{"role": "user"}]}, r"has \{'role': 'user'\} as message 0 of 'messages'"),
     ("abc", "must be a dict with .*; got 'abc'"),
 ])  # fmt: skip
