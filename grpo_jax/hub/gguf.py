@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.files import POINTER, Checkpoint, StoredTensor, computed, is_pointer
-from grpo_jax.hub.gguf_header import NEEDS, Architecture, Header, read_header, read_tokenizer
+from grpo_jax.hub.gguf_header import Architecture, Header, read_header, read_tokenizer
 from grpo_jax.hub.policy import tokenizer_files
 from grpo_jax.hub.tensors import Tensor, tensor_plan
 from grpo_jax.hub.weights import shape_differences
@@ -97,13 +97,9 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
         raise ValueError(f"name_or_directory {str(path)!r}: {reason}") from error
 
 
-def _damaged(path: Path, error: BaseException) -> str:
-    with path.open("rb") as file:
-        start = file.read(4)
+def _damaged(path: Path, error: Exception) -> str:
     if is_pointer(path):
         return f"it is {POINTER}."
-    if start != b"GGUF":
-        return f"it is not a GGUF file: it starts with {start!r}, not b'GGUF'."
     return f"it is truncated or damaged; download it again ({path.stat().st_size:,} bytes; {one_line(error)})."
 
 
@@ -111,7 +107,9 @@ def _open(path: Path) -> GGUFReader:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ImportError(f"reading the GGUF file {str(path)!r} requires the package gguf; run `{NEEDS}`") from error
+        raise ImportError(
+            f"reading the GGUF file {str(path)!r} requires gguf; run `pip install 'grpo_jax[gguf]'`"
+        ) from error
 
     class PlainReader(GGUFReader):
         """Reader that slices an `ndarray`. A header's 150,000 slices take four times as long on a memmap."""

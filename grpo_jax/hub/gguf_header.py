@@ -17,8 +17,6 @@ from grpo_jax.hub.weights import check_sizes
 from grpo_jax.messages import shorten, show
 from grpo_jax.types import Json, Tokenizer
 
-NEEDS = "pip install 'grpo_jax[gguf]'"
-
 _UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa", "rope.scaling.finetuned")
 """Keys that are redundant with other keys or tensor shapes, or that only inference engines use."""
 
@@ -187,17 +185,15 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
     kind, split = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
     if kind == "none":
         return None
-    try:
-        from transformers import PreTrainedTokenizerFast
-        from transformers.integrations.gguf import gguf_tokenizer_mapping as made
-    except ImportError as error:
-        raise ImportError(f"transformers is too old to read tokenizers from GGUF files; run `{NEEDS}`") from error
-    known = {*made.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as gguf_tokenizers
+
+    known = {*gguf_tokenizers.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
     if kind == "gpt2" and split not in known:
         raise ValueError(f"GGUF key 'tokenizer.ggml.pre' must be one of {', '.join(sorted(known))}; got {split!r}.")
-    names = made.GGUF_TOKENIZER_MAPPING["tokenizer"]
+    names = gguf_tokenizers.GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = {name: fields[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in fields}
-    backend, _ = made.convert_gguf_tokenizer(fields["general.architecture"], parts)
+    backend, _ = gguf_tokenizers.convert_gguf_tokenizer(fields["general.architecture"], parts)
 
     def special(name: str) -> str | None:
         token = fields.get(f"tokenizer.ggml.{name}_token_id")

@@ -82,13 +82,8 @@ class PrecedingText(NamedTuple):
 def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> PrecedingText:
     """Return the end of the prompt that completions continue. It is empty if completions start a new message."""
     prefill = _prefill(prompt)
-    last, text = list[int](), ""
-    if isinstance(prompt, str) or prefill:
-        for count in (CONTEXT, len(ids)):  # use all tokens if the last tokens decode to ""
-            last = [int(i) for i in ids[-count:]]
-            text = tokenizer.decode(last, skip_special_tokens=True)
-            if text:
-                break
+    last = [int(i) for i in ids[-CONTEXT:]] if isinstance(prompt, str) or prefill else []
+    text = tokenizer.decode(last, skip_special_tokens=True)
     # If the template strips trailing whitespace from the prefill, the completion may start with it.
     return PrecedingText(last, text, prefill.rstrip() if last and not text.endswith(prefill[-1:]) else prefill)
 
@@ -129,29 +124,23 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
     Each token is decoded after an ordinary token, because some tokenizers drop a leading space. If a token is only part
     of a character, its bytes are parsed from its vocabulary name, which must use the notation of byte-level BPE (GPT-2,
-    Llama 3, Qwen) or byte fallback (SentencePiece). Raises ValueError for names in a different notation, and for
-    tokenizers that decode a token differently depending on its neighbors (CLIP).
+    Llama 3, Qwen) or byte fallback (SentencePiece). Raises ValueError for names in a different notation.
     """
     vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
     names = {index: name for name, index in vocabulary.items() if index not in special}
-    before = _ordinary(tokenizer, names)
+    before = _text_token(tokenizer, names)
     # clean_up_tokenization_spaces would remove spaces between some pairs of tokens.
     texts = tokenizer.batch_decode(
         [[before], *([before, index] for index in names)], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    found, whole = [b""] * (max(vocabulary.values()) + 1), {before: texts[0]}
+    token_bytes = [b""] * (max(vocabulary.values()) + 1)
     for (index, name), text in zip(names.items(), texts[1:], strict=True):
         added = text.removeprefix(texts[0])
-        found[index] = _bytes_of(name, index) if _REPLACEMENT in added else added.encode()
-        if _REPLACEMENT not in added:
-            whole.setdefault(index, added)
-    one_text = tokenizer.batch_decode([[*whole]], skip_special_tokens=True, clean_up_tokenization_spaces=False)[0]
-    if one_text != "".join(whole.values()):
-        raise ValueError("the tokenizer decodes tokens differently depending on their neighbors")
-    return found
+        token_bytes[index] = _bytes_of(name, index) if _REPLACEMENT in added else added.encode()
+    return token_bytes
 
 
-def _ordinary(tokenizer: Tokenizer, names: Mapping[int, str]) -> int:
+def _text_token(tokenizer: Tokenizer, names: Mapping[int, str]) -> int:
     """Return the id of a token that decodes to text, preferably to ASCII letters or digits."""
     plain = (index for index, name in names.items() if name.isascii() and name.isalnum())
     for index in itertools.chain(plain, names):
@@ -161,10 +150,10 @@ def _ordinary(tokenizer: Tokenizer, names: Mapping[int, str]) -> int:
     raise ValueError("the tokenizer must have a token that decodes to text")
 
 
-_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
-_BYTES = {chr(byte): byte for byte in _PRINTED}
-_BYTES |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTED)}
-"""Maps characters in the token names of byte-level BPE to the bytes that they represent."""
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)}
+"""Mapping from characters in the token names of byte-level BPE to the bytes that they represent."""
 
 
 def _bytes_of(name: str, index: int) -> bytes:
@@ -176,5 +165,6 @@ def _bytes_of(name: str, index: int) -> bytes:
     if _REPLACEMENT in name:  # the replacement character itself
         return name.encode()
     raise ValueError(
-        f"tokenizer's token {index} ({name!r}) is part of a character, but its name has no bytes; use a byte-level one"
+        f"the tokenizer's token {index} ({name!r}) is part of a character, but its name does not contain the bytes; use"
+        " a tokenizer with byte-level BPE or byte fallback"
     )

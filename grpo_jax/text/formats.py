@@ -188,10 +188,6 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
         if recipient and len(calls) + len(problems) == MAX_CALLS:
             problems.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
             break
-        if not recipient and end == "<|call|>" and len(calls) + len(problems) < MAX_CALLS:
-            problems.append(problem_message("its header lacks the recipient to=functions.tool", _HARMONY_FORM))
-            kept.append(_plain(header + body))
-            continue
         if not recipient:
             is_reasoning = channel is not None and channel[1] == "analysis"
             kept.append(f"<think>\n{_plain(body)}\n</think>" if is_reasoning else _plain(body))

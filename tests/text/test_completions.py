@@ -53,21 +53,10 @@ def byte_level(*, add_prefix_space=False):
     return fast(tokenizer)
 
 
-def word_ends():
-    """Like CLIP's tokenizer: a word's last token is marked, and decoding adds a space after it unless the text ends."""
-    letters = sorted(set("".join(WORDS)))
-    names = [*SPECIAL, *letters, *(f"{letter}</w>" for letter in letters)]
-    model = models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", end_of_word_suffix="</w>")
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
-    return fast(tokenizer)
-
-
 FAMILIES = {
     "sentencepiece": sentencepiece, "metaspace always": lambda: metaspace("always"),
     "metaspace first": lambda: metaspace("first"), "metaspace never": lambda: metaspace("never"), "bytes": byte_level,
-    "bytes with a space in front": lambda: byte_level(add_prefix_space=True), "ends of words": word_ends,
+    "bytes with a space in front": lambda: byte_level(add_prefix_space=True),
 }  # fmt: skip
 
 
