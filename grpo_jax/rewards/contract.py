@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import functools
@@ -162,25 +161,19 @@ def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: s
         yield f"reward function {name!r} accepts none of the available arguments ({', '.join(known)}); {advice}"
 
 
-_IMMUTABLE = frozenset((str, int, float, bool, complex, bytes, type(None)))
+_IMMUTABLE = frozenset((str, int, float, bool, type(None)))
 
 
 def copy_containers(value: Any) -> Any:
     """Copy lists, dicts, tuples, sets and arrays recursively. Other objects are not copied, as they may be large."""
     kind = type(value)
-    if kind in _IMMUTABLE:
-        return value
-    if isinstance(value, list):
-        return copy.copy(value) if _IMMUTABLE.issuperset(map(type, value)) else [copy_containers(x) for x in value]
-    if isinstance(value, dict):
-        new = copy.copy(value)  # supports subclasses, such as defaultdict
-        new.update((key, copy_containers(item)) for key, item in value.items())
-        return new
-    if isinstance(value, tuple):
-        copies = map(copy_containers, value)
-        return kind._make(copies) if hasattr(kind, "_make") else kind(copies)
-    mutable = isinstance(value, (set, bytearray, collections.deque)) or hasattr(kind, "__array__")
-    return copy.deepcopy(value) if mutable else value
+    if kind is list and _IMMUTABLE.issuperset(map(type, value)):  # faster for token ids
+        return value.copy()
+    if kind in (list, tuple, set):
+        return kind(map(copy_containers, value))
+    if kind is dict:
+        return {key: copy_containers(item) for key, item in value.items()}
+    return copy.deepcopy(value) if hasattr(kind, "__array__") else value
 
 
 def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:

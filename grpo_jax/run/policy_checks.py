@@ -77,12 +77,6 @@ def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: in
 
 def check_context_length(policy: Policy, longest_prompt: int, max_completion_length: int, prefix: str = "") -> None:
     """Raise ValueError if prompts and completions do not fit in the context of the policy's model."""
-    for problem in _position_problems(policy, longest_prompt, max_completion_length):
-        raise ValueError(prefix + problem)
-
-
-def _position_problems(policy: Policy, longest_prompt: int, max_completion_length: int) -> Iterator[str]:
-    """Yield an error message if prompts and completions do not fit in the context of the policy's model."""
     shape = shape_of(policy)
     if shape is None or longest_prompt + max_completion_length <= shape.max_position_embeddings:
         return
@@ -93,8 +87,8 @@ def _position_problems(policy: Policy, longest_prompt: int, max_completion_lengt
         else "the prompts leave no room for completions: shorten them, drop long ones (max_prompt_length with"
         ' on_long_prompt="drop"), or use a model with a longer context'
     )
-    yield (
-        f"max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens, this"
+    raise ValueError(
+        f"{prefix}max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens, this"
         f" exceeds the model's {shape.max_position_embeddings} positions; {fix}"
     )
 
@@ -116,7 +110,6 @@ def run_problems(
                 f"{shown(config, 'per_device_eval_batch_size')}: must be a multiple of the group size {group}"
                 f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
             )
-        problems += _position_problems(policy, longest, config.max_completion_length)
     elif shape is not None and longest > shape.max_position_embeddings:
         problems.append(
             f"{shown(config, 'max_length')}: the longest example has {longest} tokens, but the model has only"

@@ -23,6 +23,7 @@ from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.run.images import Encoded, check_text_only, with_encoder, with_tower
 from grpo_jax.run.placement import place_policy, run_mesh, with_settings
 from grpo_jax.run.policy_checks import (
+    check_context_length,
     check_ends,
     check_is_policy,
     check_policy,
@@ -148,6 +149,8 @@ def encode_and_place(
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
     policy = policy.replace(model=with_settings(policy.model, config, devices, mesh))
     longest = max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1)
+    if isinstance(config, GRPOConfig):
+        errors.check(check_context_length, policy, longest, config.max_completion_length)
     errors.raise_together(
         run_problems(policy, config, longest=longest, has_eval_data=len(rows) > 1, num_reward_fns=num_reward_fns)
     )

@@ -77,13 +77,10 @@ def push_to_hub(
       'https://huggingface.co/me/sums/commit/...'
     """
     from huggingface_hub import get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.utils import validate_repo_id
 
     check_publishable(policy, "policy")
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"repo_id must have the form owner/model; got {repo_id!r} ({one_line(error)}).") from error
+    validate_repo_id(repo_id)
     if run_dir is not None and not Path(run_dir, "metrics.jsonl").is_file():
         raise FileNotFoundError(f"run_dir = {str(run_dir)!r}: metrics.jsonl is missing; pass a run directory, or None.")
     if get_token() is None:

@@ -5,7 +5,6 @@ Memory is taken from XLA's analysis of the largest programs, compiled at the run
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -152,10 +151,6 @@ def _data_problems(run: Run) -> Iterator[str]:
     if dropped := len(data.dropped):
         total, limit = len(data.rows) + dropped, config.max_prompt_length
         yield f"{dropped} of {total} prompts are dropped because they are longer than max_prompt_length = {limit}"
-    images = [tuple(map(id, found)) for found in data.images or [()] * len(data.rows)]
-    copies = sum(n - 1 for n in collections.Counter(zip(map(tuple, data.token_ids), images, strict=True)).values())
-    if copies:
-        yield f"{copies} of {len(data.rows)} rows repeat the prompt of another row"
     if sizes.prompts > len(data.rows):
         yield f"an iteration uses {sizes.prompts} prompts, but the dataset has only {len(data.rows)}; prompts repeat"
 

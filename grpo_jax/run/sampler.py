@@ -23,11 +23,11 @@ from grpo_jax.messages import show
 from grpo_jax.models.packing import lengths_of
 from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
-from grpo_jax.rewards.contract import accepts_any_keyword, parameters_of
+from grpo_jax.rewards.contract import accepts_any_keyword, arguments_of
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.generate import generate
 from grpo_jax.rollout.interaction import Interaction
-from grpo_jax.rollout.turns import Answer, AnswerTurn
+from grpo_jax.rollout.turns import AnswerTurn
 from grpo_jax.run.placement import vocab_size
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
@@ -82,18 +82,14 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
     wanted = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
     if not callable(sampler):
         raise ValueError(f"sampler must be a function; got {show(sampler)}. {wanted}")
-    parameters, takes_all = parameters_of(sampler), accepts_any_keyword(sampler)
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    unknown = [
-        p.name for p in required if p.name not in (*ARGUMENTS, "policy", "answer_turn") or p.kind is p.POSITIONAL_ONLY
-    ]
+    parameters, passed = arguments_of(sampler), (*ARGUMENTS, "policy", "answer_turn")
+    unknown = [name for name, required in parameters.items() if required and name not in passed]
     if unknown:
-        raise ValueError(f"sampler requires an argument that is not passed by keyword: {', '.join(unknown)}. {wanted}")
-    named, needed = {p.name for p in parameters}, {"stop": ends.stop, "max_turn_length": ends.max_turn_length}
-    untaken = [name for name, value in needed.items() if value and name not in named and not takes_all]
-    if untaken:
-        raise ValueError(f"sampler must take {' and '.join(untaken)}, which the config sets; pass a sampler that does")
-    if interaction is not None and "answer_turn" not in named:
+        raise ValueError(f"sampler requires arguments that are not passed: {', '.join(unknown)}. {wanted}")
+    for name, value in (("stop", ends.stop), ("max_turn_length", ends.max_turn_length)):
+        if value and name not in parameters and not accepts_any_keyword(sampler):
+            raise ValueError(f"sampler must take {name}, which the config sets; pass a sampler that does")
+    if interaction is not None and "answer_turn" not in parameters:
         raise ValueError(
             "tools and environment_factory need a sampler with an argument `answer_turn`; pass one, such as"
             " engines.vllm, or None"
@@ -118,11 +114,10 @@ def generate_with_engine(
 ) -> Completions:
     """Call an engine like `generate`, and validate its completions. All processes return process 0's result."""
     size = vocab_size(model, params)
-    checked = None if answer_turn is None else _with_valid_ids(answer_turn, size)
     arguments = {"model": model, "params": params, "prompts": prompts, "key": key}
-    arguments |= {"answer_turn": checked, "policy": policy}
+    arguments |= {"answer_turn": answer_turn, "policy": policy}
     arguments |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
-    accepted = {p.name for p in parameters_of(sampler)} | ({*ARGUMENTS} if accepts_any_keyword(sampler) else set())
+    accepted = {*arguments_of(sampler)} | ({*ARGUMENTS} if accepts_any_keyword(sampler) else set())
     returned = sampler(**{name: value for name, value in arguments.items() if name in accepted})
     shape = prompts.tokens.shape[0], settings["num_generations"], settings["max_completion_length"]
     if jax.process_index() > 0:  # replaced by process 0's result; only the shape must match
@@ -134,19 +129,6 @@ def generate_with_engine(
     if jax.process_count() > 1:
         completions = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x))[0], completions)
     return completions
-
-
-def _with_valid_ids(answer_turn: AnswerTurn, vocab_size: int) -> AnswerTurn:
-    """Make a function that rejects token ids outside the vocabulary before an environment acts on their text."""
-
-    def answer(completion: int, turn: np.ndarray, limit: int) -> Answer | None:
-        for i in turn:
-            if not 0 <= i < vocab_size:
-                what = f"a token id outside the vocabulary of size {vocab_size}"
-                raise ValueError(f"sampler returned {what}: {i} in completion {completion}")
-        return answer_turn(completion, turn, limit)
-
-    return answer
 
 
 def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) -> RolloutResult:

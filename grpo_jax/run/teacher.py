@@ -107,11 +107,6 @@ def _contradictions(is_policy: bool, config: GRPOConfig, *, has_rewards: bool) -
             "distillation_mode='sampled_token' supports only distillation_divergence='reverse_kl'; got"
             f" {config.distillation_divergence!r}. Use 'reverse_kl' or a different distillation_mode"
         )
-    if config.distillation_alpha != 0.5 and config.distillation_divergence != "jsd":
-        yield (
-            f"distillation_alpha={config.distillation_alpha} has an effect only with distillation_divergence='jsd';"
-            " use 'jsd', or leave distillation_alpha at 0.5"
-        )
     if not is_policy and jax.process_count() > 1:
         yield "a scorer cannot be the teacher in a run with several processes; use a Policy"
     if config.dynamic_sampling and not has_rewards:

@@ -1,7 +1,6 @@
 """Calls to reward functions: their arguments and the validation of their results."""
 
 import asyncio
-import collections
 import functools
 import threading
 from decimal import Decimal
@@ -112,17 +111,15 @@ def test_functions_and_completions_do_not_share_objects():
     for _ in range(2):
         rewards = compute_rewards([edits, said], completions=completions, num_generations=4, **inputs)
         np.testing.assert_array_equal(rewards.values[0].T, [[2, 2, 2, 2], [2, 3, 4, 5]])
-    Point = collections.namedtuple("Point", "x")
-    default, queue = collections.defaultdict(list, a=[1]), collections.deque([[1]])
-    value = [{"deep": [1, (2, [3])]}, {1}, bytearray(b"a"), default, queue, Point([1]), np.array([1.0])]
+    value = [{"deep": [1, (2, [3])]}, {1}, np.array([1.0])]
     copied, expected = copy_containers(value), repr(value)
     assert repr(copied) == expected
-    nested, _, raw, default, queue, point, array = copied
-    for part in (nested["deep"][1][1], raw, default["new"], queue[0], point.x):
-        part.append(1)
+    nested, numbers, array = copied
+    nested["deep"][1][1].append(1)
+    numbers.add(2)
     array += 1
     assert repr(value) == expected
-    others = [threading.Lock(), len, Point, jnp.ones(1).dtype]
+    others = [threading.Lock(), len, jnp.ones(1).dtype]
     assert all(one is other for one, other in zip(copy_containers(others), others, strict=True)), (
         "objects that are not containers must be shared"
     )

@@ -152,8 +152,8 @@ def test_all_errors_are_reported_together():
     ]
     starts += [f"reward function {name} needs the argument" for name in ("'lambda'", "'lambda_2'")]
     starts += [
-        "reward_weights = (1.0, 1.0, 1.0): got 3 weights for 2 reward functions; pass one",
         "max_completion_length = 400",
+        "reward_weights = (1.0, 1.0, 1.0): got 3 weights for 2 reward functions; pass one",
     ]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 

@@ -81,7 +81,6 @@ def test_dry_run_reports_problems(monkeypatch):
     # A tiny policy may sample an EOS as its only token; with this seed it does not.
     assert report.suspicious == (
         "1 of 5 prompts are dropped because they are longer than max_prompt_length = 2",
-        "1 of 4 rows repeat the prompt of another row",
         "an iteration uses 6 prompts, but the dataset has only 4; prompts repeat",
         "all 4 completions were truncated at max_completion_length = 1 tokens and none contains an EOS token (1); "
         "increase the limit, or check the EOS token and the chat template",

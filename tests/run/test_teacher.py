@@ -133,7 +133,6 @@ REFUSED = [
     ({"teacher": Engine()}, {}, "'full_logits' needs a Policy as the teacher"),
     ({}, {"distillation_mode": "topk_logits", "distillation_topk": 2}, "Use 'full_logits'"),
     ({}, {"distillation_mode": "sampled_token", "distillation_divergence": "jsd"}, "supports only .*; got 'jsd'"),
-    ({}, {"distillation_alpha": 0.1}, "distillation_alpha=0.1 has an effect only with"),
     ({}, {"dynamic_sampling": True}, "dynamic_sampling=True needs rewards to select groups"),
     ({}, {"reward_weights": [1.0]}, "got 1 weights for 0 reward functions"),
     ({"teacher": TEACHER.replace(tokenizer=letters(".bac"))}, {},
