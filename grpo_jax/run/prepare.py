@@ -181,11 +181,11 @@ def derive_run(
     schedule = make_schedule(config, total_steps) if optimizer is None else None
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
     micro_shape = (sizes.micro_prompts, sizes.micro_completions)
+    make_updater = functools.partial(choose_updater, config=config, micro_shape=micro_shape, mesh=mesh)
     distillation = distributions = None
     if teacher is not None:
         from grpo_jax.run.teacher import make_distillation
 
-        make_updater = functools.partial(choose_updater, config=config, micro_shape=micro_shape, mesh=mesh)
         distillation = make_distillation(teacher, make_updater)
         distributions = distillation.teacher if config.distillation_mode == "full_logits" else None
     return Run(
@@ -199,15 +199,7 @@ def derive_run(
         total_steps=total_steps,
         optimizer=optimizer,
         schedule=schedule,
-        updater=choose_updater(
-            policy.model,
-            config,
-            micro_shape=micro_shape,
-            optimizer=optimizer,
-            mesh=mesh,
-            surrogate=surrogate,
-            teacher=distributions,
-        ),
+        updater=make_updater(policy.model, optimizer=optimizer, surrogate=surrogate, teacher=distributions),
         distillation=distillation,
     )
 

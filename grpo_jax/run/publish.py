@@ -179,7 +179,9 @@ class Publisher:
             return
         try:
             write_policy(self._directory, self._policy.replace(params=params))
-            self._push(f"Training in progress, step {step}")
+            if self._name:
+                message = f"Training in progress, step {step}"
+                _push(self._directory, self._name, self._config.hub_revision, message)
         except Exception as error:
             warnings.warn(
                 f"the policy at step {step} could not be pushed to {self._name!r} ({one_line(error)}). Training"
@@ -197,17 +199,13 @@ class Publisher:
             write_report()
             card = model_card(self._name, run_dir=self._run_dir, adapters=isinstance(self._policy.model, LoraModel))
             _write_card(self._directory, card, self._run_dir, self._name, self._config.hub_revision)
-            self._push("End of training")
+            _push(self._directory, self._name, self._config.hub_revision, "End of training")
         except Exception as error:
             raise OSError(
                 f"the policy could not be pushed to {self._name!r} ({one_line(error)}). It is saved in"
                 f" {self._directory}. Call train again with the same run_dir to repeat only the upload, or call"
                 " `push_to_hub`"
             ) from error
-
-    def _push(self, message: str) -> None:
-        if self._name:
-            _push(self._directory, self._name, self._config.hub_revision, message)
 
 
 def model_card(

@@ -54,10 +54,10 @@ class DryRun:
     metrics: dict[str, float]
 
     def __str__(self) -> str:
-        held = " · ".join(f"{name} {short_number(size, 'B')}" for name, size in self.memory.items() if size)
+        memory = " · ".join(f"{name} {short_number(size, 'B')}" for name, size in self.memory.items() if size)
         seconds = " · ".join(f"{name.removeprefix('seconds/')} {x:.1f} s" for name, x in self.seconds.items())
         problems = ["suspicious:", *(f"  - {line}" for line in self.suspicious)]
-        lines = ["dry run: one group of completions, one update, nothing written", self.sizes, f"memory: {held}"]
+        lines = ["dry run: one group of completions, one update, nothing written", self.sizes, f"memory: {memory}"]
         lines += [f"time, including compilation: {seconds}", *(problems if self.suspicious else ["nothing suspicious"])]
         return "\n".join(lines)
 
@@ -119,20 +119,20 @@ def rehearse(
     if metrics["update_skipped"]:
         cause = describe_non_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
         suspicious.append(f"the update was skipped: {cause}")
-    held = {
+    persistent = {
         "training state": device_bytes(after, None),
         "policy": device_bytes((as_argument(policy.model), () if donate else policy.params), None),
     }
     with phase("memory analysis"):
         programs = _programs(run, after)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    peak = sum(held.values()) + max(programs.values(), default=0)
+    peak = sum(persistent.values()) + max(programs.values(), default=0)
     if limit is not None and peak > limit:
         suspicious.append(
             f"up to {peak / 1e9:.1f} GB may be needed, but the device has only {limit / 1e9:.1f} GB; reduce"
             " per_device_train_batch_size or max_completion_length, or use compute_dtype='bfloat16'"
         )
-    report = DryRun(sizes, held | programs, phase.take(), tuple(suspicious), rows, rollout | metrics)
+    report = DryRun(sizes, persistent | programs, phase.take(), tuple(suspicious), rows, rollout | metrics)
     print(report)
     return report
 
@@ -187,7 +187,7 @@ def _group_problems(
 
 
 def _reward_problems(run: Run, rollout: dict[str, float], rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each reward function that returns equal rewards, fails or is slow."""
+    """Yield a sentence for each reward function that returns equal rewards or none, or is slow."""
     g = len(rows)
     for name in rows[0]["rewards"]:
         values = np.array([row["rewards"][name] for row in rows], float)
@@ -202,5 +202,3 @@ def _reward_problems(run: Run, rollout: dict[str, float], rows: list[dict[str, A
                 f"reward function {name!r} would take about {seconds:.0f} s per iteration; make it async or run it in"
                 " worker processes with `isolated`. rollout_ahead=True samples the next completions in the meantime"
             )
-        if rollout.get(f"rewards/{name}/errors"):
-            yield f"reward function {name!r} failed on {rollout[f'rewards/{name}/errors']:.0f} of {g} completions"

@@ -67,8 +67,8 @@ def test_settings_of_a_run_override_those_of_its_suite(tmp_path):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("data: {made: sums, size: 0}", "data: made: size = 0: give more"),
-    ("data: {made: sums, sead: 0}", "data: made: got an unexpected keyword argument 'sead'"),
-    ("data: {openenv: 'http://127.0.0.1:1'}", "data: openenv: missing a required .*argument: 'prompt'"),
+    ("data: {made: sums, sead: 0}", r"data: made: made\(\) got an unexpected keyword argument 'sead'"),
+    ("data: {openenv: 'http://127.0.0.1:1'}", r"data: openenv: openenv\(\) missing 1 required .*argument: 'prompt'"),
     ("data: {made: sums, reasoning_gym: acre}", "must name exactly one suite; got made and reasoning_gym"),
     ("data: {path: rows.jsonl}\nrewards: [suite]", "unknown reward function"),
 ])  # fmt: skip
