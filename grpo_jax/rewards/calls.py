@@ -34,9 +34,9 @@ from grpo_jax.rewards.contract import (
     SetupError,
     TrainerState,
     as_list,
-    call_selected,
     check_reward_fns,
     reward_names,
+    select_inputs,
 )
 from grpo_jax.rewards.outcomes import Failures, RewardParts, describe_failure, read_outcome, read_parts
 
@@ -136,7 +136,7 @@ def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[li
     for fn in fns:
         started = time.perf_counter()
         try:
-            outcomes.append(call_selected(fn, inputs))
+            outcomes.append(fn(**select_inputs(fn, inputs)))
         except (Exception, SystemExit) as error:
             outcomes.append(error)
         seconds.append(time.perf_counter() - started)

@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from grpo_jax.messages import nearest, problems_of, raise_all, show
 
@@ -23,8 +23,6 @@ EXTRAS = ("trainer_state", "log_metric", "log_extra")
 
 Inputs = Mapping[str, Any]
 """Arguments for reward functions, keyed by name: lists with one entry per completion, and `EXTRAS`."""
-
-_Returned = TypeVar("_Returned")
 
 
 class RewardError(ValueError):
@@ -49,13 +47,13 @@ class TrainerState:
 
 def as_list(reward_fns: RewardFn | Sequence[RewardFn]) -> list[RewardFn]:
     """Convert one or more reward functions to a list. Raises ValueError for other values."""
-    if isinstance(reward_fns, dict) or not (callable(reward_fns) or isinstance(reward_fns, Iterable)):
+    fns = [reward_fns] if callable(reward_fns) else reward_fns
+    if not isinstance(fns, list | tuple):
         raise ValueError(f"reward_fns must be a function or a list of functions; got {show(reward_fns)}")
-    fns = [reward_fns] if callable(reward_fns) or isinstance(reward_fns, str) else list(reward_fns)
     for fn in fns:
         if not callable(fn):
             raise ValueError(f"reward_fns must contain functions; got {fn!r}")
-    return fns
+    return list(fns)
 
 
 def function_name(fn: Callable[..., object]) -> str:
@@ -184,11 +182,6 @@ def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
         if name in named or (everything and name not in bound and name not in EXTRAS):
             selected[name] = value if name in EXTRAS else copy_containers(list(value))
     return selected
-
-
-def call_selected(fn: Callable[..., _Returned], inputs: Inputs) -> _Returned:
-    """Call a function with the inputs that it accepts."""
-    return fn(**select_inputs(fn, inputs))
 
 
 class Log:

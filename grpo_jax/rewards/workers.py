@@ -83,12 +83,10 @@ def isolated(
       Traceback (most recent call last):
       ValueError: fn='lambda' cannot be sent to a worker process ...
     """
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a positive number of seconds; got {timeout!r}")
-    sizes = {"workers": workers, "memory_mb": memory_mb, "completions_per_call": completions_per_call}
-    for name, value in sizes.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive integer; got {value!r}")
+    limits = {"timeout": timeout, "memory_mb": memory_mb, "workers": workers}
+    for name, value in (limits | {"completions_per_call": completions_per_call}).items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite; got {value!r}")
     if loggers := [name for name in ("log_metric", "log_extra") if name in arguments_of(fn)]:
         raise ValueError(f"fn={function_name(fn)!r} takes {loggers[0]}, but workers cannot log; remove the argument")
     if not hasattr(os, "killpg") or (memory_mb is not None and not sys.platform.startswith("linux")):
@@ -161,7 +159,7 @@ class _IsolatedFunction:
         if self._pool is None or not self._pool.active:
             self.close()
             setup = (self._payload, self._memory_mb, os.getpid())
-            self._pool = ProcessPool(self._workers, 0, _start_worker, setup, _WorkerContext())
+            self._pool = ProcessPool(self._workers, 0, _start_worker, setup, _CONTEXT)
             self._finalizer = weakref.finalize(self, _stop, self._pool)
             self._finalizer.atexit = False  # pebble stops the workers at exit
         return self._pool
@@ -251,8 +249,8 @@ class _WorkerProcess(SpawnProcess):
             self.kill()
 
 
-class _WorkerContext(SpawnContext):
-    Process = _WorkerProcess
+_CONTEXT = SpawnContext()
+_CONTEXT.Process = _WorkerProcess  # type: ignore[assignment, misc]
 
 
 # In a worker process --------------------------------------------------------------------------------------------------

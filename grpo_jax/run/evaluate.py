@@ -180,15 +180,15 @@ def evaluate_encoded(
         batch_size = -(-count // -(-count // max_prompts))  # equal batch sizes, except that the last may be smaller
         for start in range(0, count, batch_size):
             # Repeat the last prompt so that the last batch has the same shape as the others.
-            at = [min(i, count - 1) for i in range(start, start + batch_size)]
+            indices = [min(i, count - 1) for i in range(start, start + batch_size)]
             sampled = sample(
                 policy,
                 params,
                 part,
-                at,
+                indices,
                 key,
                 config,
-                prompt_indices=np.array(at),
+                prompt_indices=np.array(indices),
                 prompt_length=config.padded(longest),
                 evaluation=True,
                 interaction=interaction,

@@ -115,7 +115,10 @@ def rehearse(
     with phase("update"):
         after, measured = updater.update(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
-    suspicious = [*_data_problems(run), *_group_problems(run, batch, rollout, rows, metrics)]
+    suspicious = list(_group_problems(run, batch, rollout, rows, metrics))
+    if dropped := len(run.data.dropped):
+        total, limit = len(run.data.rows) + dropped, config.max_prompt_length
+        suspicious.append(f"{dropped} of {total} prompts are longer than max_prompt_length = {limit} and are dropped")
     if metrics["update_skipped"]:
         cause = describe_non_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
         suspicious.append(f"the update was skipped: {cause}")
@@ -143,16 +146,6 @@ def _programs(run: Run, state: TrainState) -> dict[str, int]:
     calls = {"decode": rollout_call(run, state.params), "update": update_calls(run.updater, state, batch).update}
     costs = {name: compile_program(lower_call(call)) for name, call in calls.items() if call is not None}
     return {name: cost.arguments + cost.results + cost.temporaries for name, cost in costs.items()}
-
-
-def _data_problems(run: Run) -> Iterator[str]:
-    """Yield a sentence for each likely problem with the data or the settings."""
-    data, config, sizes = run.data, run.config, run.sizes
-    if dropped := len(data.dropped):
-        total, limit = len(data.rows) + dropped, config.max_prompt_length
-        yield f"{dropped} of {total} prompts are dropped because they are longer than max_prompt_length = {limit}"
-    if sizes.prompts > len(data.rows):
-        yield f"an iteration uses {sizes.prompts} prompts, but the dataset has only {len(data.rows)}; prompts repeat"
 
 
 def _group_problems(

@@ -74,11 +74,7 @@ class Sampler(Protocol):
 
 
 def check_sampler(sampler: object, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
-    """Raise ValueError unless `sampler` can be called with the keyword arguments to `generate`.
-
-    Tools and environments require that it takes `answer_turn` and that the run has a single process. It must take
-    `stop` and `max_turn_length` if the config sets them.
-    """
+    """Raise ValueError unless `sampler` takes the keyword arguments to `generate` that the run requires."""
     wanted = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
     if not callable(sampler):
         raise ValueError(f"sampler must be a function; got {show(sampler)}. {wanted}")

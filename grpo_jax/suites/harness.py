@@ -1,12 +1,7 @@
 """An agent for the `verifiers` package that uses the policy as its model: a chat that runs in this process.
 
-```
-the environment's run ──► policy_agent ──► a `verifiers` rollout: stops, hooks, limits, scores
-the rollout ──► Chat ──► the rollout's model server ──► Conversation ──► the policy
-```
-
-`verifiers` supports a harness in the caller's process if the harness requests each turn from the rollout's model
-server. This server records the conversation, stops the rollout, and forwards requests to a `Conversation`.
+The environment runs a `verifiers` rollout, whose harness is a `Chat`. It requests each turn from the rollout's model
+server, which records the conversation, stops the rollout, and forwards requests to a `Conversation` with the policy.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from grpo_jax.messages import import_extra, show
-from grpo_jax.rewards.contract import call_selected
+from grpo_jax.rewards.contract import select_inputs
 from grpo_jax.rewards.outcomes import PartialRewards
 from grpo_jax.rewards.shipped import from_row
 from grpo_jax.rewards.workers import isolated
@@ -50,11 +50,11 @@ def reasoning_gym(
     if answer_tag is None and system_prompt in utils.SYSTEM_PROMPTS:
         answer_tag = "answer"
     system = utils.SYSTEM_PROMPTS.get(system_prompt, system_prompt)
-    before: Messages = [] if system is None else [{"role": "system", "content": system}]
+    instructions: Messages = [] if system is None else [{"role": "system", "content": system}]
     dataset = _dataset(task, settings, size, seed)
     rows = [
         {
-            "prompt": [*before, {"role": "user", "content": item["question"]}],
+            "prompt": [*instructions, {"role": "user", "content": item["question"]}],
             **{column: item[column] for column in ("question", "answer", "metadata")},
             "task": task,
             "settings": settings,
@@ -111,9 +111,9 @@ class _ByTask:
         log_metric: Callable[[str, Foreign], None] = lambda *_: None,
         **columns: Sequence[object],
     ) -> RewardValues:
-        inputs = {name: columns[name] for name in _COLUMNS}
+        inputs = {"completions": completions} | {name: columns[name] for name in _COLUMNS}
         try:
-            scores, failure = call_selected(self.score, {"completions": completions} | inputs), None
+            scores, failure = self.score(**select_inputs(self.score, inputs)), None
         except PartialRewards as partial:
             scores, failure = partial.values, partial
         for name, value in zip(inputs["task"], scores, strict=True):

@@ -70,7 +70,7 @@ def test_answer_is_the_whole_completion_or_tagged():
     ({"task": "chain_sum", "max_term": 3}, "rejected chain_sum with {'max_term': 3} .*keyword argument 'max_term'"),
     ({"task": "chain_sum", "min_terms": 9}, "rejected chain_sum with {'min_terms': 9} .AssertionError: max_terms"),
     ({"task": "chain_sum", "size": 0}, "rejected chain_sum .*AssertionError"),
-    ({"task": "chain_sum", "timeout": -1}, "timeout must be a positive number of seconds; got -1"),
+    ({"task": "chain_sum", "timeout": -1}, "timeout must be positive and finite; got -1"),
 ])  # fmt: skip
 def test_bad_settings_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
