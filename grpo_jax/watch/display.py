@@ -1,8 +1,10 @@
-"""Progress display: a progress bar with the latest metrics in a terminal, one line per logged step elsewhere."""
+"""Progress display: one line per logged step and, in a terminal, a progress bar."""
 
 from __future__ import annotations
 
+import datetime
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,8 +15,6 @@ from grpo_jax.watch.writer import CompletionRow, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.live import Live
-    from rich.progress import Progress
 
 _SHOWN = (
     ("reward", "reward", 3),
@@ -28,16 +28,12 @@ _SHOWN = (
 SILENCE = 30
 """Seconds without output after which the current activity is printed."""
 
-_BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_ESCAPES: dict[int, int | str] = {
-    **{i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"},
-    **{i: f"\\x{i:02x}" if i < 256 else f"\\u{i:04x}" for i in (*range(0x7F, 0xA0), *_BIDI, *range(0xD800, 0xE000))},
-}
+_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def escape_controls(text: str) -> str:
     """Replace control characters (except newline and tab), bidirectional controls and surrogates with escapes."""
-    return text.translate(_ESCAPES)
+    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple[str, str]:
@@ -58,10 +54,10 @@ def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple
 class Display:
     """A run's progress display. It is a callback: call `display(step, metrics)` after each logged step.
 
-    In a terminal, a progress bar is redrawn after each optimizer step. In a log file, pipe or notebook, one line is
-    printed per logged step. After `SILENCE` seconds without output, the current `activity` is printed, so that a
-    long rollout or compilation is not mistaken for a hang. Output goes to `console`, by default standard error (in a
-    notebook, the output cell). Exiting the context restores the terminal, even after an error.
+    Each logged step is printed as a line. In a terminal, a progress bar below the lines is updated after each optimizer
+    step. In a log file, pipe or notebook, the current `activity` is printed after `SILENCE` seconds without output, so
+    that a long rollout or compilation is not mistaken for a hang. Output goes to `console`, by default standard error
+    (in a notebook, the output cell). Exiting the context restores the terminal, even after an error.
     """
 
     def __init__(
@@ -72,16 +68,25 @@ class Display:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._console = None if quiet else (console or _default_console())
+        from rich import progress
+        from rich.console import Console
+
+        is_jupyter = Console().is_jupyter
+        self._console = console = console or Console(stderr=not is_jupyter, quiet=quiet)
         self._activity, self._clock = activity, clock
-        # Time when the first iteration ended. It is excluded from the estimate, since it includes compilation.
-        self._started: float | None = None
-        self._total_steps = self._step = self._first = self._logged = 0
-        self._updates = 1
+        self._bar = progress.Progress(
+            progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            console=console,
+            get_time=clock,
+            speed_estimate_period=math.inf,
+            disable=quiet or not console.is_terminal or console.is_jupyter,
+            expand=True,
+        )
+        self._logged_step, self._updates = 0, 1
         self._last_output = self._last_step = clock()
-        self._lines: tuple[str, str] = "", ""
-        self._live: Live | None = None
-        self._bar: Progress | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -92,44 +97,28 @@ class Display:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._bar.stop()
 
     def start(self, total_steps: int, *, step: int = 0, updates: int = 1) -> None:
         """Start the display at `step` of `total_steps` optimizer steps, with `updates` steps per iteration."""
-        self._total_steps, self._updates, self._started = total_steps, updates, None
-        self._step = self._first = self._logged = step
-        self._last_step = self._clock()
-        if self._console is None:
-            return
-        if self._console.is_terminal and not self._console.is_jupyter:
-            from rich.live import Live
-
-            self._bar = _progress_bar(self._console, total_steps, step)
-            self._live = Live(self._bar, console=self._console, refresh_per_second=4)
-            self._live.start()  # starts a thread that updates the elapsed time
-        else:
+        self._logged_step, self._updates, self._last_step = step, updates, self._clock()
+        self._bar.add_task("", total=total_steps, completed=step)
+        self._bar.start()
+        if self._bar.disable and not self._console.quiet:
             self._thread = threading.Thread(target=self._report_activity, daemon=True)
             self._thread.start()
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._lines = format_metrics(metrics, max(step - self._logged, 1) / self._updates)
-        if self._lines[1]:
-            self._logged = step
-        self._set_step(step)
-        self._show(*self._lines, self._time_left())
+        values, seconds = format_metrics(metrics, max(step - self._logged_step, 1) / self._updates)
+        if seconds:
+            self._logged_step = step
+        self.advance(step)
+        self._say_progress(values, seconds)
 
     def advance(self, step: int) -> None:
-        """Update the progress bar after an optimizer step that is not logged."""
-        self._set_step(step)
-        if self._live is not None:
-            self._show(*self._lines, self._time_left())
-
-    def _set_step(self, step: int) -> None:
-        self._step, self._last_step = step, self._clock()
-        if self._started is None and step >= self._first + self._updates:
-            self._first, self._started = step, self._clock()
+        """Update the progress bar after an optimizer step."""
+        self._last_step = self._clock()
+        self._bar.update(self._bar.task_ids[0], completed=step)
 
     def _report_activity(self) -> None:
         while not self._closed.wait(max(self._last_output + SILENCE - self._clock(), 0.01)):
@@ -139,36 +128,25 @@ class Display:
         """Print the current activity if there has been no output for `SILENCE` seconds."""
         now = self._clock()
         if now - self._last_output >= SILENCE:
-            self._last_output = now
-            waited = round(now - self._last_step)
-            self._show(f"{self._activity()} ({waited} s since the last step)" if waited else "", self._time_left())
+            self._say_progress(f"{self._activity()} ({now - self._last_step:.0f} s since the last step)")
 
-    def _show(self, *parts: str) -> None:
-        """Redraw the progress bar or print a line. The last element of `parts` is the remaining time."""
-        if self._live is not None and self._bar is not None:
-            from rich.console import Group
-            from rich.text import Text
-
-            self._bar.update(self._bar.task_ids[0], completed=self._step, left=parts[-1])
-            lines = [Text(f"  {line}", overflow="ellipsis", no_wrap=True) for line in parts[:-1] if line]
-            self._live.update(Group(self._bar, *lines))
-        else:
-            progress = f"step {self._step:>{len(str(self._total_steps))}}/{self._total_steps}"
-            self.say(" · ".join(part.strip() for part in (progress, *parts) if part))
+    def _say_progress(self, *parts: str) -> None:
+        """Print the step, the parts and the estimated remaining time, which excludes the time of the first step."""
+        (task,) = self._bar.tasks
+        left = f"{datetime.timedelta(seconds=task.time_remaining)} left" if task.time_remaining else ""
+        progress = f"step {task.completed:>{len(str(task.total))}}/{task.total}"
+        self.say(" · ".join(part for part in (progress, *parts, left) if part))
 
     def say(self, text: str) -> None:
         """Print a message (in a terminal, above the progress bar). Markup is not interpreted."""
         self._last_output = self._clock()
-        if self._console is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def completions(self, rows: Sequence[CompletionRow]) -> None:
         """Print a table of completions with their rewards and advantages. The prompt is printed once per group.
 
         Control characters are escaped, because models and environments produce untrusted text.
         """
-        if self._console is None:
-            return
         from rich.table import Table
         from rich.text import Text
 
@@ -186,39 +164,6 @@ class Display:
             table.add_row(*map(Text, cells))
             last = row["prompt"]
         self._console.print(table)
-
-    def _time_left(self) -> str:
-        """Format the estimated remaining time. Returns "" while it is unknown, i.e. during the first iteration."""
-        done, todo = self._step - self._first, self._total_steps - self._step
-        if self._started is None or done <= 0 or todo <= 0:
-            return ""
-        seconds = round((self._last_step - self._started) / done * todo)
-        hours, minutes = divmod(seconds // 60, 60)
-        return f"{hours}:{minutes:02}:{seconds % 60:02} left"
-
-
-def _default_console() -> Console:
-    """Return a console that writes to standard error or, in a notebook, to the output cell."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_jupyter else Console(stderr=True)
-
-
-def _progress_bar(console: Console, total_steps: int, start: int) -> Progress:
-    from rich import progress
-
-    bar = progress.Progress(
-        progress.BarColumn(bar_width=None),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("elapsed"),
-        progress.TextColumn("{task.fields[left]}"),
-        console=console,
-        expand=True,
-    )
-    bar.add_task("", total=total_steps, completed=start, left="")
-    return bar
 
 
 def _format(value: float | None, decimals: int | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -27,10 +26,8 @@ FIRST, LAST = 12, 100
 SAMPLER_GAP, SAMPLER_GAP_FLOAT32 = 1.5, 1e-3
 """Largest |l − l_sampling| in a batch that rounding explains, in nats: in general, and with exact float32 products.
 
-The bounds include a margin for larger models. On a CPU, the largest gap in stories260K (5 layers, 4,096 tokens,
-temperatures 1 and 0.5) and in random models with 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32's
-10 bits (as a GPU does for float32 products), 0.1 with operands rounded to bfloat16's 7 bits (as a TPU does), and 0.54
-in bfloat16.
+The largest gap measured in models with 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32 (as on
+GPUs), 0.1 with operands rounded to bfloat16 (as on TPUs), and 0.54 in bfloat16.
 """
 ENGINE_DIFFERENCE = 0.1
 """Mean |log π_old − log π_sampler| per token, in nats, above which a hint is triggered. bfloat16 engines reach 0.01."""
@@ -38,15 +35,13 @@ ENGINE_WEIGHT = 0.5
 """Mean importance weight of an engine's completions below which a hint is triggered."""
 ONE_TURN = 1.02
 """Mean number of turns up to which a run is considered single-turn."""
-
 History = Sequence[Line]
 
 
 def sampler_gap_limit(compute_dtype: str) -> float:
-    """Return `SAMPLER_GAP_FLOAT32` if this machine computes float32 products exactly, else `SAMPLER_GAP`."""
-    settings: Any = jax.config  # type checkers do not recognize its attributes
-    exact = jax.default_backend() == "cpu" or settings.jax_default_matmul_precision in ("highest", "float32")
-    return SAMPLER_GAP_FLOAT32 if exact and resolve(compute_dtype) == "float32" else SAMPLER_GAP
+    """Return `SAMPLER_GAP_FLOAT32` for float32 on CPUs, which compute products exactly, else `SAMPLER_GAP`."""
+    exact = jax.default_backend() == "cpu" and resolve(compute_dtype) == "float32"
+    return SAMPLER_GAP_FLOAT32 if exact else SAMPLER_GAP
 
 
 def equal_rewards(history: History, config: GRPOConfig) -> str | None:
@@ -61,11 +56,11 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
         )
     if config.distillation_coef > 0:  # the divergence from the teacher has a gradient, also without reward functions
         return None
-    more = "" if config.dynamic_sampling else ", or set dynamic_sampling=True to sample other prompts instead"
     return (
         f"{100 * fraction:.0f}% of the groups in the last {WINDOW} logged steps had equal rewards and zero gradient. If"
         " all completions are correct, the task is learned. Otherwise, use rewards that distinguish completions, raise"
-        f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}){more}"
+        f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}), or set"
+        " dynamic_sampling=True to sample other prompts instead"
     )
 
 
@@ -74,18 +69,11 @@ def truncated(history: History, config: GRPOConfig) -> str | None:
     fraction, turns = _mean(history, "completions/clipped_ratio"), _mean(history, "turns/mean") or 0.0
     if fraction is None or fraction < (0.9 if turns > ONE_TURN else 0.995):
         return None
-    fixes = (
-        ", or check that the model was trained with this chat template and EOS. mask_truncated_completions=True leaves"
-        " truncated completions out of the loss"
-    )
-    if turns > ONE_TURN:
-        fixes = (
-            f" (it covers all {turns:.1f} turns and their observations), shorten the observations, or limit the number"
-            " of turns (set max_tool_calling_iterations, or return None from respond)"
-        )
     return (
         f"{100 * fraction:.0f}% of the completions in the last {WINDOW} logged steps were truncated at"
-        f" max_completion_length = {config.max_completion_length} tokens. Raise it{fixes}"
+        f" max_completion_length = {config.max_completion_length} tokens, which also counts observations. Raise it,"
+        " limit the number of turns, or check that the model was trained with this chat template and EOS."
+        " mask_truncated_completions=True leaves truncated completions out of the loss"
     )
 
 
@@ -182,12 +170,10 @@ def failing_tools(history: History, config: GRPOConfig) -> str | None:
     calls, failures = sum(finite_values(lines, "tools/calls")), sum(finite_values(lines, "tools/failures"))
     if len(lines) < WINDOW or calls == 0 or failures / calls < 0.9:
         return None
-    seconds = config.environment_timeout
-    late = "" if seconds is None else f"; calls longer than environment_timeout = {seconds:g} s fail"
     return (
         f"{100 * failures / calls:.0f}% of the tool calls in the last {WINDOW} logged steps failed. Read the calls and"
         " their results (report.html, log_completions=True). The prompt contains only the names, docstrings and type"
-        f" hints of tools{late}"
+        f" hints of tools; calls that exceed environment_timeout (now {config.environment_timeout}) fail"
     )
 
 

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -169,7 +169,6 @@ class Monitor:
         self._trackers: list[Tracker] = []
         self.display = Display(quiet=quiet, activity=lambda: self.phase.current)
         self._tokens = 0.0
-        self._complete = False
         self._step: int | None = None  # None until `start` has truncated the files
         self._updates, self._total_steps = 1, 0  # per iteration, and in the run
         self._warned: set[tuple[str, str]] = set()
@@ -182,9 +181,7 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         self.display.__exit__(*error)
         try:
-            run_dir = self._writer.run_dir
-            if not (self._complete and run_dir is not None and (run_dir / "report.html").exists()):
-                self.write_report()
+            self.write_report()
         finally:
             warnings.showwarning = self._show_warning
             with contextlib.ExitStack() as trackers:  # closes all trackers even if one raises
@@ -219,11 +216,8 @@ class Monitor:
         self.display.say(describe_run(self._config, state, num_rows=num_rows))
         if num_dropped:
             self.display.say(f"dropped {num_dropped} rows whose prompts are longer than max_prompt_length")
-        self._complete = resumed and progress.step >= total_steps
-        if self._complete:
-            fix = "to train longer, raise max_steps; to start a new run, pass a different run_dir"
-            if not self._config.lr_scheduler_type.startswith("constant"):
-                fix = "to train longer, start a new run in a different run_dir, since max_steps changes the schedule"
+        if resumed and progress.step >= total_steps:
+            fix = "to start a new run, pass a different run_dir"
             self.display.say(f"complete: {progress.step} of {total_steps} steps; {fix}")
         elif resumed:
             self.display.say(f"resuming after step {progress.step}")
@@ -280,24 +274,15 @@ class Monitor:
 
     def _emit(self, step: int, line: Mapping[str, float]) -> None:
         self._writer.metrics(step, line)
-        self._complete = False
         self.stopped |= notify((self.display, *self._callbacks, *self._trackers), step, line)
 
     def _new_hints(self, line: Line) -> list[str]:
         is_training = "num_tokens" in line
         return self._hints(line) if self._hints is not None and is_training else []
 
-    def _warning(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def _warning(self, message: Warning | str, category: type[Warning], *location: Any) -> None:
         """Replace `warnings.showwarning`: show the warning and write it to `warnings.jsonl`."""
-        self._show_warning(message, category, filename, lineno, file, line)
+        self._show_warning(message, category, *location)
         self._keep(category.__name__, str(message))
 
     def _keep(self, category: str, message: str) -> None:
@@ -317,7 +302,4 @@ def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float
             callback(step, dict(values))
         except StopRun:
             stop = True
-        except Exception as error:
-            error.add_note(f"raised by the callback {callback!r} at step {step}")
-            raise
     return stop

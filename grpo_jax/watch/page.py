@@ -13,6 +13,7 @@ import json
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -117,37 +118,46 @@ def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the completions of up to `STEPS` steps, grouped by prompt, and a note on omitted completions."""
-    offsets = _line_offsets(path)
-    at = list(offsets)
-    chosen = [at[round(i)] for i in np.linspace(0, len(at) - 1, min(STEPS, len(at)))]
-    steps: list[dict[str, Any]] = []
-    kept, total = 0, sum(map(len, offsets.values()))
-    for step in chosen:
-        groups: list[dict[str, Any]] = []
-        size = 0
-        with open(path, "rb") as file:
-            for offset in offsets[step]:
-                file.seek(offset)
-                row = _shown(json.loads(file.readline()))
-                size += len(_embedded(row))
-                if size > COMPLETION_BYTES // STEPS and groups:
-                    break
-                prompt, shown = row.pop("prompt"), row.pop("images", ())
-                images = [_data_url(path.parent, x) for x in shown if isinstance(x, dict)]
-                del row["step"]
-                if row.get("turns"):
-                    del row["completion"]  # the turns contain the same text
-                # Consecutive groups may have the same prompt.
-                same = groups and (groups[-1]["prompt"], groups[-1]["images"]) == (prompt, images)
-                if not same or len(groups[-1]["rows"]) == num_generations:
-                    groups.append({"prompt": prompt, "images": images, "rows": []})
-                    size += sum(map(len, images))
-                groups[-1]["rows"].append(row)
-                kept += 1
-        steps.append({"step": step, "groups": groups})
-    found = f"{total:,} completions from {len(at):,} steps" if kept < total else "no other completions"
-    return steps, f"completions.jsonl contains {found}"
+    """Return the completions of up to `STEPS` steps, grouped by prompt, and the total numbers of both."""
+    if not path.exists():
+        return [], "completions.jsonl does not exist"
+    with open(path, "rb") as file:
+        counts = Counter(step for line in file if (step := _step_of(line)) is not None)
+        logged = list(counts)
+        shown = {logged[round(i)] for i in np.linspace(0, len(logged) - 1, min(STEPS, len(logged)))}
+        groups: dict[int, list[dict[str, Any]]] = {step: [] for step in sorted(shown)}
+        sizes = dict.fromkeys(shown, 0)
+        file.seek(0)
+        for line in file:
+            step = _step_of(line)
+            if step in shown and sizes[step] < COMPLETION_BYTES // STEPS:
+                sizes[step] += _add_row(groups[step], _shown(json.loads(line)), num_generations, path.parent)
+    steps = [{"step": step, "groups": of_step} for step, of_step in groups.items()]
+    return steps, f"completions.jsonl contains {counts.total():,} completions from {len(logged):,} steps"
+
+
+def _add_row(groups: list[dict[str, Any]], row: dict[str, Any], num_generations: int | None, run_dir: Path) -> int:
+    """Add a completion to the last group, or to a new one. Returns its size in bytes."""
+    size = len(_embedded(row))
+    prompt = row.pop("prompt")
+    images = [_data_url(run_dir, image) for image in row.pop("images", ()) if isinstance(image, dict)]
+    del row["step"]
+    if row.get("turns"):
+        del row["completion"]  # the turns contain the same text
+    # Consecutive groups may have the same prompt.
+    last = groups[-1] if groups else None
+    if last is None or (last["prompt"], last["images"]) != (prompt, images) or len(last["rows"]) == num_generations:
+        last = {"prompt": prompt, "images": images, "rows": []}
+        groups.append(last)
+        size += sum(map(len, images))
+    last["rows"].append(row)
+    return size
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a complete line. For speed, the JSON is not parsed."""
+    match = re.match(rb'\{"step": (\d+)', line)
+    return int(match[1]) if match and line.endswith(b"\n") else None
 
 
 def _data_url(run_dir: Path, image: Mapping[str, str]) -> str:
@@ -156,22 +166,6 @@ def _data_url(run_dir: Path, image: Mapping[str, str]) -> str:
         content = (run_dir / "images" / Path(image["thumbnail"]).name).read_bytes()
         return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
     return ""
-
-
-def _line_offsets(path: Path) -> dict[int, list[int]]:
-    """Return a dict that maps each step to the byte offsets of its lines. For speed, the JSON is not parsed."""
-    offsets: dict[int, list[int]] = {}
-    if not path.exists():
-        return offsets
-    start = 0
-    with open(path, "rb") as file:
-        for line in file:
-            step = re.match(rb'\{"step": (\d+)', line)
-            if step is None or not line.endswith(b"\n"):
-                break
-            offsets.setdefault(int(step[1]), []).append(start)
-            start += len(line)
-    return offsets
 
 
 def _shown(value: Any) -> Any:

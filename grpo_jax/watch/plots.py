@@ -155,31 +155,31 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
     """Smooth [n] values with a Gaussian kernel of standard deviation `width`. NaN values are excluded and stay NaN."""
     reach = min(int(4 * width) + 1, len(values))
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / max(width, 1e-9)) ** 2)
-    there = np.isfinite(values)
-    total = np.convolve(np.where(there, values, 0.0), kernel)[reach : reach + len(values)]
-    weight = np.convolve(there.astype(float), kernel)[reach : reach + len(values)]
-    return np.where(there, total / np.maximum(weight, 1e-300), np.nan)
+    finite = np.isfinite(values)
+    total = np.convolve(np.where(finite, values, 0.0), kernel)[reach : reach + len(values)]
+    weight = np.convolve(finite.astype(float), kernel)[reach : reach + len(values)]
+    return np.where(finite, total / np.maximum(weight, 1e-300), np.nan)
 
 
-def thin(values: np.ndarray, most: int) -> np.ndarray:
-    """Reduce [n] values to at most `most` by averaging neighbors. NaN values are excluded from the averages."""
-    size = -(-len(values) // most)
+def thin(values: np.ndarray, limit: int) -> np.ndarray:
+    """Reduce [n] values to at most `limit` by averaging neighbors. NaN values are excluded from the averages."""
+    size = -(-len(values) // limit)
     values = np.append(values, np.full(-len(values) % size, np.nan)).reshape(-1, size)
-    there = np.isfinite(values)
-    return np.where(there.any(1), np.where(there, values, 0).sum(1) / np.maximum(there.sum(1), 1), np.nan)
+    finite = np.isfinite(values)
+    return np.where(finite.any(1), np.where(finite, values, 0).sum(1) / np.maximum(finite.sum(1), 1), np.nan)
 
 
-_COLUMNS, _LETTERS = 3, 62
-"""Number of panels per row, and of characters per legend line."""
+_COLUMNS = 3
+"""Number of panels per row."""
 
 # fmt: off
 _STYLE: Any = {  # matplotlib's type stubs list every key
     "axes.axisbelow": True, "axes.grid": True, "grid.color": LIGHT.grid, "axes.edgecolor": LIGHT.grid,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.xmargin": 0.01,
     "axes.labelcolor": LIGHT.gray, "axes.labelsize": 9, "axes.titlecolor": LIGHT.ink, "axes.titlelocation": "left",
-    "axes.titlesize": 11, "axes.titleweight": "bold", "legend.borderaxespad": 0.2, "legend.fontsize": 8,
-    "legend.frameon": False, "legend.labelcolor": LIGHT.ink, "xtick.color": LIGHT.gray, "xtick.labelsize": 8,
-    "xtick.major.size": 0, "ytick.color": LIGHT.gray, "ytick.labelsize": 8, "ytick.major.size": 0,
+    "axes.titlesize": 11, "axes.titleweight": "bold", "legend.fontsize": 8, "legend.labelcolor": LIGHT.ink,
+    "text.parse_math": False, "xtick.color": LIGHT.gray, "xtick.labelsize": 8, "xtick.major.size": 0,
+    "ytick.color": LIGHT.gray, "ytick.labelsize": 8, "ytick.major.size": 0,
 }
 # fmt: on
 
@@ -199,7 +199,7 @@ def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] |
     size = (4.6 * columns + 0.2, 2.9 * max(rows, 1) + 0.8)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size, dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1), facecolor="white")
-        text = textwrap.fill(_text(f"{title}: {sentence}" if title else sentence), int(9.5 * size[0]))
+        text = textwrap.fill(f"{title}: {sentence}" if title else sentence, int(9.5 * size[0]))
         figure.suptitle(text, x=0.01, ha="left", fontsize=13, color=LIGHT.ink, weight="bold")
         for i, panel in enumerate(panels):
             _draw(figure.add_subplot(rows, columns, i + 1, sharex=figure.axes[0] if i else None), panel)
@@ -207,31 +207,22 @@ def draw_report(lines: Sequence[Line], *, title: str = "", only: Sequence[str] |
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
-    sizes = []
     for curve in panel.curves:
         logged, line_color = np.isfinite(curve.values), color(curve.color)
         x, y = panel.steps[logged], (curve.values if curve.smoothed is None else curve.smoothed)[logged]
-        name = curve.label.lstrip("_") or "--"  # matplotlib hides labels that start with an underscore
-        label = _text(f"{name[:39]}{'…' if len(name) > 39 else ''}  {y[-1]:.3g}")
-        sizes.append(len(label) + 6)
+        label = f"{y[-1]:.3g}  {curve.label}"  # matplotlib hides labels that start with an underscore
         if curve.smoothed is None:
             axes.plot(x, y, linewidth=1.6, marker="o", markersize=3.5, label=label, color=line_color)
         else:
             axes.plot(x, curve.values[logged], linewidth=0.8, alpha=0.25, color=line_color)
             axes.plot(x, y, linewidth=1.8, label=label, color=line_color)
-    columns = len(sizes) if sum(sizes) <= _LETTERS else max(1, _LETTERS // max(sizes))
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.98), ncols=columns, handlelength=1.4, columnspacing=1.4)
-    axes.set_title(panel.title, pad=8 + 12.5 * -(-len(sizes) // columns))  # above the legend
+    axes.legend()
+    axes.set_title(panel.title)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(panel.unit)
     axes.yaxis.set_major_formatter("{x:.3g}")
     if panel.low is not None:
         axes.set_ylim(bottom=panel.low)
-
-
-def _text(text: str) -> str:
-    """Escape dollar signs, which matplotlib would parse as math."""
-    return text.replace("$", r"\$")
 
 
 def save_figure(figure: Figure, file: str | IO[bytes]) -> None:

@@ -44,11 +44,6 @@ def held_out_scores(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def count_of(count: int, noun: str, plural: str = "s") -> str:
-    """Format a count with its noun: "1 prompt", "2 prompts"."""
-    return f"{count} {noun}{plural if count != 1 else ''}"
-
-
 def short_number(number: float, unit: str = "") -> str:
     """Format a number with three significant digits and an SI prefix: "1.23 M", "14.8 GB"."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -60,29 +55,27 @@ def short_number(number: float, unit: str = "") -> str:
 def describe_run(config: Config, state: TrainState, *, num_rows: int) -> str:
     """Describe a run's sizes in three lines."""
     parameters, device = short_number(count_parameters(state.params)), jax.devices()[0].device_kind
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    state_bytes = short_number(sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "B")
     sizes, steps = config.sizes(), config.total_steps(num_rows)
-    devices, iterations = math.prod((config.mesh or {}).values()), math.ceil(steps / sizes.updates)
+    iterations = math.ceil(steps / sizes.updates)
     if config.num_generations == 1:  # SFT: a row of a batch is an example or a packed block
-        row = "sequence"
-        iteration, total = f"update: {count_of(sizes.prompts, row)}", count_of(steps, "optimizer step")
+        rows = "sequences"
+        batch = f"each update: {sizes.prompts} sequences"
     else:
-        row = "prompt"
-        iteration = (
-            f"iteration: {count_of(sizes.prompts, row)} × {config.num_generations} = {sizes.completions} completions of"
-            f" up to {config.max_completion_length} tokens ·"
-            f" {count_of(config.num_iterations, 'pass', 'es')} × {count_of(sizes.minibatches, 'minibatch', 'es')} ="
-            f" {count_of(sizes.updates, 'update')} of {count_of(sizes.prompts_per_update, row)}"
+        rows = "prompts"
+        batch = (
+            f"each iteration: {sizes.prompts} prompts × {config.num_generations} = {sizes.completions} completions of"
+            f" up to {config.max_completion_length} tokens · passes: {config.num_iterations} ·"
+            f" minibatches: {sizes.minibatches}, of {sizes.prompts_per_update} prompts"
         )
-        total = f"{count_of(steps, 'optimizer step')} · {count_of(iterations, 'iteration')}"
-    micro = f" in {count_of(sizes.micro_batches, 'micro-batch', 'es')}" if sizes.micro_batches > 1 else ""
-    epochs = float(f"{iterations * sizes.prompts / max(num_rows, 1):.2g}")
-    checkpointing = {None: "", True: " · activations recomputed", False: " · activations kept"}
+    recomputes = config.gradient_checkpointing
+    checkpointing = "" if recomputes is None else f" · activations {'recomputed' if recomputes else 'kept'}"
     return (
-        f"{parameters} parameters · {short_number(state_bytes, 'B')} of training state ·"
-        f" {count_of(devices, 'device')} ({device}){checkpointing[config.gradient_checkpointing]}\n"
-        f"each {iteration}{micro}\n"
-        f"{total} · {count_of(num_rows, row)}, {epochs:g} epoch{'s' * (epochs != 1)}"
+        f"{parameters} parameters · {state_bytes} of training state ·"
+        f" devices: {math.prod((config.mesh or {}).values())} ({device}){checkpointing}\n"
+        f"{batch} · micro-batches: {sizes.micro_batches}\n"
+        f"optimizer steps: {steps} · iterations: {iterations} · {rows}: {num_rows} ·"
+        f" epochs: {iterations * sizes.prompts / max(num_rows, 1):.2g}"
     )
 
 

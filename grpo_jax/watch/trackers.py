@@ -10,7 +10,6 @@ with Tracker(lambda step, metrics: run.log(metrics, step=step), run.finish) as t
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import io
 import json
@@ -97,12 +96,10 @@ def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, ste
     """Open the trackers in `report_to`. If `step` > 0, the trackers' previous runs are continued after this step."""
     names = check_trackers(config, run_dir)
     runs = read_settings(run_dir, RUNS) if step and run_dir is not None else {}
-    with contextlib.ExitStack() as opened:  # on an error, closes the trackers that are already open
-        trackers = []
-        for name in names:
-            tracker = _open_tensorboard(run_dir, step) if name == "tensorboard" else _open_service(name, config, runs)
-            trackers.append(opened.enter_context(tracker))
-        opened.pop_all()
+    trackers = [
+        _open_tensorboard(run_dir, step) if name == "tensorboard" else _open_service(name, config, runs)
+        for name in names
+    ]
     if run_dir is not None and runs:
         replace_file(Path(run_dir) / RUNS, lambda file: file.write(json.dumps(runs).encode()))
     return trackers

@@ -104,16 +104,13 @@ class RunWriter:
     """Writer for the files in a run directory. If `run_dir` is None, its methods do nothing.
 
     Every line is flushed. When a run resumes, `truncate` drops the lines after its checkpoint, so that no step is
-    logged twice. The constructor raises ValueError if the directory cannot be created or written to.
+    logged twice.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None):
         self.run_dir = None if run_dir is None else pathlib.Path(run_dir)
         if self.run_dir is not None:
-            with reject_unwritable(self.run_dir):
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-                self.path(".writable").touch()
-                self.path(".writable").unlink()
+            self.run_dir.mkdir(parents=True, exist_ok=True)
 
     def path(self, name: str) -> pathlib.Path:
         """Return the path of the file `name` in the run directory."""
@@ -180,15 +177,8 @@ class RunWriter:
             first = {"step": step}
             rows = [{**first, **row, **first} for row in rows]
             lines = [json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-            path = self.path(name)
-            path.touch()
-            end = path.stat().st_size
-            try:
-                with open(path, "ab") as file:
-                    file.write("".join(lines).encode("utf-8", "backslashreplace"))
-            except OSError:  # a full disk; readers would stop at an incomplete line
-                os.truncate(path, end)
-                raise
+            with open(self.path(name), "ab") as file:
+                file.write("".join(lines).encode("utf-8", "backslashreplace"))
 
 
 def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> None:

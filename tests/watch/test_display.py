@@ -17,7 +17,6 @@ METRICS = {"reward": 0.5, "kl": 0.00123, "completions/mean_length": 41.26, "toke
 METRICS |= {"eval/accuracy": 0.9, "eval/mean_length": 40.0}
 METRICS |= {"seconds/rollout": 2.14, "seconds/update": 2.4, "seconds/total": 5.0}
 NUMBERS = "reward 0.500 · KL 0.00123 · length 41.3 · tokens/s 4,120 · held-out accuracy 0.900"
-SECONDS = "5.0 s per iteration: rollout 2.1, update 2.4"
 
 
 def console(terminal=False):
@@ -50,7 +49,7 @@ def test_log_shows_activity_in_long_iterations(monkeypatch):
             if step > 0:
                 display.advance(step)
             display.report_activity()
-    # The first iteration compiles and is excluded from the estimate: 96 steps of 9.5 s are left.
+    # The first step compiles and is excluded from the estimate: 96 steps of 9.5 s are left.
     lines = ["step   0/100 · rollout (30 s since the last step)"]
     lines += ["step   4/100 · rollout (41 s since the last step) · 0:15:12 left"]
     assert out.file.getvalue().splitlines() == lines
@@ -64,7 +63,7 @@ def test_log_shows_activity_in_long_iterations(monkeypatch):
     assert "step 0/7" in out.file.getvalue()
 
 
-def test_terminal_bar_is_redrawn_and_the_cursor_restored():
+def test_terminal_has_a_bar_below_the_lines_and_the_cursor_is_restored():
     out = console(terminal=True)
     with contextlib.suppress(KeyboardInterrupt), Display(console=out) as display:
         display.start(total_steps=4, step=1)
@@ -73,11 +72,10 @@ def test_terminal_bar_is_redrawn_and_the_cursor_restored():
         display.say("[note] kept above")
         raise KeyboardInterrupt
     text = out.file.getvalue()
-    assert text.startswith("\x1b[?25l")  # the cursor is hidden,
-    assert text.endswith("\x1b[?25h")  # and shown again despite the exception
+    assert "\x1b[?25l" in text  # the cursor is hidden,
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # and shown again despite the exception
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
-    assert all(part in screen for part in ("[note] kept above", "3/4", "0:00:00 left", NUMBERS, SECONDS))
-    assert "GRPO" not in screen, "SFT has the same display"
+    assert all(part in screen for part in ("[note] kept above", "3/4", NUMBERS, "rollout 2.1, update 2.4"))
 
 
 def test_display_writes_to_stderr_and_quiet_shows_nothing(capsys):
@@ -113,9 +111,9 @@ def test_completions_are_shown_in_a_table_and_cannot_control_the_terminal():
     ]
     nasty = "a\x1b[2J\x1b]0;title\x07\x9b31m\r\x08b\ud800\u202ec\u2066[red]d[/red]"
     row = rows()[0]
-    for some in ({**row, "completion": nasty}, {**row, "prompt": [{"content": nasty}]}):
+    for unsafe in ({**row, "completion": nasty}, {**row, "prompt": [{"content": nasty}]}):
         out = console()
-        Display(console=out).completions([some])
+        Display(console=out).completions([unsafe])
         text = out.file.getvalue()
-        assert r"a␛[2J␛]0;title␇\x9b31m␍␈b\ud800\u202ec\u2066[red]d[/red]" in re.sub(r"[\s│]", "", text)
+        assert r"a\x1b[2J\x1b]0;title\x07\x9b31m\r\x08b\ud800\u202ec\u2066[red]d[/red]" in re.sub(r"[\s│]", "", text)
         assert not set(text) & set(map(chr, (*range(10), *range(11, 32), *range(127, 160), 0x202E, 0x2066)))

@@ -148,7 +148,7 @@ def test_phases_count_each_second_once():
     assert phases.take() == {"seconds/update": 4, "seconds/total": 12}
 
 
-def test_callbacks_receive_plain_numbers_in_their_own_copies_and_are_named_in_errors():
+def test_callbacks_receive_plain_numbers_in_their_own_copies():
     seen = []
 
     def spoil(step, metrics):
@@ -158,13 +158,5 @@ def test_callbacks_receive_plain_numbers_in_their_own_copies_and_are_named_in_er
     notify([spoil, spoil], 4, {"loss": jnp.float32(0.5), "n": np.int64(2), "inf": np.float32("inf")})
     assert seen == [(4, {"loss": 0.5, "n": 2, "inf": float("inf")})] * 2
     assert [type(value) for value in seen[0][1].values()] == [float, int, float]
-
-    def tracker(step, metrics):
-        raise ConnectionError("no network")
-
-    with pytest.raises(ConnectionError) as caught:
-        notify([lambda step, metrics: None, tracker], 4, {})
-    assert caught.value.__notes__[0].startswith("raised by the callback <function")
-    assert caught.value.__notes__[0].endswith("at step 4")
     with pytest.raises(TypeError, match=r"callbacks\[1\] must be a function of \(step, metrics\); got 'wandb'"):
         Monitor(None, CONFIG, callbacks=[print, "wandb"])

@@ -21,7 +21,7 @@ from grpo_jax.watch.writer import RunWriter, read_lines
 pytestmark = pytest.mark.quick
 BROWSERS = ("chromium", "google-chrome", "chrome")
 NASTY = "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028 \ud800 \x00 \u202e %TITLE% %DATA% 数字"
-SHOWN = NASTY.replace("\ud800", "\\ud800").replace("\x00", "␀").replace("\u202e", "\\u202e")
+SHOWN = NASTY.replace("\ud800", "\\ud800").replace("\x00", "\\x00").replace("\u202e", "\\u202e")
 
 
 class Tags(html.parser.HTMLParser):

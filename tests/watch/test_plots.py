@@ -27,7 +27,7 @@ def run(steps=40):
 def drawn(figure, title, label):
     """Return x and y of the curve `label` in the panel `title`."""
     axes = next(axes for axes in figure.axes if axes.get_title(loc="left") == title)
-    line = next(line for line in axes.get_lines() if str(line.get_label()).startswith(f"{label}  "))
+    line = next(line for line in axes.get_lines() if str(line.get_label()).endswith(f"  {label}"))
     return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
 
 
@@ -46,14 +46,12 @@ def test_every_panel_is_drawn_with_its_curves():
     assert len(labels(run())) == 11, "all panels except the SFT loss"
     figure = draw_report(run(), title="demo")
     legends = {
-        axes.get_title(loc="left"): [text.get_text().rsplit("  ", 1)[0] for text in axes.get_legend().get_texts()]
+        axes.get_title(loc="left"): [text.get_text().split("  ", 1)[1] for text in axes.get_legend().get_texts()]
         for axes in figure.axes
     }
     assert legends == labels(run())
     assert figure.get_suptitle() == "demo: accuracy on held-out prompts 0.1 → 0.9 in 40 steps"
     assert png(figure).startswith(b"\x89PNG")
-    for axes in figure.axes:  # each legend is above its panel
-        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 3
 
 
 @pytest.mark.quick

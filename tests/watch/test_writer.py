@@ -49,20 +49,6 @@ def test_truncate_drops_later_lines_in_all_files(tmp_path):
     assert lines_of(writer) == lines_of(writer, "completions.jsonl") == []
 
 
-def test_line_that_does_not_fit_on_the_disk_is_removed(tmp_path):
-    resource, writer = pytest.importorskip("resource"), RunWriter(tmp_path)
-    writer.warning(1, "hint", "a")
-    limits, size = resource.getrlimit(resource.RLIMIT_FSIZE), writer.path("warnings.jsonl").stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, limits[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            writer.warning(2, "hint", "b")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    writer.warning(3, "hint", "c")
-    assert [line["step"] for line in lines_of(writer, "warnings.jsonl")] == [1, 3]
-
-
 @pytest.mark.parametrize("text", ["", "\0\0\0\0", '{"config": {"seed'])
 def test_settings_that_a_power_failure_left_incomplete_are_ignored(text, tmp_path):
     """A resumed run replaces them; its checkpoints contain the config, too."""
