@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -42,7 +40,7 @@ from grpo_jax.run.sft import sft
 from grpo_jax.run.teacher import Scorer
 from grpo_jax.run.train import train as train_policy
 from grpo_jax.watch.page import write_report
-from grpo_jax.watch.writer import RunWriter, read_settings, replace_file, to_json
+from grpo_jax.watch.writer import read_settings, reject_unwritable, replace_file, to_json
 
 _ALL: tuple[Part, ...] = ("model", "data", "rewards")
 _GRPO_FIELDS = [name for name, group in GROUPS.items() if group in ("Sampling", "Batches", "Text")]
@@ -69,10 +67,8 @@ def resume(arguments: Namespace) -> None:
 
 
 def _read(arguments: Namespace, path: str | Path) -> RunFile:
-    """Initialize `jax.distributed` if requested, and read a run file. Only process 0 prints."""
+    """Initialize `jax.distributed` if requested, and read a run file."""
     distributed.start(arguments)
-    if jax.distributed.is_initialized() and jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (open until the process ends)
     return read_run(path, arguments.keys, load=_ALL)
 
 
@@ -116,11 +112,11 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
     policy = load_policy(run)
     if dry_run:
         return _call(rehearse, run, policy)
-    with _keep_run_file(run) as keep:
-        policy, resume = _train_sft(run, policy, resume, keep)
-        if "grpo" in run.stages:
-            _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[keep]), run, policy)
-    if run.run_dir is not None:
+    keep = _keep_run_file(run)
+    policy, resume = _train_sft(run, policy, resume, keep)
+    if "grpo" in run.stages:
+        _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[keep]), run, policy)
+    if run.run_dir is not None and jax.process_index() == 0:
         print(f"saved in {_last_dir(run, run.run_dir)}; to write the model: grpo-jax export {run.run_dir} OUT")
 
 
@@ -169,30 +165,25 @@ def _last_dir(run: RunFile, run_dir: Path) -> Path:
     return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 
-@contextlib.contextmanager
-def _keep_run_file(run: RunFile) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Copy the RUN.yaml into the run directory for later commands. Yields a callback for `train`.
+def _keep_run_file(run: RunFile) -> Callable[[int, Mapping[str, float]], None]:
+    """Copy the RUN.yaml into the run directory for later commands. Returns a callback for `train`.
 
     If the directory already contains one, the callback replaces it after the first logged step, since `train` may
-    reject the new settings. If a signal ends the run, the command that resumes it is printed.
+    reject the new settings.
     """
     if run.run_dir is None or jax.process_index() > 0:
-        yield lambda step, metrics: None
-        return
+        return lambda step, metrics: None
     file, text = run.run_dir / NAME, dump_yaml({**run.values, "folder": str(run.folder)})
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         if not file.exists() or file.read_text(encoding="utf-8") != text:
-            RunWriter(run.run_dir)  # creates the directory
+            file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(file, lambda out: out.write(text.encode()))
 
     if not file.exists():
-        write(0, {})
-    try:
-        yield write
-    except SystemExit:
-        print(f"to resume: grpo-jax resume {run.run_dir}", file=sys.stderr)
-        raise
+        with reject_unwritable(run.run_dir):
+            write(0, {})
+    return write
 
 
 def load_policy(run: RunFile) -> Policy:
@@ -287,8 +278,6 @@ def evaluate(arguments: Namespace) -> None:
     if target.is_dir():
         run = _run_at(target, arguments.keys, _ALL)
         steps["step"], policy = _load_checkpoint(run, target, arguments.checkpoint)
-    elif not target.exists():
-        raise FileNotFoundError(f"{target} does not exist; pass a RUN.yaml or a run directory")
     else:
         run = read_run(target, arguments.keys, load=_ALL)
         if arguments.checkpoint is not None:

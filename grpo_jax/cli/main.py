@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import shutil
 import sys
 import textwrap
@@ -35,14 +34,8 @@ COMMANDS = {
 """Descriptions of the commands. Each command is a function in `cli.commands`."""
 
 _PACKAGE = Path(__file__).parents[1]
-_MODEL_KEYS = ("model", "lora", "quantize", "param_dtype", "folder")
-_SAMPLING_KEYS = [name for name, group in GROUPS.items() if group in ("Sampling", "Text")]
-KEYS: Mapping[str, Sequence[str]] = {
-    **{name: [*GROUPS] for name in ("train", "resume", "plan", "evaluate")},
-    "chat": [*_MODEL_KEYS, *_SAMPLING_KEYS, "seed", "compute_dtype"],
-    "export": _MODEL_KEYS,
-}
-"""Keys of RUN.yaml that each command accepts as options."""
+_WITH_KEYS = ("train", "resume", "plan", "evaluate", "chat", "export")
+# Commands that accept the keys of RUN.yaml as options.
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,10 +72,10 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
     about = "Train language models with GRPO in JAX. A run is described in a YAML file."
     parser = _Parser("grpo-jax", "COMMAND ..., and grpo-jax COMMAND --help", about)
     parser.add_argument("--version", action="version", version=_version(), help="show the version")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser, required=True)
 
     def add(name: str, usage: str) -> _Parser:
-        about, keys = COMMANDS[name], KEYS.get(name, ())
+        about, keys = COMMANDS[name], [*GROUPS] if name in _WITH_KEYS else []
         usage += " [--KEY VALUE ...]" * bool(keys)
         return commands.add_parser(name, prog=f"grpo-jax {name}", usage=usage, help=about, about=about, keys=keys)
 
@@ -140,18 +133,11 @@ def _version() -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. In the result, `keys` maps RUN.yaml keys to their values as strings."""
     parser, parsers = make_parsers()
-    if argv and argv[0][:1] != "-" and argv[0] not in COMMANDS:
-        close = nearest(argv[0], COMMANDS)
-        hint = f"did you mean {close}?" if close else f"use one of {', '.join(COMMANDS)}"
-        parser.error(f"unknown command {argv[0]}; {hint}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         command = parsers.get(argv[0], parser)
         close = nearest(unknown[0], command._option_string_actions) if unknown[0].startswith("--") else None
         command.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close}?" if close else ""))
-    if arguments.command is None:
-        parser.print_help()
-        raise SystemExit(2)
     values = {name.removeprefix("keys."): x for name, x in vars(arguments).items() if name.startswith("keys.")}
     arguments.keys = {name: value for name, value in values.items() if value is not None}
     return arguments
@@ -160,28 +146,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command. Errors raised by this package exit with status 1 and a message instead of a traceback."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
-    try:
-        _run(arguments)
-    except KeyboardInterrupt:  # outside training, or the second interrupt; training handles the first one
-        print(f"grpo-jax {arguments.command}: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def _run(arguments: argparse.Namespace) -> None:
     from grpo_jax.cli import commands
     from grpo_jax.rewards.contract import RewardError
 
     try:
         getattr(commands, arguments.command.replace("-", "_"))(arguments)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        if isinstance(error, RewardError) and error.__cause__ is not None:  # print the frames of the user's function
-            cause = traceback.TracebackException.from_exception(error.__cause__)
-            frames = [frame for frame in cause.stack if _PACKAGE not in Path(frame.filename).parents]
-            cause.stack = traceback.StackSummary.from_list(frames)
-            print("".join(cause.format()), end="", file=sys.stderr)
+        if isinstance(error, RewardError) and error.__cause__ is not None:  # an error in the user's function
+            traceback.print_exception(error.__cause__)
         elif _PACKAGE not in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents:
             raise  # errors from dependencies and user code need a traceback
         distributed.end_by_error()

@@ -33,7 +33,7 @@ from grpo_jax.rewards.contract import check_reward_fns
 from grpo_jax.run.sampler import Sampler
 from grpo_jax.suites import Suite, is_suite, suite_of
 from grpo_jax.text import examples
-from grpo_jax.text.rows import check_templates, load_rows
+from grpo_jax.text.rows import load_rows
 from grpo_jax.types import AdvantageFn, Environments, Json, RewardFn, Row
 from grpo_jax.watch.writer import absolute_run_dir
 
@@ -168,8 +168,7 @@ def read_run(
     only_teacher = not run.rewards and run.teacher is not None
     if not problems and run.rows and not (run.tools or run.environment_factory or only_teacher):
         problems.call("", lambda: check_reward_fns(run.rewards, run.rows[0], argument="data", rows=run.rows))
-    flags = " ".join(f"--{name}" for name in overrides or ())
-    raise_all(f"{path} with {flags}" if flags and path.suffix else str(path), problems)
+    raise_all(str(path), list(dict.fromkeys(problems)))  # errors in templates occur once for each data set
     return run
 
 
@@ -202,26 +201,26 @@ def _read_stages(stated: Json) -> tuple[str, ...]:
 
 def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
     """Build the SFT stage from a run's keys. Raises ValueError, with one line per error, if it is invalid."""
-    own, problems = stated["sft"], _Problems()
+    values, problems = stated["sft"], _Problems()
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
     known = {*fields, "data", "eval_data", "columns", "prompt"}
     shared = _pick(stated, ("seed", "mesh", "compute_dtype", "chat_template_kwargs"))  # also the defaults for SFT
-    problems += [unknown_field(name, known, {}) for name in own if name not in known]
-    config = problems.call("", SFTConfig.from_dict, shared | _pick(own, fields)) or SFTConfig()
+    problems += [unknown_field(name, known, {}) for name in values if name not in known]
+    config = problems.call("", SFTConfig.from_dict, shared | _pick(values, fields)) or SFTConfig()
     problems[:] = [f"sft.{line}" for line in problems]
-    if load and own.get("data") is None:
+    if load and values.get("data") is None:
         problems.append("sft.data is missing; set it to a file, the name of a dataset, or module:name")
 
     def read_examples(key: str) -> list[Row]:
         return examples.load_examples(
-            resolve_source(own[key], folder, f"sft.{key}"),
+            resolve_source(values[key], folder, f"sft.{key}"),
             text_field=config.dataset_text_field,
-            columns=own.get("columns"),
-            prompt=own.get("prompt"),
+            columns=values.get("columns"),
+            prompt=values.get("prompt"),
             argument=f"sft.{key}",
         )
 
-    keys = [key for key in ("data", "eval_data") if load and own.get(key) is not None]
+    keys = [key for key in ("data", "eval_data") if load and values.get(key) is not None]
     rows = {key: problems.call("", read_examples, key) for key in keys}
     raise_all("sft", problems)
     return SFTStage(config, rows.get("data") or [], rows.get("eval_data"))
@@ -245,10 +244,6 @@ def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problem
 
 def _load_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], problems: _Problems) -> None:
     columns, prompt = stated.get("columns"), stated.get("prompt")
-    before = len(problems)
-    problems.call("", check_templates, columns, prompt)
-    if len(problems) > before:
-        columns, prompt = None, "any"  # continue with a valid template, so that errors in the data are also reported
 
     def read_rows(source: object, key: str) -> list[Row]:
         return load_rows(resolve_source(source, run.folder, key), columns=columns, prompt=prompt, argument=key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,28 +16,7 @@ from grpo_jax.types import Json
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader for YAML 1.2 scalars. Rejects duplicate keys, and aliases, which can expand a small file without limit."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            message = f"*{event.anchor}: aliases are not supported; repeat the value"
-            raise yaml.composer.ComposerError(None, None, message, event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        duplicates = sorted({str(name) for name in names if names.count(name) > 1})
-        if duplicates:
-            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {duplicates[0]}", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Dumper whose output `_Loader` reads back unchanged. Strings that would be parsed as other types are quoted."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
+    """Loader for YAML 1.2 scalars."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -48,12 +28,11 @@ for _tag, _pattern, _first in (
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))  # YAML 1.1 reads 010 as octal
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dump_yaml(values: Json) -> str:
-    """Serialize a mapping to YAML. Returns "" for an empty mapping."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else ""
+    """Serialize a mapping to YAML, with one line per key. The values are written as JSON, which is valid YAML 1.2."""
+    return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -62,7 +41,7 @@ def parse_value(name: str, text: str) -> Any:
         return text
     try:
         value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, ValueError):
         return text
     unquoted = isinstance(value, str) and text[0] not in "\"'"
     if unquoted or (value is None and text not in ("", "~", "null", "Null", "NULL", "None")):
@@ -76,14 +55,11 @@ def parse_value(name: str, text: str) -> Any:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML file. Raises ValueError if the file is not YAML or not a mapping."""
     if not path.is_file():
-        problem = "is not a file" if path.exists() else "does not exist"
-        raise FileNotFoundError(f"{path} {problem}; pass the path of a RUN.yaml")
+        raise FileNotFoundError(f"{path} is not a file; pass the path of a RUN.yaml")
     try:
         values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError is raised for invalid UTF-8 and for huge integers
+    except (yaml.YAMLError, ValueError) as error:  # ValueError is raised for invalid UTF-8
         raise ValueError(f"{path} is not valid YAML: {error}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply; a RUN.yaml has only a few levels") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a mapping, such as model: Qwen/Qwen3-0.6B; got {show(values)}")
     return {str(name): value for name, value in values.items()}

@@ -133,8 +133,6 @@ def test_directory_without_a_run_is_rejected(tmp_path):
     for command in (["resume", tmp_path], ["export", tmp_path, "out"], ["evaluate", tmp_path]):
         with pytest.raises(SystemExit, match=neither):
             run(*command)
-    with pytest.raises(SystemExit, match=r"nothere does not exist; pass a RUN.yaml or a run directory"):
-        run("evaluate", tmp_path / "nothere")
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "run.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"does not contain metrics.jsonl; pass a run directory"):
@@ -276,7 +274,8 @@ def test_from_trl_exits_with_1_if_a_field_is_lost(tmp_path):
     assert run("from-trl", script, "--out", out) == ""
     assert out.read_text() == run("from-trl", script)
     found = read_run(out)
-    assert (found.config.learning_rate, found.model, found.values["data"]) == (1e-5, "Qwen/Qwen3-0.6B", "openai/gsm8k")
+    assert (found.config.learning_rate, found.model) == (1e-5, "Qwen/Qwen3-0.6B")
+    assert found.values["data"] == {"name": "openai/gsm8k", "split": "train"}
     assert found.values["rewards"] == ["my.rewards:short"]
     script.write_text(text + "repetition_penalty: 1.1\n")
     with pytest.raises(SystemExit) as ended:

@@ -53,19 +53,15 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
         "environment_factory": ("os:nothing", "environment_factory = 'os:nothing': os does not define nothing"),
         "advantage_fn": ("os:nothing", "advantage_fn = 'os:nothing': os does not define nothing"),
         "surrogate": ("ppo", "surrogate = 'ppo': is not a reference; use module:name or file.py:name"),
-        "prompt": ("{question", "prompt='{question': expected '}' before end of string"),
         "lora": ({"rang": 8}, "lora = {'rang': 8}: must be a rank, or a mapping with the keys rank, alpha"),
         "param_dtype": ("float8", 'param_dtype = \'float8\': must be "float32" or "bfloat16"'),
         "run_dir": (7, "run_dir = 7: must be a string"),
         "quantize": ("int4", 'quantize = \'int4\': must be "nf4" or "int8"'),
     }
     path = write_run(
-        folder,
-        rewards=["judging.py:eraly", "nubmer_reward"],
-        columns=["answer"],
-        **{name: value for name, (value, _) in wrong.items()},
+        folder, rewards=["judging.py:eraly", "nubmer_reward"], **{name: value for name, (value, _) in wrong.items()}
     )
-    with pytest.raises(ValueError, match=r"my_run\.yaml with --max_steps has 19 errors") as caught:
+    with pytest.raises(ValueError, match=r"my_run\.yaml has 18 errors") as caught:
         read_run(path, {"max_steps": "many"}, load=ALL)
     lines = str(caught.value).split("\n  ")[1:]
     for begin in (
@@ -75,7 +71,7 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
         "rewards[1] = 'nubmer_reward': unknown reward function; did you mean number_reward?",
     ):
         assert [line for line in lines if line.startswith(begin)], begin
-    assert len(lines) == 19
+    assert len(lines) == 18
 
 
 def test_missing_keys_are_reported_and_rewards_may_be_omitted(folder):
@@ -90,6 +86,7 @@ def test_missing_keys_are_reported_and_rewards_may_be_omitted(folder):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
+    ({"prompt": "{question"}, "my_run.yaml has 1 error:\n  prompt='{question': expected '}' before end of string"),
     ({"teacher": {"model": "model"}}, "teacher: use {vllm: {base_url"),
     ({"teacher": {"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}}, "teacher: vllm_scorer rejected its arg.*k"),
     ({"teacher": 7}, "teacher: use a name on the hub, a directory"),
