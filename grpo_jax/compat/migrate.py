@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.compat.trl_fields import ELSEWHERE, TRL_VERSION
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import unknown_field
 from grpo_jax.config.settings import OTHER_NAMES
-from grpo_jax.messages import raise_all, show
-from grpo_jax.text.calls import parse_arguments
+from grpo_jax.messages import raise_all
 from grpo_jax.types import Json
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
-NO_FLOAT16 = "since float16 is not supported: the run uses bfloat16 if the device supports it, else float32"
-"""The end of each note on a setting that requests float16."""
-
 # Arguments of transformers' `from_pretrained` that affect only PyTorch.
 _PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
-# Mapping from sampling arguments in transformers and vLLM to the `GRPOConfig` fields that replace them.
-_GENERATION = {
-    "stop_strings": "stop",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "max_new_tokens": "max_completion_length",
-    "max_tokens": "max_completion_length",
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p")},
-}
 _STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy")
 _CORRECTION = "vllm_importance_sampling_correction"
 _SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
@@ -130,27 +117,17 @@ def _translate_value(moved: Migration, name: str, value: Any) -> bool:
         case "bf16":
             moved.set_field(name, "compute_dtype", "bfloat16", 'compute_dtype="bfloat16"')
         case "fp16":
-            moved.translated[name] = f'compute_dtype="auto", {NO_FLOAT16}'
+            moved.translated[name] = 'compute_dtype="auto", since float16 is not supported'
         case "optim":
             if value not in ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"):
                 moved.missing[name] = f"{value!r}: pass an optax transformation to train as optimizer"
         case "model_init_kwargs":
-            _translate_model(moved, name, _read_mapping(name, value))
-        case "generation_kwargs":
-            _translate_generation(moved, name, _read_mapping(name, value))
+            _translate_model(moved, name, json.loads(value) if isinstance(value, str) else value)
         case name if name in _STRATEGIES:
             _translate_strategy(moved, name, value)
         case _:
             return False
     return True
-
-
-def _read_mapping(name: str, value: object) -> Json:
-    """Convert a mapping, or a string with JSON, to a mapping."""
-    value = parse_arguments(value)
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be a mapping, or a string with one as JSON; got {show(value)}")
-    return value
 
 
 def _translate_strategy(moved: Migration, name: str, value: object) -> None:
@@ -169,31 +146,16 @@ def _translate_strategy(moved: Migration, name: str, value: object) -> None:
 
 def _translate_model(moved: Migration, name: str, value: Json) -> None:
     kwargs = {key: x for key, x in value.items() if x not in (None, False)}
-    stored = str(kwargs.pop("dtype", kwargs.get("torch_dtype"))).removeprefix("torch.")
-    kwargs.pop("torch_dtype", None)
-    moved.dtype = dtype = _DTYPES.get(stored)
-    if dtype is not None:
-        moved.translated[name] = f'dtype="{dtype}" in from_pretrained' + f", {NO_FLOAT16}" * (stored == "float16")
+    stored = str(kwargs.pop("dtype", kwargs.pop("torch_dtype", None))).removeprefix("torch.")
+    moved.dtype = _DTYPES.get(stored)
+    if moved.dtype is not None:
+        moved.translated[name] = f'dtype="{moved.dtype}" in from_pretrained'
     elif stored != "None":
         moved.missing[name] = f"dtype {stored!r}: use float32, bfloat16 or auto"
     if stored == "bfloat16":  # PyTorch computes in the dtype of the params, regardless of the field bf16
-        moved.values["compute_dtype"] = dtype
+        moved.values["compute_dtype"] = "bfloat16"
     if unknown := sorted(kwargs.keys() - _PYTORCH_KWARGS.split()):
         moved.missing[name] = f"{', '.join(unknown)}: from_pretrained accepts dtype, param_dtype and mesh"
-    elif kwargs:
-        moved.left_out[name] = f"{', '.join(sorted(kwargs))}: used only by PyTorch"
-
-
-def _translate_generation(moved: Migration, name: str, value: Json) -> None:
-    """Translate sampling arguments for transformers or vLLM, which override fields of TRL's config."""
-    no_effect = {"do_sample": True, "repetition_penalty": 1.0}
-    kwargs = {key: x for key, x in value.items() if x is not None and no_effect.get(key) != x}
-    fields = {_GENERATION[key]: x for key, x in kwargs.items() if key in _GENERATION}
-    moved.values |= fields
-    if fields:
-        moved.translated[name] = ", ".join(f"{field}={x!r}" for field, x in fields.items())
-    if other := sorted(kwargs.keys() - _GENERATION.keys()):
-        moved.missing[name] = f"{', '.join(other)}: {ELSEWHERE[name].advice}"
 
 
 def _translate_evaluation(moved: Migration, values: Json) -> None:
@@ -220,14 +182,8 @@ def _translate_evaluation(moved: Migration, values: Json) -> None:
 
 def _translate_server(moved: Migration, values: Json) -> None:
     """Translate the settings of a vLLM server. As in TRL, they have no effect without `use_vllm`."""
-    defaults = {name: ELSEWHERE[name].default for name in _SERVER}
-    changed = {name: values[name] for name in _SERVER if values.get(name) not in (None, defaults[name])}
-    mode, url, host, port, seconds = (defaults | changed).values()
-    if not values.get("use_vllm") or mode == "colocate":
-        moved.left_out |= dict.fromkeys(changed, 'has an effect only with use_vllm=True and vllm_mode="server"')
-    elif mode != "server":
-        moved.missing["vllm_mode"] = f'{mode!r}: use "server" for a vLLM server, or "colocate" for the built-in sampler'
-    else:
+    mode, url, host, port, seconds = (values.get(name) or ELSEWHERE[name].default for name in _SERVER)
+    if values.get("use_vllm") and mode == "server":
         url = url or f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         moved.sampler = {"base_url": url, "patience": float(str(seconds))}
         del moved.left_out["use_vllm"]
@@ -260,15 +216,13 @@ _MISSING = {
     "dataset_streaming": "streaming is not supported; all rows are read before the run",
     "datasets": "write a function that returns the rows from all datasets, and set data to module:function",
 }
-_NUMBERS = {"number_reward": "solution"}
 _REWARDS: dict[str, Json] = {
     "think_format_reward": {"format_reward": r"<think>(?!.*<think>).*?</think>.*"},
     # TRL's script calls the function with these arguments.
     "get_soft_overlong_punishment": {
         "get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}
     },
-    "accuracy_reward": _NUMBERS,
-    "reasoning_accuracy_reward": _NUMBERS,
+    "accuracy_reward": {"formula_reward": "solution"},
 }
 
 
@@ -291,7 +245,7 @@ def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
     dtype = str(script.get("dtype") or script.get("torch_dtype") or moved.dtype or "float32").removeprefix("torch.")
     run: dict[str, object] = {
         "model": script.get("model_name_or_path"),
-        **_data(script, moved.left_out, evaluates=values.get("eval_strategy", "no") != "no"),
+        **_data(script, evaluates=values.get("eval_strategy", "no") != "no"),
         "rewards": _rewards(script["reward_funcs"], moved.missing) if script.get("reward_funcs") else None,
         "lora": _lora(script, moved.missing) if script.get("use_peft") else None,
         "quantize": _quantize(script, moved.missing),
@@ -303,18 +257,15 @@ def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
     return {name: x for name, x in run.items() if x is not None} | {name: config[name] for name in moved.values}, moved
 
 
-def _data(script: Json, left_out: dict[str, str], *, evaluates: bool) -> dict[str, object]:
+def _data(script: Json, *, evaluates: bool) -> dict[str, object]:
     """Return `data` and `eval_data`. As in TRL, `eval_data` is by default the same dataset's "test" split."""
     name = script.get("dataset_name")
     if name is None:
         return {}
     config = {"config": script["dataset_config"]} if script.get("dataset_config") else {}
-    train = {"name": name, **config, "split": script.get("dataset_train_split", "train")}
-    data: dict[str, object] = {"data": name if train == {"name": name, "split": "train"} else train}
+    data: dict[str, object] = {"data": {"name": name, **config, "split": script.get("dataset_train_split", "train")}}
     if evaluates:
         data["eval_data"] = {"name": name, **config, "split": script.get("dataset_test_split", "test")}
-    elif "dataset_test_split" in script:
-        left_out["dataset_test_split"] = 'evaluation is disabled, since eval_strategy is "no" by default'
     return data
 
 
@@ -328,9 +279,6 @@ def _rewards(names: str | list[str], missing: dict[str, str]) -> list[str | Json
             entries.append(":".join(name.rsplit(".", 1)))
         else:
             missing[f"reward_funcs, {name}"] = "add a reward function as module:function"
-        if _REWARDS.get(name) is _NUMBERS:
-            note = "TRL verifies LaTeX with math_verify; its replacement number_reward compares numbers"
-            missing[f"reward_funcs, {name}"] = note
     return entries
 
 

@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import optax
 
 from grpo_jax.compat import policies
-from grpo_jax.compat.migrate import NO_FLOAT16, from_trl
+from grpo_jax.compat.migrate import from_trl
 from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, trl_names
 from grpo_jax.config import config as _config
 from grpo_jax.engines import vllm
-from grpo_jax.messages import nearest
 from grpo_jax.policy import Donated, Policy
 from grpo_jax.rewards.contract import as_list, reward_names
 from grpo_jax.run.evaluate import evaluate_rows
 from grpo_jax.run.publish import push_to_hub
 from grpo_jax.run.train import train
-from grpo_jax.text.sources import Dataset, named_datasets
+from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Environments, Json, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
-from grpo_jax.watch.monitor import StopRun
+from grpo_jax.watch.monitor import Callback
 from grpo_jax.watch.writer import read_lines
 
-_FIELDS = {field.name for field in dataclasses.fields(_config.GRPOConfig)} | ELSEWHERE.keys()
 _PAGE = "docs/coming_from_trl.md lists what is supported"
-_EVENTS = {"on_train_begin", "on_step_end", "on_log", "on_train_end"}
 _SAMPLER = "use sampler= in grpo_jax.train, or a vLLM server with vllm_mode='server' in args"
 # Advice for unsupported arguments and attributes of TRL's trainer.
 _INSTEAD = {
     "model": "use trainer.policy, with .model and .params",
     "optimizer": "use trainer.train_state.opt_state, or pass an optax transformation in optimizers",
-    **dict.fromkeys(("accelerator", "is_world_process_zero"), "use jax.process_index() == 0"),
+    "accelerator": "use jax.process_index() == 0",
     **dict.fromkeys(("log", "log_metrics", "save_metrics"), "use trainer.state.log_history, or metrics.jsonl"),
     **dict.fromkeys(("compute_loss", "_compute_loss"), "use surrogate= and advantage_fn= in grpo_jax.train"),
     **dict.fromkeys(("rollout_func", "_generate", "_generate_and_score_completions"), _SAMPLER),
@@ -57,8 +52,7 @@ class GRPOConfig:
       dtype: dtype of the params from `model_init_kwargs`; "auto" is the checkpoint's dtype, None is float32.
 
     Raises:
-      ValueError: if a field is not supported (the message lists replacements), or a value is invalid.
-      AttributeError: if an attribute is not a field.
+      ValueError: if a field is unknown or not supported (the message lists replacements), or a value is invalid.
 
     Example:
       >>> args = GRPOConfig(output_dir="out", num_generations=4, per_device_train_batch_size=4, use_vllm=True)
@@ -73,31 +67,25 @@ class GRPOConfig:
     _values: Json  # the values as passed by the caller
 
     def __init__(self, output_dir: str | None = None, **values: Any):
-        self._set({"output_dir": output_dir, **values}, values)
+        self._set({"output_dir": output_dir, **values})
 
-    def _set(self, values: Json, changed: Iterable[str]) -> None:
-        """Convert and store the values, and warn if a field in `changed` requests float16."""
+    def _set(self, values: Json) -> None:
+        """Convert and store the values."""
         moved = from_trl(values)
         if moved.missing:
             lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
             raise ValueError("\n  ".join(["GRPOConfig has unsupported fields:", *lines]))
-        for name in moved.translated.keys() & {*changed}:
-            if moved.translated[name].endswith(NO_FLOAT16):
-                warnings.warn(f"GRPOConfig: {name} was converted to {moved.translated[name]}", stacklevel=3)
         config = moved.config()
         defaults: dict[str, object] = {name: field.default for name, field in ELSEWHERE.items()}
         vars(self).update({**defaults, **vars(config), **values})
         vars(self).update(config=config, dtype=moved.dtype, sampler=moved.sampler, _values=values)
 
-    def __getattr__(self, name: str) -> Any:  # called only for names that are not fields
-        close = nearest(name, _FIELDS)
-        hint = f"did you mean {close}?" if close else "docs/coming_from_trl.md lists all fields"
-        raise AttributeError(f"neither TRL's nor grpo_jax's GRPOConfig has a field {name}; {hint}")
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in _FIELDS:
-            getattr(self, name)
-        self._set({**self._values, name: value}, [name])
+        self._set({**self._values, name: value})
 
     def to_dict(self) -> Json:
         """Return the values of all TRL fields, keyed by name."""
@@ -115,16 +103,6 @@ class TrainerState:
         """Last logged optimizer step, or 0 before the first one."""
         return int(self.log_history[-1]["step"]) if self.log_history else 0
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"trainer.state has no {name}, only global_step and log_history; {_PAGE}")
-
-
-@dataclasses.dataclass(slots=True)
-class TrainerControl:
-    """The callbacks' `control` argument. Setting `should_training_stop` to True saves and ends the run."""
-
-    should_training_stop: bool = False
-
 
 class GRPOTrainer:
     """TRL's `GRPOTrainer` on top of `train`.
@@ -139,7 +117,7 @@ class GRPOTrainer:
       train_dataset: rows with a `prompt`.
       eval_dataset: rows for evaluation, or a dict that maps names to such datasets. None disables evaluation.
       processing_class: tokenizer that replaces the checkpoint's. Its EOS token also ends completions.
-      callbacks: functions or `TrainerCallback` objects; see `add_callback`.
+      callbacks: functions of (step, metrics), called after each logged step; see `watch.Callback`.
       optimizers: pair of an optax transformation (or None) and None.
       peft_config: PEFT's `LoraConfig`; see `compat.policies.with_adapters`.
       tools: functions that the policy can call; see `train`.
@@ -153,7 +131,7 @@ class GRPOTrainer:
 
     Raises:
       ValueError: if an argument is not supported.
-      AttributeError: if an attribute of TRL's trainer, or an override of one of its methods, is not supported.
+      AttributeError: if an attribute of TRL's trainer is not supported, or a subclass overrides a method of TRL's.
     """
 
     train_state: TrainState | None = None
@@ -167,7 +145,7 @@ class GRPOTrainer:
         eval_dataset: Dataset | None = None,
         processing_class: Tokenizer | None = None,
         *,
-        callbacks: Sequence[object] | None = None,
+        callbacks: Sequence[Callback] | None = None,
         optimizers: tuple[optax.GradientTransformation | None, None] = (None, None),
         peft_config: Any = None,
         tools: Sequence[Callable[..., object]] | None = None,
@@ -186,17 +164,12 @@ class GRPOTrainer:
         self._reward_funcs = as_list(reward_funcs or [])
         self._base_name = None if isinstance(model, Policy) else str(model)
         self._donates = peft_config is not None or not isinstance(model, Policy)  # the caller does not hold the params
-        self._tokenizer = processing_class
-        self._load = functools.partial(self._load_policy, model, peft_config)
+        self._load = functools.partial(self._load_policy, model, processing_class, peft_config)
         self.policy = self._load()
         self._optimizer, self._tools, self._environment_factory = optimizers[0], tools, environment_factory
         self._sampler = None if args.sampler is None else vllm(**args.sampler)
-        self._functions: list[Callable[..., object]] = []
-        self._objects: list[object] = []
-        self._control = TrainerControl()
+        self._callbacks = list(callbacks or ())
         self._lines: list[dict[str, float]] = []
-        for callback in callbacks or ():
-            self.add_callback(callback)
 
     def __init_subclass__(cls) -> None:
         for name in _INSTEAD.keys() & vars(cls).keys():
@@ -205,11 +178,6 @@ class GRPOTrainer:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"GRPOTrainer has no {name}; {_INSTEAD.get(name, _PAGE)}")
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _INSTEAD:
-            raise AttributeError(f"assigning GRPOTrainer.{name} would have no effect; {_INSTEAD[name]}")
-        super().__setattr__(name, value)
-
     @property
     def config(self) -> _config.GRPOConfig:
         """The `grpo_jax.GRPOConfig` that is equivalent to `args`."""
@@ -217,18 +185,14 @@ class GRPOTrainer:
 
     @property
     def processing_class(self) -> Tokenizer:
-        """Tokenizer of the policy. A newly assigned tokenizer is also saved with the model."""
+        """Tokenizer of the policy."""
         return self.policy.tokenizer
 
-    @processing_class.setter
-    def processing_class(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self.policy = tokenizer, policies.with_tokenizer(self.policy, tokenizer)
-
-    def _load_policy(self, model: str | Path | Policy, peft_config: Any) -> Policy:
+    def _load_policy(self, model: str | Path | Policy, tokenizer: Tokenizer | None, peft_config: Any) -> Policy:
         policy, compute = policies.load_policy(model, self.args.dtype, self.config.compute_dtype)
         if compute != self.config.compute_dtype:
             self.args.compute_dtype = compute
-        policy = policies.with_tokenizer(policy, self._tokenizer)
+        policy = policies.with_tokenizer(policy, tokenizer)
         return policy if peft_config is None else policies.with_adapters(policy, peft_config, seed=self.config.seed)
 
     @property
@@ -238,45 +202,14 @@ class GRPOTrainer:
         return TrainerState([{**self._trl_names(line), "step": line["step"]} for line in lines])
 
     def _trl_names(self, line: Mapping[str, float]) -> dict[str, float]:
-        return trl_names(line, reward_names(self._reward_funcs), named_datasets(self.eval_dataset))
+        return trl_names(line, reward_names(self._reward_funcs))
 
-    def add_callback(self, callback: object) -> None:
-        """Add a callback.
+    def add_callback(self, callback: Callback) -> None:
+        """Add a function of (step, metrics). It may raise `watch.StopRun` to end the run."""
+        self._callbacks.append(callback)
 
-        Args:
-          callback: function of (step, metrics), or an instance or subclass of transformers' `TrainerCallback` that
-            defines `on_train_begin`, `on_log`, `on_train_end` or, if `logging_steps=1`, `on_step_end`.
-        """
-        callback = callback() if isinstance(callback, type) else callback
-        kinds = itertools.takewhile(lambda kind: kind.__name__ != "TrainerCallback", type(callback).__mro__)
-        events = {name for kind in kinds for name in vars(kind) if name.startswith("on_")}
-        if callable(callback) and not events:
-            self._functions.append(callback)
-            return
-        supported = _EVENTS if self.config.logging_steps == 1 else _EVENTS - {"on_step_end"}
-        if not events or events - supported:
-            found = ", ".join(sorted(events - supported)) or "no method on_..."
-            raise ValueError(
-                f"unsupported callback: {type(callback).__name__} with {found}; pass a function of (step, metrics), or"
-                " an object with on_train_begin, on_log, on_train_end or, if logging_steps=1, on_step_end"
-            )
-        self._objects.append(callback)
-
-    def _call(self, event: str, logs: Mapping[str, float]) -> None:
-        for callback in self._objects:
-            method = getattr(callback, event, None)
-            if method is not None:
-                self._control = method(self.args, self.state, self._control, logs=logs) or self._control
-
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step's metrics and call the callback objects. This is the callback passed to `train`."""
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         self._lines.append({"step": step, **metrics})
-        logs = self._trl_names(metrics)
-        if "loss" in metrics:
-            self._call("on_step_end", logs)
-        self._call("on_log", logs)
-        if self._control.should_training_stop:
-            raise StopRun
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
         """Train and return the final state, which is also stored in `train_state`.
@@ -293,8 +226,7 @@ class GRPOTrainer:
             raise ValueError("train_dataset is None; pass rows with a prompt to GRPOTrainer")
         if isinstance(self.policy.params, Donated):  # a previous call was interrupted
             self.policy = self._load()
-        self._lines, self._control = [], TrainerControl()
-        self._call("on_train_begin", {})
+        self._lines = []
         self.train_state = train(
             self.policy,
             self.train_dataset,
@@ -302,7 +234,7 @@ class GRPOTrainer:
             self.config,
             eval_dataset=self.eval_dataset,
             run_dir=self.run_dir,
-            callbacks=[*self._functions, self._log],
+            callbacks=[self._record, *self._callbacks],
             optimizer=self._optimizer,
             sampler=self._sampler,
             tools=self._tools,
@@ -310,7 +242,6 @@ class GRPOTrainer:
             donate=self._donates and self.train_state is None,
         )
         self.policy = self.policy.replace(params=self.train_state.params)
-        self._call("on_train_end", {})
         return self.train_state
 
     def evaluate(self, eval_dataset: Dataset | None = None) -> dict[str, float]:
@@ -327,7 +258,7 @@ class GRPOTrainer:
             tools=self._tools,
             environment_factory=self._environment_factory,
         )
-        return trl_names({f"eval/{name}": x for name, x in metrics.items()}, rows[0]["rewards"], named_datasets(data))
+        return trl_names({f"eval/{name}": x for name, x in metrics.items()}, rows[0]["rewards"])
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the policy and its tokenizer to `output_dir`, by default `args.output_dir`. Other files are kept.

@@ -5,10 +5,13 @@ The table is used in error messages of `GRPOConfig`, by `compat.from_trl`, and o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
+
+from grpo_jax.config.config import GRPOConfig
 
 TRL_VERSION = "1.16"
 
@@ -55,19 +58,17 @@ _SCRIPTS = "it is an option for scripts, which trainers ignore; call train and e
 _MESH = "use mesh: there is one process per host, and XLA handles communication between devices"
 _SHARDED = "mesh determines how params are sharded"
 
-_UNNOTED = (
-    "num_generations max_completion_length max_tool_calling_iterations temperature top_p top_k min_p "
-    "chat_template_kwargs gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations "
-    "max_steps shuffle_dataset reward_weights multi_objective_aggregation mask_truncated_completions epsilon "
-    "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
-    "top_entropy_quantile off_policy_mask_threshold entropy_coef use_adaptive_entropy entropy_coef_min "
-    "entropy_coef_max entropy_coef_delta entropy_target ref_model_sync_steps learning_rate warmup_steps "
-    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm per_device_eval_batch_size log_completions "
-    "num_completions_to_print loss_type save_total_limit greater_is_better run_name hub_model_id hub_private_repo "
-    "hub_revision beta delta project per_device_train_batch_size importance_sampling_level"
+_NOT_IN_TRL = (
+    "max_prompt_length on_long_prompt stop stop_token_ids max_turn_length rollout_batch_size rollout_ahead "
+    "environment_timeout on_environment_error dynamic_sampling on_reward_error advantage_estimator turn_credit "
+    "sampler_correction sampler_correction_max sampler_correction_min kl_estimator kl_correction_level kl_placement "
+    "distillation_coef distillation_divergence distillation_alpha distillation_mode distillation_topk temperature_eval "
+    "compute_dtype freeze_vision mesh save_minutes max_skipped_updates"
 )
 
-SAME: dict[str, str] = dict.fromkeys(_UNNOTED.split(), "") | {
+SAME: dict[str, str] = {
+    field.name: "" for field in dataclasses.fields(GRPOConfig) if field.name not in _NOT_IN_TRL.split()
+} | {
     "pad_to_multiple_of": '"auto" is 16, since XLA compiles a program for every shape; in TRL it pads only on Trainium',
     "num_train_epochs": "a batch may contain the end of one epoch and the start of the next, so no row is dropped",
     "seed": "the same seed gives different samples than in TRL",
@@ -112,8 +113,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "set stop (stop_strings, vLLM: stop), stop_token_ids, temperature, top_k, top_p and min_p as fields",
         generation_kwargs=None,
     ),
-    **_absent("it also changes the log-probs in the loss, which TRL ignores", repetition_penalty=1.0),
-    **_needless("the sampler's cache is built in", cache_implementation=None),
+    **_absent(
+        "it also changes the log-probs in the loss, which TRL ignores",
+        repetition_penalty=1.0,
+    ),
+    **_needless("sampling always uses a cache; training does not need one", cache_implementation=None, use_cache=False),
     **_needless(_DECODED, use_transformers_continuous_batching=False, transformers_continuous_batching_config=None),
     **_needless(_DECODED, use_transformers_paged=False),
     **_needless("DeepSpeed is not used", ds3_gather_for_generation=True),
@@ -148,7 +152,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless(_TORCH, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
     **_needless(_TORCH, torch_empty_cache_steps=None),
     **_needless("logits are computed for 1,024 tokens at a time", use_liger_kernel=False, liger_kernel_config=None),
-    **_needless("sampling always uses a cache; training does not need one", use_cache=False),
     # Logging.
     **_other("pass run_dir to train", output_dir=None),
     **_other("use logging_steps", logging_strategy="steps"),
@@ -158,14 +161,12 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_outside("set levels in the module logging and filters in the module warnings", log_level="passive"),
     **_needless("the progress bar is shown only in a terminal", disable_tqdm=None),
     **_absent(_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
-    **_needless("completions.jsonl and report.html contain thumbnails; trackers receive metrics", log_multimodal=True),
-    **_needless("completions.jsonl contains all prompts, and report.html filters them", log_unique_prompts=False),
+    **_needless("completions.jsonl contains all prompts and images", log_multimodal=True, log_unique_prompts=False),
     **_absent("publish completions.jsonl with huggingface_hub's upload_folder", log_completions_hub_repo=None),
     # Evaluation.
     **_other("use eval_steps", eval_strategy="no"),
-    **_needless("passing eval_dataset enables evaluation", do_eval=False),
+    **_needless("with eval_dataset, evaluations also run before the first step", do_eval=False, eval_on_start=False),
     **_absent("evaluations run before the first step, every eval_steps and after the last step", eval_delay=0),
-    **_needless("there is always an evaluation before the first step", eval_on_start=False),
     **_needless(_EVALUATION, prediction_loss_only=False, eval_do_concat_batches=True, eval_use_gather_object=False),
     **_needless(_EVALUATION, eval_accumulation_steps=None, include_for_metrics=[], batch_eval_metrics=False),
     # Checkpoints.
@@ -211,28 +212,22 @@ HINTS = {
 """Advice on each field in `ELSEWHERE`, for error messages of `GRPOConfig`."""
 
 
-def trl_names(
-    metrics: Mapping[str, float | None], reward_names: Iterable[str], parts: Iterable[str] = ()
-) -> dict[str, float]:
-    """Rename a logged line's metrics to TRL's names, and drop "step". `parts` are the names of evaluation datasets.
+def trl_names(metrics: Mapping[str, float | None], reward_names: Iterable[str]) -> dict[str, float]:
+    """Rename a logged line's metrics to TRL's names, and drop "step".
 
     Example:
-      >>> trl_names({"step": 3, "loss": 0.5, "eval/exact": 1.0, "eval/hard/reward": 0.0}, ["exact"], ["hard"])
-      {'loss': 0.5, 'eval_rewards/exact/mean': 1.0, 'eval_hard_reward': 0.0}
+      >>> trl_names({"step": 3, "loss": 0.5, "eval/exact": 1.0, "eval/reward": 0.0}, ["exact"])
+      {'loss': 0.5, 'eval_rewards/exact/mean': 1.0, 'eval_reward': 0.0}
     """
-    rewards, named = set(reward_names), {}
-    for name, number in metrics.items():
-        value = math.nan if number is None else number  # JSON has no NaN
-        if not name.startswith("eval/"):
-            named[name] = value
-            continue
-        metric, start = name.removeprefix("eval/"), "eval_"
-        for part in parts:
-            if part and metric.startswith(f"{part}/"):
-                metric, start = metric.removeprefix(f"{part}/"), f"eval_{part}_"
-        if metric in rewards:
-            metric = f"rewards/{metric}/mean"
-        elif metric in ("mean_length", "clipped_ratio"):
-            metric = f"completions/{metric}"
-        named[start + metric] = value
-    return {name: value for name, value in named.items() if name != "step"}
+    rewards, renamed = set(reward_names), {}
+    for name, value in metrics.items():
+        metric = name.removeprefix("eval/")
+        if metric != name:
+            if metric in rewards:
+                metric = f"rewards/{metric}/mean"
+            elif metric in ("mean_length", "clipped_ratio"):
+                metric = f"completions/{metric}"
+            metric = f"eval_{metric}"
+        if metric != "step":
+            renamed[metric] = math.nan if value is None else value  # JSON has no NaN
+    return renamed

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from grpo_jax.config.fields import (
@@ -205,8 +205,6 @@ class Settings:
     @classmethod
     def from_dict(cls, values: "Json") -> Self:
         """Build a config from a mapping of field names to values, such as the result of `to_dict` or a JSON file."""
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{cls.__name__}.from_dict: values must be a dict of fields; got {show(values)}")
         return cls(**{str(name): value for name, value in values.items()})
 
     def to_dict(self) -> dict[str, Any]:
