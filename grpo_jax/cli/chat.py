@@ -26,17 +26,17 @@ from grpo_jax.watch.display import escape_controls
 class Printer:
     """Callback that prints sampled text. Holds back incomplete characters and escapes control characters."""
 
-    def __init__(self, tokenizer: Tokenizer, before: PrecedingText | None = None):
-        self._tokenizer, self._before, self.text = tokenizer, before or PrecedingText([], "", ""), ""
+    def __init__(self, tokenizer: Tokenizer, preceding: PrecedingText | None = None):
+        self._tokenizer, self._preceding, self.text = tokenizer, preceding or PrecedingText([], "", ""), ""
 
-    def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, whole: bool = False) -> None:
-        """Print the new part of a completion. `tokens` and `mask` are [1, 1, T]; `whole` is True if it is complete."""
-        ids = [*self._before.tokens, *tokens[0, 0][mask[0, 0]].tolist()]
-        text = continuation(self._before.text, self._tokenizer.decode(ids, skip_special_tokens=True))
-        text = text if whole else text.rstrip("\ufffd")
+    def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, complete: bool = False) -> None:
+        """Print the new part of a completion. `tokens` and `mask` are [1, 1, T]; `complete` means no tokens follow."""
+        ids = [*self._preceding.tokens, *tokens[0, 0][mask[0, 0]].tolist()]
+        text = continuation(self._preceding.text, self._tokenizer.decode(ids, skip_special_tokens=True))
+        text = text if complete else text.rstrip("\ufffd")
         if text.startswith(self.text):
             print(escape_controls(text[len(self.text) :]), end="", flush=True)
-        elif whole:  # a new token can change previous text, e.g. remove a space before a period
+        elif complete:  # a new token can change previous text, e.g. remove a space before a period
             print(f"\n{escape_controls(text)}", end="")
         else:
             return
@@ -53,7 +53,7 @@ def read_stdin() -> Iterator[str]:
             yield input("> ")
 
 
-def with_images(lines: Iterable[str]) -> Iterator[tuple[str, list[Json]]]:
+def attach_images(lines: Iterable[str]) -> Iterator[tuple[str, list[Json]]]:
     """Yield prompts, each with the image parts of the lines `/image PATH` before it."""
     images: list[Json] = []
     for line in lines:
@@ -64,7 +64,7 @@ def with_images(lines: Iterable[str]) -> Iterator[tuple[str, list[Json]]]:
             images = []
 
 
-def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
+def run_chat(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
     """Complete the prompts one by one, printing each completion as it is sampled at `config.eval_temperature`.
 
     With a chat template, prompts form a conversation; an empty prompt starts a new one. Otherwise, they are separate.
@@ -74,7 +74,7 @@ def talk(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bo
     check_ends(TurnEnds.of(config), policy, policy.params)
     policy = policy.replace(model=with_settings(policy.model, config, jax.devices()[:1]))
     has_template, messages = policy.tokenizer.chat_template is not None, Messages()
-    for index, (prompt, images) in enumerate(with_images(prompts)):
+    for index, (prompt, images) in enumerate(attach_images(prompts)):
         if not prompt.strip():
             messages = Messages()
             continue
@@ -99,8 +99,8 @@ def _answer(policy: Policy, config: GRPOConfig, row: Row, index: int) -> str:
         warn_of_tokens(data, policy, "the prompt", ends=TurnEnds.of(config), template_kwargs=kwargs)
     (ids,), shape = data.token_ids, shape_of(policy)
     if shape is not None:
-        most = min(config.max_completion_length, shape.max_position_embeddings - len(ids))
-        config = dataclasses.replace(config, max_completion_length=most)
+        max_length = min(config.max_completion_length, shape.max_position_embeddings - len(ids))
+        config = dataclasses.replace(config, max_completion_length=max_length)
     printer = Printer(policy.tokenizer, preceding_text(policy.tokenizer, row["prompt"], ids))
     completions = sample(
         policy,
@@ -114,5 +114,5 @@ def _answer(policy: Policy, config: GRPOConfig, row: Row, index: int) -> str:
         evaluation=True,
         on_tokens=printer,
     ).completions
-    printer(np.asarray(completions.tokens), np.asarray(completions.mask), whole=True)
+    printer(np.asarray(completions.tokens), np.asarray(completions.mask), complete=True)
     return printer.text

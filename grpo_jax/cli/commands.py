@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from grpo_jax.cli.chat import read_stdin, talk
+from grpo_jax.cli.chat import read_stdin, run_chat
 from grpo_jax.cli.init import write_start
 from grpo_jax.cli.keys import GROUPS
 from grpo_jax.cli.named import find, in_folder, is_reference, server_of
@@ -86,8 +86,8 @@ def _run_file(run_dir: Path) -> Path:
 
 def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> RunFile:
     """Read the run in a directory from its RUN.yaml or, if it was started from Python, from run.json and its policy."""
-    policy = run_dir / POLICY
-    if (run_dir / NAME).is_file() or not (policy / "config.json").is_file():
+    policy_dir = run_dir / POLICY
+    if (run_dir / NAME).is_file() or not (policy_dir / "config.json").is_file():
         return read_run(_run_file(run_dir), keys, load=load)
     settings = read_settings(run_dir)
     if "config" not in settings:
@@ -96,14 +96,14 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> Run
     fields = ["chat_template_kwargs", "seed", "compute_dtype"] if config_class(config) is SFTConfig else _GRPO_FIELDS
     values = {name: json.dumps(config[name], ensure_ascii=False) for name in fields if name in config}
     run = read_run(None, {**values, "param_dtype": dtype, **keys}, load=[part for part in load if part != "model"])
-    new = init_policy(
-        read_json(policy / "config.json") or {},
+    policy = init_policy(
+        read_json(policy_dir / "config.json") or {},
         jax.random.key(0),
-        tokenizer=load_tokenizer(str(policy)),
-        generation_config=read_json(policy / "generation_config.json"),
+        tokenizer=load_tokenizer(str(policy_dir)),
+        generation_config=read_json(policy_dir / "generation_config.json"),
         dtype=run.param_dtype,
     )
-    return dataclasses.replace(run, model=new)
+    return dataclasses.replace(run, model=policy)
 
 
 def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
@@ -112,10 +112,10 @@ def _train(run: RunFile, *, resume: str, dry_run: bool = False) -> None:
     policy = load_policy(run)
     if dry_run:
         return _call(rehearse, run, policy)
-    keep = _keep_run_file(run)
-    policy, resume = _train_sft(run, policy, resume, keep)
+    callback = _keep_run_file(run)
+    policy, resume = _train_sft(run, policy, resume, callback)
     if "grpo" in run.stages:
-        _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[keep]), run, policy)
+        _call(functools.partial(train_policy, run_dir=run.run_dir, resume=resume, callbacks=[callback]), run, policy)
     if run.run_dir is not None and jax.process_index() == 0:
         print(f"saved in {_last_dir(run, run.run_dir)}; to write the model: grpo-jax export {run.run_dir} OUT")
 
@@ -138,7 +138,7 @@ def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None
 
 
 def _train_sft(
-    run: RunFile, policy: Policy, resume: str, keep: Callable[[int, Mapping[str, float]], None]
+    run: RunFile, policy: Policy, resume: str, callback: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
     """Run or resume SFT, unless GRPO has a checkpoint. Returns the initial policy and the `resume` mode for GRPO."""
     if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
@@ -150,7 +150,7 @@ def _train_sft(
         eval_dataset=run.sft.eval_rows,
         run_dir=None if run.run_dir is None else run.run_dir / "sft",
         resume=resume,
-        callbacks=[keep],
+        callbacks=[callback],
         donate=True,
     )
     return policy.replace(params=state.params), "never" if resume == "never" else "auto"
@@ -191,10 +191,10 @@ def load_policy(run: RunFile) -> Policy:
     enable_compilation_cache()
     if run.model is None:
         raise ValueError("model is missing; set it in RUN.yaml or pass --model")
-    found = run.model if isinstance(run.model, Policy) else _named_model(run.model, run.folder)
-    if isinstance(found, Policy) and run.quantize is not None:
+    model = run.model if isinstance(run.model, Policy) else _named_model(run.model, run.folder)
+    if isinstance(model, Policy) and run.quantize is not None:
         raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it in that function")
-    policy = found if isinstance(found, Policy) else _load(str(found), run, run.quantize)
+    policy = model if isinstance(model, Policy) else _load(str(model), run, run.quantize)
     if run.lora is not None:
         policy = add_lora(policy, jax.random.key(run.config.seed), **run.lora)
     return place_policy(policy, make_mesh(run.config.mesh) if run.config.mesh else None)
@@ -206,8 +206,8 @@ def load_teacher(run: RunFile) -> Policy | Scorer | None:
         return None
     if isinstance(run.teacher, Mapping):
         return server_of(run.teacher, vllm_scorer)
-    found = _named_model(run.teacher, run.folder)
-    return _load(found, run, None) if isinstance(found, str) else found
+    teacher = _named_model(run.teacher, run.folder)
+    return _load(teacher, run, None) if isinstance(teacher, str) else teacher
 
 
 def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
@@ -217,9 +217,9 @@ def _named_model(model: object, folder: Path) -> Policy | Scorer | str:
     """
     if not is_reference(model):
         return in_folder(str(model), folder)
-    found = find(model, folder)
-    called = callable(found) and (isinstance(found, type) or not hasattr(found, "score"))
-    return found() if called else found
+    target = find(model, folder)
+    is_factory = callable(target) and (isinstance(target, type) or not hasattr(target, "score"))
+    return target() if is_factory else target
 
 
 def _load(name: str, run: RunFile, quantize: str | None) -> Policy:
@@ -240,7 +240,7 @@ def plan(arguments: Namespace) -> None:
     configs: dict[str, Config] = {} if run.sft is None else {"sft": run.sft.config}
     configs |= {"grpo": run.config} if "grpo" in run.stages else {}
     for stage, config in configs.items():
-        found = plan_run(
+        estimate = plan_run(
             model,
             config,
             prompt_length=arguments.prompt_length or run.config.max_prompt_length or 256,
@@ -254,7 +254,7 @@ def plan(arguments: Namespace) -> None:
         )
         if len(configs) > 1:
             print(f"stage {stage}:")
-        print(found)
+        print(estimate)
 
 
 def _load_checkpoint(run: RunFile, run_dir: Path, checkpoint: int | None) -> tuple[int, Policy]:
@@ -284,7 +284,7 @@ def evaluate(arguments: Namespace) -> None:
             raise ValueError(f"--checkpoint {arguments.checkpoint} requires a run directory; got the file {target}")
         policy = load_policy(run)
     rows = run.rows if run.eval_rows is None else run.eval_rows
-    metrics, found = evaluate_rows(
+    metrics, completions = evaluate_rows(
         policy,
         rows,
         run.rewards,
@@ -296,7 +296,7 @@ def evaluate(arguments: Namespace) -> None:
     )
     print(json.dumps(to_json({**steps, "rows": len(rows), **metrics})))
     if arguments.out is not None:
-        lines = [json.dumps(to_json(row), ensure_ascii=False) + "\n" for row in found]
+        lines = [json.dumps(to_json(row), ensure_ascii=False) + "\n" for row in completions]
         Path(arguments.out).write_text("".join(lines), encoding="utf-8")
 
 
@@ -328,7 +328,7 @@ def chat(arguments: Namespace) -> None:
         run = read_run(None, {"model": arguments.model, **keys}, load=("model",))
         policy = load_policy(run)
     echo = bool(arguments.say) or not sys.stdin.isatty()
-    talk(policy, run.config, arguments.say or read_stdin(), echo=echo)
+    run_chat(policy, run.config, arguments.say or read_stdin(), echo=echo)
 
 
 def report(arguments: Namespace) -> None:

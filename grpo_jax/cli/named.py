@@ -19,7 +19,7 @@ from grpo_jax.suites import is_suite, suite_of
 from grpo_jax.text.sources import is_hub_name
 from grpo_jax.types import RewardFn
 
-SHIPPED: dict[str, Callable[..., RewardFn]] = {
+BUILT_IN: dict[str, Callable[..., RewardFn]] = {
     name: getattr(rewards, name) for name in rewards.__all__ if name.endswith(("_reward", "_punishment"))
 }
 """Built-in functions that return a reward function, by name."""
@@ -46,17 +46,18 @@ def find(text: object, folder: Path) -> Any:
     """
     if not is_reference(text):
         raise ValueError(f"is not a reference; {_FORM}")
-    where, _, name = text.rpartition(":")
+    module_name, _, name = text.rpartition(":")
     try:
-        module = _import_file(folder / where) if where.endswith(".py") else _import_module(where, folder)
+        is_file = module_name.endswith(".py")
+        module = _import_file(folder / module_name) if is_file else _import_module(module_name, folder)
     except (Exception, SystemExit) as error:  # the module may raise anything
-        raise ValueError(f"{where} cannot be imported ({type(error).__name__}: {error}); {_FORM}") from error
+        raise ValueError(f"{module_name} cannot be imported ({type(error).__name__}: {error}); {_FORM}") from error
     try:
         return operator.attrgetter(name)(module)
     except AttributeError:
         close = nearest(name, [other for other in vars(module) if not other.startswith("_")])
         hint = f"did you mean {close}?" if close else "use a name defined in it"
-        raise ValueError(f"{where} does not define {name}; {hint}") from None
+        raise ValueError(f"{module_name} does not define {name}; {hint}") from None
 
 
 def _import_module(name: str, folder: Path) -> ModuleType:
@@ -93,17 +94,17 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
     if isinstance(entry, dict) and len(entry) != 1:
         raise ValueError("must name exactly one function; write each function as a separate list entry")
     name, arguments = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
-    shipped = SHIPPED.get(str(name))
-    if shipped is None and not is_reference(name):
-        close = nearest(name, SHIPPED)
-        hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(SHIPPED)}"
+    built_in = BUILT_IN.get(str(name))
+    if built_in is None and not is_reference(name):
+        close = nearest(name, BUILT_IN)
+        hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(BUILT_IN)}"
         raise ValueError(f"unknown reward function; {hint}")
-    found: Any = shipped or find(name, folder)
-    if shipped or isinstance(entry, dict):
-        found = _call(found, name, arguments)
-    if not callable(found):
-        raise ValueError(f"must be a function; got {type(found).__name__}")
-    return found
+    function: Any = built_in or find(name, folder)
+    if built_in or isinstance(entry, dict):
+        function = _call(function, name, arguments)
+    if not callable(function):
+        raise ValueError(f"must be a function; got {type(function).__name__}")
+    return function
 
 
 def _call(factory: Callable[..., _Server], name: object, arguments: object) -> _Server:
@@ -143,8 +144,8 @@ def _resolve_path(source: object, folder: Path, argument: str) -> object:
     """Return the rows that a reference names, or a file's absolute path. Other values are returned unchanged."""
     if is_reference(source):
         try:
-            found = find(source, folder)
-            return found() if callable(found) else found
+            rows = find(source, folder)
+            return rows() if callable(rows) else rows
         except ValueError as error:
             raise ValueError(f"{argument} = {source!r}: {error}") from error
     return folder / Path(source).expanduser() if isinstance(source, str) else source

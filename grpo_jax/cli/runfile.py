@@ -133,38 +133,38 @@ def read_run(
             value = str(Path(text).expanduser().absolute())
         values[name] = from_current_directory(value) if name in RUN_KEYS and name != "run_dir" else value
     folder = (path.parent / Path(str(values.get("folder") or "")).expanduser()).resolve()
-    stated = {name: value for name, value in values.items() if value is not None}
+    specified = {name: value for name, value in values.items() if value is not None}
     problems = _Problems()
-    stages = problems.call("", _read_stages, stated) or ("grpo",)
+    stages = problems.call("", _read_stages, specified) or ("grpo",)
     load_examples = "data" in load
     load = load if "grpo" in stages else [part for part in load if part == "model"]
     problems += _key_problems(values, load)
-    stated_dir = values.get("run_dir", f"runs/{path.stem}")
-    run_dir = None if stated_dir is None else Path(str(stated_dir)).expanduser()
+    specified_dir = values.get("run_dir", f"runs/{path.stem}")
+    run_dir = None if specified_dir is None else Path(str(specified_dir)).expanduser()
     problems.call("", absolute_run_dir, run_dir)
     run = RunFile(
         values=values,
         folder=folder,
         config=problems.call("", lambda: GRPOConfig.from_dict(_pick(values, FIELDS))) or GRPOConfig(),
         run_dir=run_dir,
-        model=stated.get("model"),
-        teacher=stated.get("teacher"),
-        lora=problems.call("lora", read_lora, stated.get("lora")),
-        param_dtype=stated.get("param_dtype", "float32"),
-        quantize=stated.get("quantize"),
+        model=specified.get("model"),
+        teacher=specified.get("teacher"),
+        lora=problems.call("lora", read_lora, specified.get("lora")),
+        param_dtype=specified.get("param_dtype", "float32"),
+        quantize=specified.get("quantize"),
         stages=stages,
-        sft=problems.call("", _read_sft, stated, folder, load_examples) if "sft" in stages else None,
+        sft=problems.call("", _read_sft, specified, folder, load_examples) if "sft" in stages else None,
     )
     if "model" in load:
         for name, check in (("model", _check_model), ("teacher", _check_teacher)):
-            if name in stated:
-                problems.call(name, check, stated[name], folder)
-    data = {key: stated[key] for key in ("data", "eval_data") if is_suite(stated.get(key))}
+            if name in specified:
+                problems.call(name, check, specified[name], folder)
+    data = {key: specified[key] for key in ("data", "eval_data") if is_suite(specified.get(key))}
     suites = {key: problems.call("", suite_of, source, key) for key, source in data.items() if {*load} - {"model"}}
     if "rewards" in load:
-        _load_functions(run, stated, suites.get("data") or Suite(rows=[]), problems)
+        _load_functions(run, specified, suites.get("data") or Suite(rows=[]), problems)
     if "data" in load:
-        _load_rows(run, stated, suites, problems)
+        _load_rows(run, specified, suites, problems)
     only_teacher = not run.rewards and run.teacher is not None
     if not problems and run.rows and not (run.tools or run.environment_factory or only_teacher):
         problems.call("", lambda: check_reward_fns(run.rewards, run.rows[0], argument="data", rows=run.rows))
@@ -188,23 +188,23 @@ def _key_problems(values: Json, load: Sequence[Part]) -> Iterator[str]:
             yield f"{name} is missing; set it to {RUN_KEYS[name]}"
 
 
-def _read_stages(stated: Json) -> tuple[str, ...]:
-    stages = stated.get("stages", ["grpo"])
+def _read_stages(specified: Json) -> tuple[str, ...]:
+    stages = specified.get("stages", ["grpo"])
     if stages not in (["sft"], ["grpo"], ["sft", "grpo"]):
         raise ValueError(f"stages must be [sft, grpo], [sft] or [grpo]; got {show(stages)}")
-    if "sft" in stages and not isinstance(stated.get("sft"), dict):
+    if "sft" in stages and not isinstance(specified.get("sft"), dict):
         raise ValueError("stages includes sft, but sft is missing; set it to a mapping with data and SFTConfig fields")
-    if "sft" not in stages and "sft" in stated:
+    if "sft" not in stages and "sft" in specified:
         raise ValueError("sft is set, but stages does not include it; set stages: [sft, grpo], or remove sft")
     return tuple(stages)
 
 
-def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
+def _read_sft(specified: Json, folder: Path, load: bool) -> SFTStage:
     """Build the SFT stage from a run's keys. Raises ValueError, with one line per error, if it is invalid."""
-    values, problems = stated["sft"], _Problems()
+    values, problems = specified["sft"], _Problems()
     fields = {field.name for field in dataclasses.fields(SFTConfig)}
     known = {*fields, "data", "eval_data", "columns", "prompt"}
-    shared = _pick(stated, ("seed", "mesh", "compute_dtype", "chat_template_kwargs"))  # also the defaults for SFT
+    shared = _pick(specified, ("seed", "mesh", "compute_dtype", "chat_template_kwargs"))  # also the defaults for SFT
     problems += [unknown_field(name, known, {}) for name in values if name not in known]
     config = problems.call("", SFTConfig.from_dict, shared | _pick(values, fields)) or SFTConfig()
     problems[:] = [f"sft.{line}" for line in problems]
@@ -226,29 +226,29 @@ def _read_sft(stated: Json, folder: Path, load: bool) -> SFTStage:
     return SFTStage(config, rows.get("data") or [], rows.get("eval_data"))
 
 
-def _load_functions(run: RunFile, stated: Json, suite: Suite, problems: _Problems) -> None:
-    for i, entry in enumerate(_as_list(stated.get("rewards", SUITE if suite.rows else None))):
+def _load_functions(run: RunFile, specified: Json, suite: Suite, problems: _Problems) -> None:
+    for i, entry in enumerate(_as_list(specified.get("rewards", SUITE if suite.rows else None))):
         if entry == SUITE and suite.rows:
             run.rewards += suite.reward_fns
         elif (function := problems.call(f"rewards[{i}]", reward_function, entry, run.folder)) is not None:
             run.rewards.append(function)
-    tools = [problems.call("tools", find, tool, run.folder) for tool in _as_list(stated.get("tools"))]
-    run.tools = [tool for tool in tools if tool is not None] if "tools" in stated else suite.tools
+    tools = [problems.call("tools", find, tool, run.folder) for tool in _as_list(specified.get("tools"))]
+    run.tools = [tool for tool in tools if tool is not None] if "tools" in specified else suite.tools
     run.environment_factory = suite.environment_factory
     readers = {"environment_factory": find, "sampler": _sampler, "advantage_fn": find, "surrogate": find}
-    for name in readers.keys() & stated.keys():
-        setattr(run, name, problems.call(name, readers[name], stated[name], run.folder))
-    if suite.reward_weights is not None and not {"rewards", "reward_weights"} & stated.keys():
+    for name in readers.keys() & specified.keys():
+        setattr(run, name, problems.call(name, readers[name], specified[name], run.folder))
+    if suite.reward_weights is not None and not {"rewards", "reward_weights"} & specified.keys():
         run.config = dataclasses.replace(run.config, reward_weights=suite.reward_weights)
 
 
-def _load_rows(run: RunFile, stated: Json, suites: Mapping[str, Suite | None], problems: _Problems) -> None:
-    columns, prompt = stated.get("columns"), stated.get("prompt")
+def _load_rows(run: RunFile, specified: Json, suites: Mapping[str, Suite | None], problems: _Problems) -> None:
+    columns, prompt = specified.get("columns"), specified.get("prompt")
 
     def read_rows(source: object, key: str) -> list[Row]:
         return load_rows(resolve_source(source, run.folder, key), columns=columns, prompt=prompt, argument=key)
 
-    sources = {key: stated[key] for key in ("data", "eval_data") if key in stated and key not in suites}
+    sources = {key: specified[key] for key in ("data", "eval_data") if key in specified and key not in suites}
     sources |= {key: suite.rows for key, suite in suites.items() if suite is not None}
     rows = {key: problems.call("", read_rows, source, key) for key, source in sources.items()}
     run.rows, run.eval_rows = rows.get("data") or [], rows.get("eval_data")
@@ -274,12 +274,12 @@ def read_lora(entry: object) -> dict[str, Any] | None:
     """Convert a rank or a mapping to arguments for `add_lora`. By default, alpha is twice the rank."""
     if entry is None:
         return None
-    stated = {"rank": entry} if isinstance(entry, int) else entry
-    if not isinstance(stated, dict) or not stated.keys() <= _LORA.keys():
+    specified = {"rank": entry} if isinstance(entry, int) else entry
+    if not isinstance(specified, dict) or not specified.keys() <= _LORA.keys():
         raise ValueError(f"must be a rank, or a mapping with the keys {', '.join(_LORA)}")
-    faults = {name: read(_LORA[name], value)[1] for name, value in stated.items()}
-    raise_all("lora", [f"{name} = {show(stated[name])}: {fault}" for name, fault in faults.items() if fault])
-    return {"rank": 16, "alpha": 2.0 * stated.get("rank", 16), **stated}
+    errors = {name: read(_LORA[name], value)[1] for name, value in specified.items()}
+    raise_all("lora", [f"{name} = {show(specified[name])}: {fault}" for name, fault in errors.items() if fault])
+    return {"rank": 16, "alpha": 2.0 * specified.get("rank", 16), **specified}
 
 
 def _check_model(entry: object, folder: Path) -> None:

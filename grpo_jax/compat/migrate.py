@@ -59,10 +59,10 @@ class Migration:
             lines += [f"{title}:"] * bool(notes) + [f"  {name}: {note}" for name, note in notes.items()]
         return lines
 
-    def set_field(self, theirs: str, ours: str, value: object, note: str = "") -> None:
-        """Set the `GRPOConfig` field `ours`, and add a note on TRL's field `theirs`."""
-        self.values[ours] = value
-        self.translated[theirs] = note or f"{ours}={value!r}"
+    def set_field(self, trl_name: str, name: str, value: object, note: str = "") -> None:
+        """Set the `GRPOConfig` field `name`, and add a note on TRL's field `trl_name`."""
+        self.values[name] = value
+        self.translated[trl_name] = note or f"{name}={value!r}"
 
 
 def from_trl(values: Json) -> Migration:
@@ -76,118 +76,118 @@ def from_trl(values: Json) -> Migration:
       >>> moved.values, moved.run_dir, list(moved.left_out), list(moved.missing)
       ({'beta': 0.04, 'compute_dtype': 'bfloat16'}, 'out', ['use_vllm'], ['hub_token'])
     """
-    ours = {field.name for field in dataclasses.fields(GRPOConfig)}
-    known = {*ours, *ELSEWHERE}
+    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    known = {*fields, *ELSEWHERE}
     unknown = [unknown_field(name, known, OTHER_NAMES) for name in values if name not in known]
     raise_all(f"GRPOConfig (TRL {TRL_VERSION} or grpo_jax)", unknown)
-    moved = Migration({name: value for name, value in values.items() if name in ours})
+    migration = Migration({name: value for name, value in values.items() if name in fields})
     for name, value in values.items():
         if name in ELSEWHERE:
-            _translate(moved, name, value, values)
-    _translate_evaluation(moved, values)
-    _translate_server(moved, values)
+            _translate(migration, name, value, values)
+    _translate_evaluation(migration, values)
+    _translate_server(migration, values)
     if values.get(_CORRECTION, True) is False and "sampler_correction" not in values:
-        moved.set_field(_CORRECTION, "sampler_correction", None)
+        migration.set_field(_CORRECTION, "sampler_correction", None)
     if None not in (values.get("generation_batch_size"), values.get("steps_per_generation")):
-        del moved.values["generation_batch_size"]  # `to_dict()` returns both; one is derived from the other
-    return moved
+        del migration.values["generation_batch_size"]  # `to_dict()` returns both; one is derived from the other
+    return migration
 
 
-def _translate(moved: Migration, name: str, value: Any, values: Json) -> None:
+def _translate(migration: Migration, name: str, value: Any, values: Json) -> None:
     """Translate a TRL field that `GRPOConfig` does not have, or add a note on it."""
     default, kind, advice, field = ELSEWHERE[name]
-    if value and _translate_value(moved, name, value):
+    if value and _translate_value(migration, name, value):
         return
     if value in (default, "<HUB_TOKEN>") or name in _SERVER or name == _CORRECTION:
         return  # `to_dict()` replaces the token with <HUB_TOKEN>; `from_trl` translates the other two
     if field:
         if field not in values:
-            moved.set_field(name, field, value)
+            migration.set_field(name, field, value)
     elif value or default:  # all empty values, such as None and {}, are equivalent
-        notes = moved.left_out if kind in ("not needed", "set outside") else moved.missing
+        notes = migration.left_out if kind in ("not needed", "set outside") else migration.missing
         notes[name] = advice
 
 
-def _translate_value(moved: Migration, name: str, value: Any) -> bool:
+def _translate_value(migration: Migration, name: str, value: Any) -> bool:
     """Translate a field whose replacement depends on its value. Returns False for other fields."""
     match name:
         case "output_dir":
-            moved.run_dir = str(value)
-            moved.translated[name] = f"run_dir={str(value)!r} in train"
+            migration.run_dir = str(value)
+            migration.translated[name] = f"run_dir={str(value)!r} in train"
         case "bf16":
-            moved.set_field(name, "compute_dtype", "bfloat16", 'compute_dtype="bfloat16"')
+            migration.set_field(name, "compute_dtype", "bfloat16", 'compute_dtype="bfloat16"')
         case "fp16":
-            moved.translated[name] = 'compute_dtype="auto", since float16 is not supported'
+            migration.translated[name] = 'compute_dtype="auto", since float16 is not supported'
         case "optim":
             if value not in ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw"):
-                moved.missing[name] = f"{value!r}: pass an optax transformation to train as optimizer"
+                migration.missing[name] = f"{value!r}: pass an optax transformation to train as optimizer"
         case "model_init_kwargs":
-            _translate_model(moved, name, json.loads(value) if isinstance(value, str) else value)
+            _translate_model(migration, name, json.loads(value) if isinstance(value, str) else value)
         case name if name in _STRATEGIES:
-            _translate_strategy(moved, name, value)
+            _translate_strategy(migration, name, value)
         case _:
             return False
     return True
 
 
-def _translate_strategy(moved: Migration, name: str, value: object) -> None:
+def _translate_strategy(migration: Migration, name: str, value: object) -> None:
     steps = name.replace("strategy", "steps")
     if value == "steps":
         return
     if value != "no":
-        moved.missing[name] = f'{value!r}: only "steps" is supported; set {steps} to a number of steps'
+        migration.missing[name] = f'{value!r}: only "steps" is supported; set {steps} to a number of steps'
     elif name == "logging_strategy":
-        moved.missing[name] = "logging cannot be disabled; set logging_steps to a larger number to log less often"
+        migration.missing[name] = "logging cannot be disabled; set logging_steps to a larger number to log less often"
     elif name == "save_strategy":
-        moved.set_field(name, steps, None, f"{steps}=None: only the last checkpoint is kept")
-    elif moved.values.get(steps) is not None:  # "no" is TRL's default, and disables eval_steps
-        moved.set_field(name, steps, None)
+        migration.set_field(name, steps, None, f"{steps}=None: only the last checkpoint is kept")
+    elif migration.values.get(steps) is not None:  # "no" is TRL's default, and disables eval_steps
+        migration.set_field(name, steps, None)
 
 
-def _translate_model(moved: Migration, name: str, value: Json) -> None:
+def _translate_model(migration: Migration, name: str, value: Json) -> None:
     kwargs = {key: x for key, x in value.items() if x not in (None, False)}
-    stored = str(kwargs.pop("dtype", kwargs.pop("torch_dtype", None))).removeprefix("torch.")
-    moved.dtype = _DTYPES.get(stored)
-    if moved.dtype is not None:
-        moved.translated[name] = f'dtype="{moved.dtype}" in from_pretrained'
-    elif stored != "None":
-        moved.missing[name] = f"dtype {stored!r}: use float32, bfloat16 or auto"
-    if stored == "bfloat16":  # PyTorch computes in the dtype of the params, regardless of the field bf16
-        moved.values["compute_dtype"] = "bfloat16"
+    dtype_name = str(kwargs.pop("dtype", kwargs.pop("torch_dtype", None))).removeprefix("torch.")
+    migration.dtype = _DTYPES.get(dtype_name)
+    if migration.dtype is not None:
+        migration.translated[name] = f'dtype="{migration.dtype}" in from_pretrained'
+    elif dtype_name != "None":
+        migration.missing[name] = f"dtype {dtype_name!r}: use float32, bfloat16 or auto"
+    if dtype_name == "bfloat16":  # PyTorch computes in the dtype of the params, regardless of the field bf16
+        migration.values["compute_dtype"] = "bfloat16"
     if unknown := sorted(kwargs.keys() - _PYTORCH_KWARGS.split()):
-        moved.missing[name] = f"{', '.join(unknown)}: from_pretrained accepts dtype, param_dtype and mesh"
+        migration.missing[name] = f"{', '.join(unknown)}: from_pretrained accepts dtype, param_dtype and mesh"
 
 
-def _translate_evaluation(moved: Migration, values: Json) -> None:
+def _translate_evaluation(migration: Migration, values: Json) -> None:
     evaluates = values.get("eval_strategy") == "steps"
-    if evaluates and moved.values.get("eval_steps") is None:
-        steps = moved.values.get("logging_steps", GRPOConfig.logging_steps)
-        moved.set_field("eval_strategy", "eval_steps", steps, f"eval_steps={steps}, from logging_steps")
-    name = "metric_for_best_model"
-    best = moved.values.get(name)
+    if evaluates and migration.values.get("eval_steps") is None:
+        steps = migration.values.get("logging_steps", GRPOConfig.logging_steps)
+        migration.set_field("eval_strategy", "eval_steps", steps, f"eval_steps={steps}, from logging_steps")
+    field = "metric_for_best_model"
+    name = migration.values.get(field)
     # If neither field was set, transformers' `to_dict()` returns "loss" and False.
-    unset = best is None or (best == "loss" and moved.values.get("greater_is_better") is False)
+    unset = name is None or (name == "loss" and migration.values.get("greater_is_better") is False)
     if values.get("load_best_model_at_end") and unset:
-        moved.values.pop("greater_is_better", None)
-        moved.set_field(name, name, "eval/reward", '"eval/reward", instead of the evaluation loss')
-    elif isinstance(best, str) and (best.startswith("eval_") or evaluates):
+        migration.values.pop("greater_is_better", None)
+        migration.set_field(field, field, "eval/reward", '"eval/reward", instead of the evaluation loss')
+    elif isinstance(name, str) and (name.startswith("eval_") or evaluates):
         # With several evaluation datasets, the dataset's name is a prefix.
-        metric = r"(?:eval_)?(?:(.+?)_)?(?:rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward))"
-        if found := re.fullmatch(metric, best):
-            ours = "/".join(["eval", *filter(None, found.groups())])
-            moved.set_field(name, name, ours, f'"{ours}"')
-        elif best.startswith("eval_") or best == "loss":
-            moved.missing[name] = f"{best!r} is not logged here; use eval_reward or eval_rewards/<function>/mean"
+        pattern = r"(?:eval_)?(?:(.+?)_)?(?:rewards/(.+)/mean|completions/(mean_length|clipped_ratio)|(reward))"
+        if match := re.fullmatch(pattern, name):
+            metric = "/".join(["eval", *filter(None, match.groups())])
+            migration.set_field(field, field, metric, f'"{metric}"')
+        elif name.startswith("eval_") or name == "loss":
+            migration.missing[field] = f"{name!r} is not logged here; use eval_reward or eval_rewards/<function>/mean"
 
 
-def _translate_server(moved: Migration, values: Json) -> None:
+def _translate_server(migration: Migration, values: Json) -> None:
     """Translate the settings of a vLLM server. As in TRL, they have no effect without `use_vllm`."""
     mode, url, host, port, seconds = (values.get(name) or ELSEWHERE[name].default for name in _SERVER)
     if values.get("use_vllm") and mode == "server":
         url = url or f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-        moved.sampler = {"base_url": url, "patience": float(str(seconds))}
-        del moved.left_out["use_vllm"]
-        moved.translated["use_vllm"] = f"sampler=engines.vllm({url!r}, patience={float(str(seconds)):g}) in train"
+        migration.sampler = {"base_url": url, "patience": float(str(seconds))}
+        del migration.left_out["use_vllm"]
+        migration.translated["use_vllm"] = f"sampler=engines.vllm({url!r}, patience={float(str(seconds)):g}) in train"
 
 
 # TRL's script ---------------------------------------------------------------------------------------------------------
@@ -238,23 +238,24 @@ def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
     values |= {name: "no" for name in _STRATEGIES if values.get(name) is False}
     names = {*_TRANSLATED.split(), *_NOT_NEEDED, *_MISSING}
     script = {name: values.pop(name) for name in list(values) if name in names}
-    moved = from_trl(values)
-    used = {name for name, value in script.items() if value not in (None, False, "", [])}
-    moved.missing |= {name: note for name, note in _MISSING.items() if name in used}
-    moved.left_out |= {name: note for name, note in _NOT_NEEDED.items() if name in used}
-    dtype = str(script.get("dtype") or script.get("torch_dtype") or moved.dtype or "float32").removeprefix("torch.")
+    migration = from_trl(values)
+    present = {name for name, value in script.items() if value not in (None, False, "", [])}
+    migration.missing |= {name: note for name, note in _MISSING.items() if name in present}
+    migration.left_out |= {name: note for name, note in _NOT_NEEDED.items() if name in present}
+    dtype = str(script.get("dtype") or script.get("torch_dtype") or migration.dtype or "float32").removeprefix("torch.")
     run: dict[str, object] = {
         "model": script.get("model_name_or_path"),
         **_data(script, evaluates=values.get("eval_strategy", "no") != "no"),
-        "rewards": _rewards(script["reward_funcs"], moved.missing) if script.get("reward_funcs") else None,
-        "lora": _lora(script, moved.missing) if script.get("use_peft") else None,
-        "quantize": _quantize(script, moved.missing),
+        "rewards": _rewards(script["reward_funcs"], migration.missing) if script.get("reward_funcs") else None,
+        "lora": _lora(script, migration.missing) if script.get("use_peft") else None,
+        "quantize": _quantize(script, migration.missing),
         "param_dtype": "bfloat16" if dtype in ("bfloat16", "float16") else None,
-        "run_dir": moved.run_dir,
-        "sampler": moved.sampler and {"vllm": moved.sampler},
+        "run_dir": migration.run_dir,
+        "sampler": migration.sampler and {"vllm": migration.sampler},
     }
-    config = moved.config().to_dict()
-    return {name: x for name, x in run.items() if x is not None} | {name: config[name] for name in moved.values}, moved
+    config = migration.config().to_dict()
+    run = {name: x for name, x in run.items() if x is not None}
+    return run | {name: config[name] for name in migration.values}, migration
 
 
 def _data(script: Json, *, evaluates: bool) -> dict[str, object]:

@@ -61,8 +61,8 @@ def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
 
     `target_modules` must be "all-linear" or a list of names, such as "q_proj" or "self_attn.q_proj".
     """
-    kind = getattr(peft, "peft_type", "LORA")
-    if getattr(kind, "value", kind) != "LORA":
+    peft_type = getattr(peft, "peft_type", "LORA")
+    if getattr(peft_type, "value", peft_type) != "LORA":
         raise ValueError(f"peft_config must be a LoraConfig; got {type(peft).__name__}")
     default: dict[str, object] = {"bias": "none", "init_lora_weights": True}
     if dataclasses.is_dataclass(peft):
@@ -72,8 +72,8 @@ def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
     }
     rejected = [name for name, x in fields.items() if x != default.get(name) and (x or default.get(name))]
     if rejected:
-        found = ", ".join(f"{name} = {fields[name]!r}" for name in sorted(rejected))
-        raise ValueError(f"peft_config sets unsupported fields: {found}; remove them")
+        settings = ", ".join(f"{name} = {fields[name]!r}" for name in sorted(rejected))
+        raise ValueError(f"peft_config sets unsupported fields: {settings}; remove them")
     scale = math.sqrt(peft.r) if getattr(peft, "use_rslora", False) else 1.0
     return add_lora(
         policy,
@@ -90,12 +90,12 @@ def _targets(policy: Policy, names: str | Iterable[str] | None) -> list[str]:
     if isinstance(names, str) and names.lower() == "all-linear":
         return paths
     listed = [] if names is None or isinstance(names, str) else sorted(names)  # `LoraConfig` stores a set
-    found = {name: [path for path in paths if f"/{path}".endswith("/" + name.replace(".", "/"))] for name in listed}
-    if not found or not all(found.values()):
-        unknown = next((name for name in found if not found[name]), names)
+    matches = {name: [path for path in paths if f"/{path}".endswith("/" + name.replace(".", "/"))] for name in listed}
+    if not matches or not all(matches.values()):
+        unknown = next((name for name in matches if not matches[name]), names)
         last = ", ".join(sorted({path.rsplit("/", 1)[-1] for path in paths}))
         raise ValueError(f"target_modules must list projections ({last}) or be 'all-linear'; got {unknown!r}")
-    return [path for path in paths if any(path in some for some in found.values())]
+    return [path for path in paths if any(path in selected for selected in matches.values())]
 
 
 def write_into(directory: Path, policy: Policy, base_name: str | None) -> None:

@@ -71,14 +71,14 @@ class GRPOConfig:
 
     def _set(self, values: Json) -> None:
         """Convert and store the values."""
-        moved = from_trl(values)
-        if moved.missing:
-            lines = [f"{name}: {advice}" for name, advice in moved.missing.items()]
+        migration = from_trl(values)
+        if migration.missing:
+            lines = [f"{name}: {advice}" for name, advice in migration.missing.items()]
             raise ValueError("\n  ".join(["GRPOConfig has unsupported fields:", *lines]))
-        config = moved.config()
+        config = migration.config()
         defaults: dict[str, object] = {name: field.default for name, field in ELSEWHERE.items()}
         vars(self).update({**defaults, **vars(config), **values})
-        vars(self).update(config=config, dtype=moved.dtype, sampler=moved.sampler, _values=values)
+        vars(self).update(config=config, dtype=migration.dtype, sampler=migration.sampler, _values=values)
 
     if TYPE_CHECKING:
 

@@ -75,9 +75,8 @@ SAME: dict[str, str] = {
     "scale_rewards": "True and False are also accepted",
     "epsilon_high": 'required with `loss_type="cispo"`; if it is unset, TRL scales on-policy gradients by 0.2',
     "router_aux_loss_coef": "averaged over completion tokens; TRL also includes prompt tokens, once per completion",
-    "use_bias_correction_kl": "at the token level as in TRL; at the sequence level, the token's ratio is used, which "
-    'is unbiased, and `kl_correction_level="importance_sampling_level"` gives TRL\'s value. `kl_estimator` and'
-    " `kl_placement` are not in TRL",
+    "use_bias_correction_kl": "at the sequence level, the token's ratio is used, which is unbiased; "
+    '`kl_correction_level="importance_sampling_level"` gives TRL\'s value',
     "sync_ref_model": "rejected with `beta = 0`; checkpoints contain the updated reference",
     "ref_model_mixup_alpha": "for adapters, the products A·B are interpolated",
     "lr_scheduler_type": "linear, cosine, constant or constant_with_warmup; for others, pass `optimizer` to `train`",
@@ -109,23 +108,13 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_outside("set JAX_DEFAULT_MATMUL_PRECISION", tf32=None),
     **_needless("evaluation uses compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False),
     # Sampling.
-    **_other(
-        "set stop (stop_strings, vLLM: stop), stop_token_ids, temperature, top_k, top_p and min_p as fields",
-        generation_kwargs=None,
-    ),
-    **_absent(
-        "it also changes the log-probs in the loss, which TRL ignores",
-        repetition_penalty=1.0,
-    ),
+    **_other("set stop, stop_token_ids, temperature, top_k, top_p and min_p as fields", generation_kwargs=None),
+    **_absent("it also changes the log-probs in the loss, which TRL ignores", repetition_penalty=1.0),
     **_needless("sampling always uses a cache; training does not need one", cache_implementation=None, use_cache=False),
     **_needless(_DECODED, use_transformers_continuous_batching=False, transformers_continuous_batching_config=None),
     **_needless(_DECODED, use_transformers_paged=False),
     **_needless("DeepSpeed is not used", ds3_gather_for_generation=True),
-    **_needless(
-        "the sampler is built in; to use a running vLLM server, pass sampler=engines.vllm(base_url), or in a TRL script"
-        ' vllm_mode="server"',
-        use_vllm=False,
-    ),
+    **_needless("the sampler is built in; for a vLLM server, pass sampler=engines.vllm(base_url)", use_vllm=False),
     **_other(_SERVER + "; the built-in sampler replaces vLLM in the trainer's process", vllm_mode="colocate"),
     **_needless(_VLLM, vllm_model_impl="vllm", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None),
     **_needless(_VLLM, vllm_tensor_parallel_size=1),
@@ -181,10 +170,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_needless("training waits for each push", hub_always_push=False),
     # Data.
     **_other("use seed, which also determines the order of the prompts", data_seed=None),
-    **_outside(
-        "on a CPU, runs with the same seed are identical; on a GPU, set XLA_FLAGS=--xla_gpu_deterministic_ops=true",
-        full_determinism=False,
-    ),
+    **_outside("on GPUs, set XLA_FLAGS=--xla_gpu_deterministic_ops=true", full_determinism=False),
     **_needless(_LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
     **_needless(_LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
     **_needless(_LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),

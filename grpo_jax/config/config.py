@@ -216,10 +216,10 @@ class GRPOConfig(Settings):
     num_completions_to_print: Count | None = setting(None, resume="free")
     """Number of completions to print. None prints all."""
 
-    def contradictions(self, wrong: set[str]) -> Iterator[str]:
+    def contradictions(self, invalid: set[str]) -> Iterator[str]:
         """Yield error messages about incompatible batch sizes and conflicting fields."""
-        yield from self.batch_problems(wrong)
-        yield from contradictions(self, wrong)
+        yield from self.batch_problems(invalid)
+        yield from contradictions(self, invalid)
 
     @property
     def eval_temperature(self) -> float:
@@ -265,10 +265,10 @@ class GRPOConfig(Settings):
         """Whether each update uses the policy that sampled its completions, so that the ratio is 1."""
         return self.sizes().updates == 1 and not self.rollout_ahead
 
-    def batch_problems(self, wrong: Container[str]) -> Iterator[str]:
+    def batch_problems(self, invalid: Container[str]) -> Iterator[str]:
         """Yield error messages about batch sizes that are invalid for every number of devices."""
         sizes = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
-        if any(name in wrong for name in (*sizes, "steps_per_generation", "generation_batch_size")):
+        if any(name in invalid for name in (*sizes, "steps_per_generation", "generation_batch_size")):
             return
         group, micro, accumulated = (getattr(self, name) for name in sizes)
 

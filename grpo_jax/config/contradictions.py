@@ -147,11 +147,11 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
 )
 
 
-def contradictions(config: Settings, wrong: Container[str]) -> Iterator[str]:
-    """Yield an error message for each conflict between fields that are not in `wrong`."""
-    right = SimpleNamespace()
-    vars(right).update((name, value) for name, value in vars(config).items() if name not in wrong)
-    for names, holds, fix in _CONTRADICTIONS:
+def contradictions(config: Settings, invalid: Container[str]) -> Iterator[str]:
+    """Yield an error message for each conflict between fields that are not in `invalid`."""
+    valid = SimpleNamespace()
+    vars(valid).update((name, value) for name, value in vars(config).items() if name not in invalid)
+    for names, condition, fix in _CONTRADICTIONS:
         fields = names.split()
-        if vars(right).keys() >= {*fields} and holds(right):
+        if vars(valid).keys() >= {*fields} and condition(valid):
             yield f"{shown(config, fields[0])}: {fix}"

@@ -100,9 +100,9 @@ def _read_name(names: tuple[str, ...], value: object) -> Read:
     return value, f"must be {' or '.join(map(repr, names))}{hint}".replace("'", '"')
 
 
-def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
+def _read_number(is_integer: bool, bounds: In | None, value: object) -> Read:
     """Convert a number, which may be a NumPy scalar, to a Python int or float."""
-    noun, article = ("integer", "an integer") if whole else ("number", "a number")
+    noun, article = ("integer", "an integer") if is_integer else ("number", "a number")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value, f"must be {article}, not {type(value).__name__}"
     try:
@@ -112,7 +112,7 @@ def _read_number(whole: bool, bounds: In | None, value: object) -> Read:
     if not math.isfinite(number):
         return value, f"must be a finite {noun}"
     error = bounds.error(number) if bounds else ""
-    if not whole:
+    if not is_integer:
         return number, error
     if not isinstance(value, numbers.Integral):
         return value, "must be an integer, not float" + (f"; use {number:.0f}" if number == int(number) else "")

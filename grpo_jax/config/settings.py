@@ -186,21 +186,21 @@ class Settings:
     def __post_init__(self) -> None:
         raise_all(type(self).__name__, self._read())
 
-    def contradictions(self, wrong: set[str]) -> Iterator[str]:
-        """Yield an error message for each conflict between fields that are not in `wrong`."""
+    def contradictions(self, invalid: set[str]) -> Iterator[str]:
+        """Yield an error message for each conflict between fields that are not in `invalid`."""
         raise NotImplementedError
 
     def _read(self) -> list[str]:
         """Convert each value to a built-in type in place, and return the error messages."""
-        problems, wrong = [], set()
+        problems, invalid = [], set()
         for field in dataclasses.fields(self):
-            stated = getattr(self, field.name)
-            value, error = read(field.type, stated)
+            original = getattr(self, field.name)
+            value, error = read(field.type, original)
             object.__setattr__(self, field.name, value)
             if error:
-                wrong.add(field.name)
-                problems.append(f"{field.name} = {show(stated)}: {error}")
-        return [*problems, *self.contradictions(wrong)]
+                invalid.add(field.name)
+                problems.append(f"{field.name} = {show(original)}: {error}")
+        return [*problems, *self.contradictions(invalid)]
 
     @classmethod
     def from_dict(cls, values: "Json") -> Self:

@@ -78,9 +78,9 @@ class SFTConfig(Settings):
     eval_generations: ClassVar = 1
     eval_temperature: ClassVar = 1.0
 
-    def contradictions(self, wrong: set[str]) -> Iterator[str]:
-        yield from contradictions(self, wrong)
-        if self.packing and self.max_length is None and "max_length" not in wrong:
+    def contradictions(self, invalid: set[str]) -> Iterator[str]:
+        yield from contradictions(self, invalid)
+        if self.packing and self.max_length is None and "max_length" not in invalid:
             yield "max_length = None: packing=True needs a block length; set max_length, or packing=False"
 
     @property

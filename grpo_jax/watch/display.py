@@ -16,7 +16,7 @@ from grpo_jax.watch.writer import CompletionRow, to_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHOWN = (
+_METRICS = (
     ("reward", "reward", 3),
     ("loss", "loss", 3),
     ("kl", "KL", None),
@@ -41,8 +41,8 @@ def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple
 
     The times in `metrics` are totals over `iterations`. The second string is empty if no times were logged.
     """
-    shown = [entry for entry in _SHOWN if entry[0] in metrics and (entry[0] != "loss" or "reward" not in metrics)]
-    values = [f"{label} {_format(metrics[name], decimals)}" for name, label, decimals in shown]
+    entries = [entry for entry in _METRICS if entry[0] in metrics and (entry[0] != "loss" or "reward" not in metrics)]
+    values = [f"{label} {_format(metrics[name], decimals)}" for name, label, decimals in entries]
     values += [f"held-out {score} {_format(metrics[name], 3)}" for name, score in held_out_scores(metrics).items()]
     seconds = {name: value / iterations for name, value in metrics.items() if name.startswith("seconds/")}
     phases = {name.removeprefix("seconds/"): value for name, value in seconds.items()}

@@ -58,28 +58,28 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
     run_dir = Path(run_dir)
     lines, about = list(read_lines(run_dir / "metrics.jsonl")), read_settings(run_dir)
     config = about.get("config", {})
-    steps, kept = _completions(run_dir / "completions.jsonl", config.get("num_generations"))
+    steps, totals = _completions(run_dir / "completions.jsonl", config.get("num_generations"))
     rows = [row for step in steps for group in step["groups"] for row in group["rows"]]
-    spent = _phase_seconds(lines)
+    phases = _phase_seconds(lines)
     settings = [
         ("Config (bold: differs from the default)", config, list(changed_settings(config)) if about else []),
         ("Versions", about.get("versions", {}), []),
     ]
     data = {
         "about": f"started {about['started']} · {about['platform']}" if about else "",
-        "warnings": [_shown(line) for line in read_lines(run_dir / "warnings.jsonl")],
+        "warnings": [_printable(line) for line in read_lines(run_dir / "warnings.jsonl")],
         "panels": [_as_json(panel) for panel in find_panels(lines)],
-        "seconds": [(name, x) for name, x in spent.items() if x > 1e-3 * sum(spent.values())],
+        "seconds": [(name, x) for name, x in phases.items() if x > 1e-3 * sum(phases.values())],
         "functions": reward_colors(metric_names(lines)),
         "rewards": list(dict.fromkeys(name for row in rows for name in row["rewards"])),
         "extras": sorted({name for row in rows for name in row.keys() - {*RUN_COLUMNS}}),
         "steps": steps,
-        "kept": kept,
+        "totals": totals,
         "settings": settings if about else [],
     }
     sentence = headline(lines)
-    light, dark = (" ".join(f"--{name}: {both[i]};" for name, both in COLORS.items()) for i in (0, 1))
-    filled = {
+    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in COLORS.items()) for i in (0, 1))
+    values = {
         "%TITLE%": html.escape(run_dir.resolve().name),
         "%HEADLINE%": html.escape(f"{sentence[0].upper()}{sentence[1:]}." if sentence else "Nothing was logged."),
         "%LIGHT%": light,
@@ -87,7 +87,7 @@ def html_report(run_dir: str | os.PathLike[str]) -> str:
         "%DATA%": _embedded(data),
     }
     template = Path(__file__).with_suffix(".html").read_text("utf-8")
-    return re.sub("|".join(filled), lambda match: filled[match[0]], template)
+    return re.sub("|".join(values), lambda match: values[match[0]], template)
 
 
 def _embedded(data: object) -> str:
@@ -103,8 +103,9 @@ def _as_json(panel: Panel) -> dict[str, object]:
         return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
 
     curves = [
-        {"label": label, "color": meaning, "y": rounded(y)} | ({} if soft is None else {"smooth": rounded(soft)})
-        for label, meaning, y, soft in panel.curves
+        {"label": curve.label, "color": curve.color, "y": rounded(curve.values)}
+        | ({} if curve.smoothed is None else {"smooth": rounded(curve.smoothed)})
+        for curve in panel.curves
     ]
     return {"title": panel.title, "unit": panel.unit, "low": panel.low, "x": panel.steps.tolist(), "curves": curves}
 
@@ -118,20 +119,20 @@ def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the completions of up to `STEPS` steps, grouped by prompt, and the total numbers of both."""
+    """Return the completions of up to `STEPS` steps, grouped by prompt, and a sentence with the total numbers."""
     if not path.exists():
         return [], "completions.jsonl does not exist"
     with open(path, "rb") as file:
         counts = Counter(step for line in file if (step := _step_of(line)) is not None)
         logged = list(counts)
-        shown = {logged[round(i)] for i in np.linspace(0, len(logged) - 1, min(STEPS, len(logged)))}
-        groups: dict[int, list[dict[str, Any]]] = {step: [] for step in sorted(shown)}
-        sizes = dict.fromkeys(shown, 0)
+        selected = {logged[round(i)] for i in np.linspace(0, len(logged) - 1, min(STEPS, len(logged)))}
+        groups: dict[int, list[dict[str, Any]]] = {step: [] for step in sorted(selected)}
+        sizes = dict.fromkeys(selected, 0)
         file.seek(0)
         for line in file:
             step = _step_of(line)
-            if step in shown and sizes[step] < COMPLETION_BYTES // STEPS:
-                sizes[step] += _add_row(groups[step], _shown(json.loads(line)), num_generations, path.parent)
+            if step in selected and sizes[step] < COMPLETION_BYTES // STEPS:
+                sizes[step] += _add_row(groups[step], _printable(json.loads(line)), num_generations, path.parent)
     steps = [{"step": step, "groups": of_step} for step, of_step in groups.items()]
     return steps, f"completions.jsonl contains {counts.total():,} completions from {len(logged):,} steps"
 
@@ -168,12 +169,12 @@ def _data_url(run_dir: Path, image: Mapping[str, str]) -> str:
     return ""
 
 
-def _shown(value: Any) -> Any:
+def _printable(value: Any) -> Any:
     """Escape control characters in all strings of a JSON value, and shorten long strings."""
     if isinstance(value, str):
         if len(value) > TEXT:
             value = f"{value[: TEXT // 2]} […{len(value) - TEXT} characters…] {value[-TEXT // 2 :]}"
         return escape_controls(value)
     if isinstance(value, list):
-        return [_shown(item) for item in value]
-    return {name: _shown(item) for name, item in value.items()} if isinstance(value, Mapping) else value
+        return [_printable(item) for item in value]
+    return {name: _printable(item) for name, item in value.items()} if isinstance(value, Mapping) else value

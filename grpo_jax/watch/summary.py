@@ -38,10 +38,10 @@ def held_out(name: str) -> str | None:
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
     """Return a dict that maps the metric of each held-out reward to its label. A redundant `eval/reward` is omitted."""
-    found = {name: label for name in names if (label := held_out(name))}
-    if len(found) == 2:
-        found.pop("eval/reward", None)
-    return found
+    labels = {name: label for name in names if (label := held_out(name))}
+    if len(labels) == 2:
+        labels.pop("eval/reward", None)
+    return labels
 
 
 def short_number(number: float, unit: str = "") -> str:

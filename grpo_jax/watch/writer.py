@@ -117,11 +117,11 @@ class RunWriter:
         assert self.run_dir is not None
         return self.run_dir / name
 
-    def config(self, config: Config, **more: object) -> None:
-        """Write `run.json`: the config, package versions, and `more`."""
+    def config(self, config: Config, **extra: object) -> None:
+        """Write `run.json`: the config, package versions, and `extra`."""
         content = {
             "config": config.to_dict(),
-            **more,
+            **extra,
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), **package_versions()},
             "platform": platform.platform(),

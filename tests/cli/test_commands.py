@@ -187,7 +187,7 @@ def test_conversation_continues_until_an_empty_line(monkeypatch, capsys):
     monkeypatch.setattr(
         chat, "_answer", lambda policy, config, row, index: seen.append(row["prompt"]) or f"answer {index}"
     )
-    chat.talk(tiny_policy().replace(tokenizer=tokenizer), read_run(None).config, ["one", "two", "", "three"])
+    chat.run_chat(tiny_policy().replace(tokenizer=tokenizer), read_run(None).config, ["one", "two", "", "three"])
     roles = [[(message["role"][0], message["content"]) for message in prompt] for prompt in seen]
     first, third = [("u", "one")], [("u", "three")]
     assert roles == [first, [*first, ("a", "answer 0"), ("u", "two")], third]

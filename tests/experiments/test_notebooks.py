@@ -104,35 +104,31 @@ def test_first_cell_installs_the_clone_and_keeps_jax(tmp_path, monkeypatch):
     for folder in (clone / "grpo_jax", clone / "experiments" / "notebooks"):
         folder.mkdir(parents=True)
     (clone / "grpo_jax" / "__init__.py").touch()
-    find, asked = importlib.util.find_spec, []
+    find, commands, installed = importlib.util.find_spec, [], {"jax": "0.7.2"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "experiments" else find(name))
 
-    def run_cell(place, brought="0.7.2"):
-        """Run the cell with jax 0.7.2 installed and a pip that installs version `brought`."""
-        installed = {"jax": "0.7.2"}
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
 
-        def version(name):
-            if name not in installed:
-                raise importlib.metadata.PackageNotFoundError(name)
-            return installed[name]
+    def run(command, **_):
+        """Install the package like pip. The second call replaces jax."""
+        commands.append(command[3:])
+        installed.update(grpo_jax="0.1.0", jax="0.7.2" if len(commands) == 1 else "0.10.2")
+        return types.SimpleNamespace(returncode=0)
 
-        def run(command, **_):
-            asked.append(command[3:])
-            installed.update(grpo_jax="0.1.0", jax=brought)
-            return types.SimpleNamespace(returncode=0)
-
-        monkeypatch.chdir(place)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr(subprocess, "run", run)
-        exec(compile(install, "install", "exec"), {})
-
-    for place in (clone / "experiments" / "notebooks", tmp_path):  # inside the clone and next to it
-        run_cell(place)
-        assert asked.pop() == ["install", str(clone), "jax==0.7.2", "--quiet"]
-        assert sys.path[-1] == str(clone)
+    monkeypatch.chdir(clone / "experiments" / "notebooks")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(subprocess, "run", run)
+    exec(compile(install, "install", "exec"), {})
+    assert commands == [["install", str(clone), "jax==0.7.2", "--quiet"]]
+    assert sys.path[-1] == str(clone)
+    monkeypatch.chdir(tmp_path)  # the clone is in the current directory
+    del installed["grpo_jax"]
     with pytest.raises(RuntimeError, match=r"pip has replaced jax 0\.7\.2 by 0\.10\.2"):
-        run_cell(tmp_path, brought="0.10.2")
+        exec(compile(install, "install", "exec"), {})
 
 
 KIT = {

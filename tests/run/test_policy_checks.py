@@ -118,7 +118,7 @@ def without(completions):
 
 
 def by_chat(policy, text):
-    chat.talk(policy, GRPOConfig(max_completion_length=4), [text])
+    chat.run_chat(policy, GRPOConfig(max_completion_length=4), [text])
 
 
 def by_grpo(policy, text):
