@@ -129,7 +129,8 @@ def test_images_are_thumbnails_next_to_their_prompts(shown):
 def test_page_of_a_long_run_is_small_and_keeps_both_ends(tmp_path):
     assert (embedded(tmp_path)["panels"], embedded(tmp_path)["steps"]) == ([], [])
     writer = RunWriter(tmp_path)
-    writer._append("metrics.jsonl", [{"step": step, "reward": step / 5000} for step in range(1, 5001)])
+    for step in range(1, 5001):
+        writer.metrics(step, {"reward": step / 5000})
     for step in range(1, 31):
         text = "数" * (TEXT + 100_000 if step == 1 else 300)  # six bytes each once escaped in the page
         writer.completions(step, [completion(i, completion=text) for i in range(200 if step > 1 else 6)])
