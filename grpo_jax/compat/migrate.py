@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from grpo_jax.compat.trl_fields import ELSEWHERE, TRL_VERSION
+from grpo_jax.compat.trl_fields import TRL_ONLY, TRL_VERSION
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import unknown_field
 from grpo_jax.config.settings import OTHER_NAMES
@@ -77,12 +77,12 @@ def from_trl(values: Json) -> Migration:
       ({'beta': 0.04, 'compute_dtype': 'bfloat16'}, 'out', ['use_vllm'], ['hub_token'])
     """
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
-    known = {*fields, *ELSEWHERE}
+    known = {*fields, *TRL_ONLY}
     unknown = [unknown_field(name, known, OTHER_NAMES) for name in values if name not in known]
     raise_all(f"GRPOConfig (TRL {TRL_VERSION} or grpo_jax)", unknown)
     migration = Migration({name: value for name, value in values.items() if name in fields})
     for name, value in values.items():
-        if name in ELSEWHERE:
+        if name in TRL_ONLY:
             _translate(migration, name, value, values)
     _translate_evaluation(migration, values)
     _translate_server(migration, values)
@@ -95,7 +95,7 @@ def from_trl(values: Json) -> Migration:
 
 def _translate(migration: Migration, name: str, value: Any, values: Json) -> None:
     """Translate a TRL field that `GRPOConfig` does not have, or add a note on it."""
-    default, kind, advice, field = ELSEWHERE[name]
+    default, kind, advice, field = TRL_ONLY[name]
     if value and _translate_value(migration, name, value):
         return
     if value in (default, "<HUB_TOKEN>") or name in _SERVER or name == _CORRECTION:
@@ -182,7 +182,7 @@ def _translate_evaluation(migration: Migration, values: Json) -> None:
 
 def _translate_server(migration: Migration, values: Json) -> None:
     """Translate the settings of a vLLM server. As in TRL, they have no effect without `use_vllm`."""
-    mode, url, host, port, seconds = (values.get(name) or ELSEWHERE[name].default for name in _SERVER)
+    mode, url, host, port, seconds = (values.get(name) or TRL_ONLY[name].default for name in _SERVER)
     if values.get("use_vllm") and mode == "server":
         url = url or f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         migration.sampler = {"base_url": url, "patience": float(str(seconds))}

@@ -12,7 +12,7 @@ import optax
 
 from grpo_jax.compat import policies
 from grpo_jax.compat.migrate import from_trl
-from grpo_jax.compat.trl_fields import ELSEWHERE, SAME, trl_names
+from grpo_jax.compat.trl_fields import SHARED, TRL_ONLY, trl_names
 from grpo_jax.config import config as _config
 from grpo_jax.engines import vllm
 from grpo_jax.policy import Donated, Policy
@@ -76,7 +76,7 @@ class GRPOConfig:
             lines = [f"{name}: {advice}" for name, advice in migration.missing.items()]
             raise ValueError("\n  ".join(["GRPOConfig has unsupported fields:", *lines]))
         config = migration.config()
-        defaults: dict[str, object] = {name: field.default for name, field in ELSEWHERE.items()}
+        defaults: dict[str, object] = {name: field.default for name, field in TRL_ONLY.items()}
         vars(self).update({**defaults, **vars(config), **values})
         vars(self).update(config=config, dtype=migration.dtype, sampler=migration.sampler, _values=values)
 
@@ -89,7 +89,7 @@ class GRPOConfig:
 
     def to_dict(self) -> Json:
         """Return the values of all TRL fields, keyed by name."""
-        return {name: getattr(self, name) for name in (*SAME, *ELSEWHERE)}
+        return {name: getattr(self, name) for name in (*SHARED, *TRL_ONLY)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ TRL_VERSION = "1.16"
 Kind = Literal["other name", "set outside", "not needed", "not here"]
 
 
-class Elsewhere(NamedTuple):
+class TRLField(NamedTuple):
     """A field that only TRL's `GRPOConfig` has.
 
     Attributes:
@@ -35,14 +35,14 @@ class Elsewhere(NamedTuple):
     field: str | None = None
 
 
-def _fields(kind: Kind, advice: str, field: str | None = None, **defaults: object) -> dict[str, Elsewhere]:
-    return {name: Elsewhere(default, kind, advice, field) for name, default in defaults.items()}
+def _fields(kind: Kind, advice: str, field: str | None = None, **defaults: object) -> dict[str, TRLField]:
+    return {name: TRLField(default, kind, advice, field) for name, default in defaults.items()}
 
 
-_other = functools.partial(_fields, "other name")
-_outside = functools.partial(_fields, "set outside")
-_needless = functools.partial(_fields, "not needed")
-_absent = functools.partial(_fields, "not here")
+_renamed = functools.partial(_fields, "other name")
+_external = functools.partial(_fields, "set outside")
+_unneeded = functools.partial(_fields, "not needed")
+_missing = functools.partial(_fields, "not here")
 
 _SERVER = 'with use_vllm=True and vllm_mode="server": sampler=engines.vllm(base_url)'
 _ENGINE = "; it has an effect only if a sampler is passed to train"
@@ -66,7 +66,7 @@ _NOT_IN_TRL = (
     "compute_dtype freeze_vision mesh save_minutes max_skipped_updates"
 )
 
-SAME: dict[str, str] = {
+SHARED: dict[str, str] = {
     field.name: "" for field in dataclasses.fields(GRPOConfig) if field.name not in _NOT_IN_TRL.split()
 } | {
     "pad_to_multiple_of": '"auto" is 16, since XLA compiles a program for every shape; in TRL it pads only on Trainium',
@@ -97,105 +97,109 @@ SAME: dict[str, str] = {
 }
 """TRL fields with the same name, meaning and default here, each mapped to a note on differences or to ""."""
 
-ELSEWHERE: dict[str, Elsewhere] = {
+TRL_ONLY: dict[str, TRLField] = {
     # Model and numerics.
-    **_other("pass dtype to from_pretrained", model_init_kwargs=None),
-    **_absent("model architectures are implemented in this library; no code is downloaded", trust_remote_code=False),
-    **_absent("set lora_dropout=0 in peft_config; models do not have other dropout", disable_dropout=False),
-    **_needless("logits are always float32", cast_lm_head_to_fp32=False),
-    **_other('use compute_dtype="bfloat16"', bf16=None),
-    **_other('use compute_dtype="auto"; float16 and loss scaling are not supported', fp16=False),
-    **_outside("set JAX_DEFAULT_MATMUL_PRECISION", tf32=None),
-    **_needless("evaluation uses compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False),
+    **_renamed("pass dtype to from_pretrained", model_init_kwargs=None),
+    **_missing("model architectures are implemented in this library; no code is downloaded", trust_remote_code=False),
+    **_missing("set lora_dropout=0 in peft_config; models do not have other dropout", disable_dropout=False),
+    **_unneeded("logits are always float32", cast_lm_head_to_fp32=False),
+    **_renamed('use compute_dtype="bfloat16"', bf16=None),
+    **_renamed('use compute_dtype="auto"; float16 and loss scaling are not supported', fp16=False),
+    **_external("set JAX_DEFAULT_MATMUL_PRECISION", tf32=None),
+    **_unneeded("evaluation uses compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False),
     # Sampling.
-    **_other("set stop, stop_token_ids, temperature, top_k, top_p and min_p as fields", generation_kwargs=None),
-    **_absent("it also changes the log-probs in the loss, which TRL ignores", repetition_penalty=1.0),
-    **_needless("sampling always uses a cache; training does not need one", cache_implementation=None, use_cache=False),
-    **_needless(_DECODED, use_transformers_continuous_batching=False, transformers_continuous_batching_config=None),
-    **_needless(_DECODED, use_transformers_paged=False),
-    **_needless("DeepSpeed is not used", ds3_gather_for_generation=True),
-    **_needless("the sampler is built in; for a vLLM server, pass sampler=engines.vllm(base_url)", use_vllm=False),
-    **_other(_SERVER + "; the built-in sampler replaces vLLM in the trainer's process", vllm_mode="colocate"),
-    **_needless(_VLLM, vllm_model_impl="vllm", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None),
-    **_needless(_VLLM, vllm_tensor_parallel_size=1),
-    **_needless("vLLM does not share the trainer's devices", vllm_enable_sleep_mode=False),
-    **_absent("grammars are not supported; use a format reward instead", vllm_structured_outputs_regex=None),
-    **_other(_SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
-    **_other(_SERVER + " with patience", vllm_server_timeout=240.0),
-    **_needless("the server reads weights from files on a shared file system", vllm_group_port=51216),
-    **_other("use sampler_correction; None means False" + _ENGINE, vllm_importance_sampling_correction=True),
-    **_other("use sampler_correction" + _ENGINE, "sampler_correction", vllm_importance_sampling_mode="sequence_mask"),
-    **_other("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_clip_max=3.0),
-    **_other("use sampler_correction_min" + _ENGINE, "sampler_correction_min", vllm_importance_sampling_clip_min=None),
-    **_other("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_cap=None),
+    **_renamed("set stop, stop_token_ids, temperature, top_k, top_p and min_p as fields", generation_kwargs=None),
+    **_missing("it also changes the log-probs in the loss, which TRL ignores", repetition_penalty=1.0),
+    **_unneeded("sampling always uses a cache; training does not need one", cache_implementation=None, use_cache=False),
+    **_unneeded(_DECODED, use_transformers_continuous_batching=False, transformers_continuous_batching_config=None),
+    **_unneeded(_DECODED, use_transformers_paged=False),
+    **_unneeded("DeepSpeed is not used", ds3_gather_for_generation=True),
+    **_unneeded("the sampler is built in; for a vLLM server, pass sampler=engines.vllm(base_url)", use_vllm=False),
+    **_renamed(_SERVER + "; the built-in sampler replaces vLLM in the trainer's process", vllm_mode="colocate"),
+    **_unneeded(_VLLM, vllm_model_impl="vllm", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None),
+    **_unneeded(_VLLM, vllm_tensor_parallel_size=1),
+    **_unneeded("vLLM does not share the trainer's devices", vllm_enable_sleep_mode=False),
+    **_missing("grammars are not supported; use a format reward instead", vllm_structured_outputs_regex=None),
+    **_renamed(_SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
+    **_renamed(_SERVER + " with patience", vllm_server_timeout=240.0),
+    **_unneeded("the server reads weights from files on a shared file system", vllm_group_port=51216),
+    **_renamed("use sampler_correction; None means False" + _ENGINE, vllm_importance_sampling_correction=True),
+    **_renamed("use sampler_correction" + _ENGINE, "sampler_correction", vllm_importance_sampling_mode="sequence_mask"),
+    **_renamed("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_clip_max=3.0),
+    **_renamed(
+        "use sampler_correction_min" + _ENGINE, "sampler_correction_min", vllm_importance_sampling_clip_min=None
+    ),
+    **_renamed("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_cap=None),
     # Optimizer.
-    **_other("AdamW is the default; for other optimizers, " + _OPTIMIZER, optim="adamw_torch_fused"),
-    **_absent(_OPTIMIZER, lr_scheduler_kwargs=None, optim_args=None, optim_target_modules=None),
-    **_needless("the loss does not depend on how a batch is split", average_tokens_across_devices=True),
-    **_absent(_LABELS, label_smoothing_factor=0.0),
-    **_absent("embedding noise is not supported", neftune_noise_alpha=None),
-    **_absent("halving a batch could split groups; lower per_device_train_batch_size", auto_find_batch_size=False),
+    **_renamed("AdamW is the default; for other optimizers, " + _OPTIMIZER, optim="adamw_torch_fused"),
+    **_missing(_OPTIMIZER, lr_scheduler_kwargs=None, optim_args=None, optim_target_modules=None),
+    **_unneeded("the loss does not depend on how a batch is split", average_tokens_across_devices=True),
+    **_missing(_LABELS, label_smoothing_factor=0.0),
+    **_missing("embedding noise is not supported", neftune_noise_alpha=None),
+    **_missing("halving a batch could split groups; lower per_device_train_batch_size", auto_find_batch_size=False),
     # Speed and memory.
-    **_other("use gradient_checkpointing", "gradient_checkpointing", activation_checkpointing=None),
-    **_needless("layers are recomputed", activation_checkpointing_kwargs=None, gradient_checkpointing_kwargs=None),
-    **_needless(_TORCH, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
-    **_needless(_TORCH, torch_empty_cache_steps=None),
-    **_needless("logits are computed for 1,024 tokens at a time", use_liger_kernel=False, liger_kernel_config=None),
+    **_renamed("use gradient_checkpointing", "gradient_checkpointing", activation_checkpointing=None),
+    **_unneeded("layers are recomputed", activation_checkpointing_kwargs=None, gradient_checkpointing_kwargs=None),
+    **_unneeded(_TORCH, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
+    **_unneeded(_TORCH, torch_empty_cache_steps=None),
+    **_unneeded("logits are computed for 1,024 tokens at a time", use_liger_kernel=False, liger_kernel_config=None),
     # Logging.
-    **_other("pass run_dir to train", output_dir=None),
-    **_other("use logging_steps", logging_strategy="steps"),
-    **_needless("only process 0 logs", log_on_each_node=True, log_level_replica="warning"),
-    **_needless("values that are not finite are excluded from means and counted", logging_nan_inf_filter=True),
-    **_needless("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
-    **_outside("set levels in the module logging and filters in the module warnings", log_level="passive"),
-    **_needless("the progress bar is shown only in a terminal", disable_tqdm=None),
-    **_absent(_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
-    **_needless("completions.jsonl contains all prompts and images", log_multimodal=True, log_unique_prompts=False),
-    **_absent("publish completions.jsonl with huggingface_hub's upload_folder", log_completions_hub_repo=None),
+    **_renamed("pass run_dir to train", output_dir=None),
+    **_renamed("use logging_steps", logging_strategy="steps"),
+    **_unneeded("only process 0 logs", log_on_each_node=True, log_level_replica="warning"),
+    **_unneeded("values that are not finite are excluded from means and counted", logging_nan_inf_filter=True),
+    **_unneeded("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
+    **_external("set levels in the module logging and filters in the module warnings", log_level="passive"),
+    **_unneeded("the progress bar is shown only in a terminal", disable_tqdm=None),
+    **_missing(_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
+    **_unneeded("completions.jsonl contains all prompts and images", log_multimodal=True, log_unique_prompts=False),
+    **_missing("publish completions.jsonl with huggingface_hub's upload_folder", log_completions_hub_repo=None),
     # Evaluation.
-    **_other("use eval_steps", eval_strategy="no"),
-    **_needless("with eval_dataset, evaluations also run before the first step", do_eval=False, eval_on_start=False),
-    **_absent("evaluations run before the first step, every eval_steps and after the last step", eval_delay=0),
-    **_needless(_EVALUATION, prediction_loss_only=False, eval_do_concat_batches=True, eval_use_gather_object=False),
-    **_needless(_EVALUATION, eval_accumulation_steps=None, include_for_metrics=[], batch_eval_metrics=False),
+    **_renamed("use eval_steps", eval_strategy="no"),
+    **_unneeded("with eval_dataset, evaluations also run before the first step", do_eval=False, eval_on_start=False),
+    **_missing("evaluations run before the first step, every eval_steps and after the last step", eval_delay=0),
+    **_unneeded(_EVALUATION, prediction_loss_only=False, eval_do_concat_batches=True, eval_use_gather_object=False),
+    **_unneeded(_EVALUATION, eval_accumulation_steps=None, include_for_metrics=[], batch_eval_metrics=False),
     # Checkpoints.
-    **_other("use save_steps; None saves only at the end", save_strategy="steps"),
-    **_absent("checkpoints contain the whole state; save_pretrained writes only the model", save_only_model=False),
-    **_absent("all processes write to the same checkpoint on a shared file system", save_on_each_node=False),
-    **_needless("SIGTERM always saves a checkpoint", enable_jit_checkpoint=False),
-    **_absent("the state of callbacks is not saved", restore_callback_states_from_checkpoint=False),
-    **_other("call train again with the same run_dir to resume", resume_from_checkpoint=None),
-    **_needless("a resumed run continues with the next prompt, without reading skipped rows", ignore_data_skip=False),
-    **_absent("log in with `hf auth login` or set HF_TOKEN; the config is stored in the run directory", hub_token=None),
-    **_needless("training waits for each push", hub_always_push=False),
+    **_renamed("use save_steps; None saves only at the end", save_strategy="steps"),
+    **_missing("checkpoints contain the whole state; save_pretrained writes only the model", save_only_model=False),
+    **_missing("all processes write to the same checkpoint on a shared file system", save_on_each_node=False),
+    **_unneeded("SIGTERM always saves a checkpoint", enable_jit_checkpoint=False),
+    **_missing("the state of callbacks is not saved", restore_callback_states_from_checkpoint=False),
+    **_renamed("call train again with the same run_dir to resume", resume_from_checkpoint=None),
+    **_unneeded("a resumed run continues with the next prompt, without reading skipped rows", ignore_data_skip=False),
+    **_missing(
+        "log in with `hf auth login` or set HF_TOKEN; the config is stored in the run directory", hub_token=None
+    ),
+    **_unneeded("training waits for each push", hub_always_push=False),
     # Data.
-    **_other("use seed, which also determines the order of the prompts", data_seed=None),
-    **_outside("on GPUs, set XLA_FLAGS=--xla_gpu_deterministic_ops=true", full_determinism=False),
-    **_needless(_LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
-    **_needless(_LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
-    **_needless(_LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
-    **_needless(_LOADER, length_column_name="length"),
-    **_needless("reward functions receive the columns that match their argument names", remove_unused_columns=False),
-    **_needless(_LABELS, label_names=None),
-    **_other("use shuffle_dataset", train_sampling_strategy="random"),
+    **_renamed("use seed, which also determines the order of the prompts", data_seed=None),
+    **_external("on GPUs, set XLA_FLAGS=--xla_gpu_deterministic_ops=true", full_determinism=False),
+    **_unneeded(_LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
+    **_unneeded(_LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
+    **_unneeded(_LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
+    **_unneeded(_LOADER, length_column_name="length"),
+    **_unneeded("reward functions receive the columns that match their argument names", remove_unused_columns=False),
+    **_unneeded(_LABELS, label_names=None),
+    **_renamed("use shuffle_dataset", train_sampling_strategy="random"),
     # Devices.
-    **_outside("set JAX_PLATFORMS=cpu", use_cpu=False),
-    **_needless(_MESH, accelerator_config=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None),
-    **_needless(_MESH, ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800),
-    **_needless(_MESH, local_rank=-1),
-    **_other(_SHARDED, parallelism_config=None, fsdp=None, fsdp_config=None, deepspeed=None),
+    **_external("set JAX_PLATFORMS=cpu", use_cpu=False),
+    **_unneeded(_MESH, accelerator_config=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None),
+    **_unneeded(_MESH, ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800),
+    **_unneeded(_MESH, local_rank=-1),
+    **_renamed(_SHARDED, parallelism_config=None, fsdp=None, fsdp_config=None, deepspeed=None),
     # Debugging and scripts.
-    **_needless("updates that are not finite are always skipped, counted and reported", debug=""),
-    **_needless("`rehearse` prints a run's memory use", skip_memory_metrics=True),
-    **_needless(_SCRIPTS, do_train=False, do_predict=False),
+    **_unneeded("updates that are not finite are always skipped, counted and reported", debug=""),
+    **_unneeded("`rehearse` prints a run's memory use", skip_memory_metrics=True),
+    **_unneeded(_SCRIPTS, do_train=False, do_predict=False),
 }
 """TRL fields that do not exist here, in the order in which `docs/coming_from_trl.md` lists them."""
 
 HINTS = {
     name: f"remove it: {field.advice}" if field.kind in ("set outside", "not needed") else field.advice
-    for name, field in ELSEWHERE.items()
+    for name, field in TRL_ONLY.items()
 }
-"""Advice on each field in `ELSEWHERE`, for error messages of `GRPOConfig`."""
+"""Advice on each field in `TRL_ONLY`, for error messages of `GRPOConfig`."""
 
 
 def trl_names(metrics: Mapping[str, float | None], reward_names: Iterable[str]) -> dict[str, float]:

@@ -170,7 +170,7 @@ def test_greedy_chat_with_a_run_that_samples_several_completions_in_evaluations(
     write_run(tmp_path, num_generations_eval=4, temperature_eval=1.0).rename(tmp_path / "run.yaml")
     configs = []
     monkeypatch.setattr(commands, "_load_checkpoint", lambda *_: (0, None))
-    monkeypatch.setattr(commands, "talk", lambda policy, config, prompts, echo: configs.append(config))
+    monkeypatch.setattr(commands, "run_chat", lambda policy, config, prompts, echo: configs.append(config))
     run("chat", tmp_path, "--say", "ab", "--temperature", 0)
     assert configs[0].eval_temperature == 0
 

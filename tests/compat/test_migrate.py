@@ -11,7 +11,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig
 from grpo_jax.compat.migrate import from_trl, from_trl_script
-from grpo_jax.compat.trl_fields import ELSEWHERE, SAME
+from grpo_jax.compat.trl_fields import SHARED, TRL_ONLY
 from grpo_jax.config.settings import OTHER_NAMES
 from grpo_jax.models.transformer import projections
 
@@ -29,15 +29,15 @@ def test_field_table_matches_the_installed_trl():
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
         for field in dataclasses.fields(trl.GRPOConfig)
     }
-    assert set(SAME) | set(ELSEWHERE) == set(theirs)
-    assert {name: field.default for name, field in ELSEWHERE.items()} == {name: theirs[name] for name in ELSEWHERE}
+    assert set(SHARED) | set(TRL_ONLY) == set(theirs)
+    assert {name: field.default for name, field in TRL_ONLY.items()} == {name: theirs[name] for name in TRL_ONLY}
 
 
 def test_every_trl_field_is_ours_or_has_a_note():
-    assert set(SAME) <= set(OURS)
-    assert not (set(ELSEWHERE) | set(OTHER_NAMES)) & set(OURS)
-    assert len(SAME) + len(ELSEWHERE) == 191  # the number of fields in TRL 1.16 with transformers 5.23
-    for name, (default, kind, advice, _) in ELSEWHERE.items():
+    assert set(SHARED) <= set(OURS)
+    assert not (set(TRL_ONLY) | set(OTHER_NAMES)) & set(OURS)
+    assert len(SHARED) + len(TRL_ONLY) == 191  # the number of fields in TRL 1.16 with transformers 5.23
+    for name, (default, kind, advice, _) in TRL_ONLY.items():
         if kind == "not needed":  # a field with a replacement must have another kind
             assert not re.search(r"^(use (?!mesh)|pass |set )|says it|switch|_FLAGS|JAX_", advice), name
         moved = from_trl({name: default})
@@ -46,9 +46,9 @@ def test_every_trl_field_is_ours_or_has_a_note():
 
 def field_table() -> str:
     """Return the expected table of all fields in docs/coming_from_trl.md."""
-    plain = ", ".join(f"`{name}`" for name, note in SAME.items() if not note)
-    rows = [(f"`{name}`", "same", note) for name, note in SAME.items() if note]
-    for (kind, advice), group in itertools.groupby(ELSEWHERE.items(), lambda item: item[1][1:3]):
+    plain = ", ".join(f"`{name}`" for name, note in SHARED.items() if not note)
+    rows = [(f"`{name}`", "same", note) for name, note in SHARED.items() if note]
+    for (kind, advice), group in itertools.groupby(TRL_ONLY.items(), lambda item: item[1][1:3]):
         rows.append((", ".join(f"`{name}`" for name, _ in group), kind, advice))
     lines = [f"Same name and meaning, nothing to note: {plain}.", "", "| TRL's field | here | |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
@@ -137,7 +137,7 @@ def test_vllm_server_becomes_a_sampler():
 
 def test_dump_of_a_whole_config_is_converted():
     """A dump by TRL's `to_dict` is converted despite derived values: both batch settings, unused steps, bf16."""
-    dump = {**{name: OURS[name] for name in SAME}, **{name: field.default for name, field in ELSEWHERE.items()}}
+    dump = {**{name: OURS[name] for name in SHARED}, **{name: field.default for name, field in TRL_ONLY.items()}}
     dump |= {"output_dir": "out", "bf16": True, "hub_token": "<HUB_TOKEN>", "report_to": [], "fsdp_config": {}}
     dump |= {"generation_batch_size": 8, "steps_per_generation": 1, "pad_to_multiple_of": None, "eval_steps": 500}
     moved = from_trl(dump)
