@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
 import jax
 
@@ -280,9 +280,17 @@ class Monitor:
         is_training = "num_tokens" in line
         return self._hints(line) if self._hints is not None and is_training else []
 
-    def _warning(self, message: Warning | str, category: type[Warning], *location: Any) -> None:
+    def _warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         """Replace `warnings.showwarning`: show the warning and write it to `warnings.jsonl`."""
-        self._show_warning(message, category, *location)
+        self._show_warning(message, category, filename, lineno, file, line)
         self._keep(category.__name__, str(message))
 
     def _keep(self, category: str, message: str) -> None:

@@ -123,7 +123,7 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
     if not path.exists():
         return [], "completions.jsonl does not exist"
     with open(path, "rb") as file:
-        counts = Counter(step for line in file if (step := _step_of(line)) is not None)
+        counts = Counter(step for line in file if (step := _step_of(line)) >= 0)
         logged = list(counts)
         selected = {logged[round(i)] for i in np.linspace(0, len(logged) - 1, min(STEPS, len(logged)))}
         groups: dict[int, list[dict[str, Any]]] = {step: [] for step in sorted(selected)}
@@ -155,10 +155,10 @@ def _add_row(groups: list[dict[str, Any]], row: dict[str, Any], num_generations:
     return size
 
 
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a complete line. For speed, the JSON is not parsed."""
+def _step_of(line: bytes) -> int:
+    """Return the step of a line, or −1 if it is incomplete. For speed, the JSON is not parsed."""
     match = re.match(rb'\{"step": (\d+)', line)
-    return int(match[1]) if match and line.endswith(b"\n") else None
+    return int(match[1]) if match and line.endswith(b"\n") else -1
 
 
 def _data_url(run_dir: Path, image: Mapping[str, str]) -> str:
