@@ -125,7 +125,7 @@ def test_rollout_memory_depends_on_rollout_batch_size():
 @pytest.mark.quick
 @pytest.mark.parametrize(("fields", "settings", "said"), [
     ({"quantize": "nf4"}, {}, "quantize='nf4' requires adapters; set lora to a rank"),
-    ({"lora": 0}, {}, "lora must have a rank of at least 1; got 0"),
+    ({"lora": 0}, {}, "rank must be at least 1; got 0"),
     ({"lora": 2, "quantize": "nf4"}, {}, "requires rows with a multiple of 64 weights, but .* have 32"),
     ({"model": GPT_OSS, "lora": 2, "quantize": "int8"}, {}, "not supported for layers_0/mlp/experts/gate_proj"),
     ({}, {"mesh": {"fsdp": 2}, "rollout_batch_size": 8}, "(?s)this plan has 1 error:.*rollout_batch_size = 8"),

@@ -1,7 +1,7 @@
 """Read GGUF files (llama.cpp's format) with the `gguf` package.
 
 `gguf_header` builds the config.json and the tokenizer. This module finds the file and converts its tensors to Hugging
-Face names, row order and values: llama.cpp reorders the rows of some tensors and adds 1 to some norm weights.
+Face names, row order and values. llama.cpp reorders the rows of some tensors and adds 1 to some norm weights.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _ROPE_FACTORS = "rope_freqs.weight"
 """Name of the tensor that contains divisors of the RoPE frequencies, not weights."""
 
-_ENDS = (
+_END_TOKENS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
 )  # fmt: skip
-"""Tokens that end a completion in llama.cpp, in addition to the EOS, EOT and EOM tokens of a file."""
+"""Tokens that end a completion in llama.cpp, in addition to a file's EOS, EOT and EOM tokens."""
 
 
 def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
@@ -86,7 +86,7 @@ def gguf_config(path: Path) -> Json:
 
 @contextlib.contextmanager
 def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
-    """Yield a reader and header. Errors, including those from the `with` block, become ValueErrors with the path."""
+    """Yield a reader and header. Errors, including errors in the `with` block, become ValueErrors with the path."""
     try:
         reader = _open(path)
         yield reader, _header(reader)
@@ -107,12 +107,10 @@ def _open(path: Path) -> GGUFReader:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ImportError(
-            f"reading the GGUF file {str(path)!r} requires gguf; run `pip install 'grpo_jax[gguf]'`"
-        ) from error
+        raise ImportError(f"reading {str(path)!r} requires gguf; run `pip install 'grpo_jax[gguf]'`") from error
 
     class PlainReader(GGUFReader):
-        """Reader that slices an `ndarray`. A header's 150,000 slices take four times as long on a memmap."""
+        """A reader that slices an `ndarray`. A header's 150,000 slices take four times as long on a memory map."""
 
         data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
 
@@ -142,7 +140,7 @@ def _end_ids(fields: Json) -> list[int]:
     """Return the ids of the tokens that end a completion, starting with the file's EOS, EOT and EOM ids."""
     tokens, kinds = fields.get("tokenizer.ggml.tokens", []), fields.get("tokenizer.ggml.token_type", [])
     declared = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    control = [i for i, kind in enumerate(kinds) if kind == 3 and tokens[i] in _ENDS]
+    control = [i for i, kind in enumerate(kinds) if kind == 3 and tokens[i] in _END_TOKENS]
     return list(dict.fromkeys(i for i in (*declared, *control) if i is not None))
 
 
@@ -170,34 +168,34 @@ def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
 def _find_tensors(
     plan: tuple[Tensor, ...], files: Mapping[str, StoredTensor], row: Architecture, config: TransformerConfig, name: str
 ) -> dict[str, StoredTensor]:
-    """Return the tensors in a plan, keyed by Hugging Face name. Raises ValueError if the file has different tensors."""
+    """Return a plan's tensors, keyed by Hugging Face name. Raises ValueError if the file contains other tensors."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    (architecture,) = (key for key, known in MODEL_ARCH_NAMES.items() if known == name)
+    (architecture,) = (key for key, value in MODEL_ARCH_NAMES.items() if value == name)
     names = get_tensor_name_map(architecture, config.num_layers)
-    wanted: dict[str, Tensor] = {}
+    planned: dict[str, Tensor] = {}
     for tensor in plan:
-        module, kind = tensor.name.rsplit(".", 1)
-        wanted[f"{names.get_name(module) or module}.{kind}"] = tensor
-    shapes = {key: file.shape for key, file in files.items() if key != _ROPE_FACTORS}
-    if problems := shape_differences({key: tensor.shape for key, tensor in wanted.items()}, shapes):
+        module, suffix = tensor.name.rsplit(".", 1)
+        planned[f"{names.get_name(module) or module}.{suffix}"] = tensor
+    shapes = {key: stored.shape for key, stored in files.items() if key != _ROPE_FACTORS}
+    if problems := shape_differences({key: tensor.shape for key, tensor in planned.items()}, shapes):
         raise ValueError(f"the tensors do not match architecture {name!r}: {problems}.")
-    return {each.name: _as_in_hugging_face(each.name, files[key], row, config) for key, each in wanted.items()}
+    return {tensor.name: _converted(tensor.name, files[key], row, config) for key, tensor in planned.items()}
 
 
-def _as_in_hugging_face(name: str, file: StoredTensor, row: Architecture, config: TransformerConfig) -> StoredTensor:
+def _converted(name: str, stored: StoredTensor, row: Architecture, config: TransformerConfig) -> StoredTensor:
     """Convert a tensor to the row order and values of Hugging Face's tensor `name`."""
-    if row.pairs and (found := re.search(r"\.(q|k)_proj\.", name)):
-        heads = config.num_heads if found[1] == "q" else config.num_kv_heads
+    if row.pairs and (projection := re.search(r"\.(q|k)_proj\.", name)):
+        heads = config.num_heads if projection[1] == "q" else config.num_kv_heads
         # In each head, Hugging Face stores the first dimensions of all rotary pairs, then the second dimensions.
-        order = np.arange(file.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
-        return computed(file.file, file.shape, lambda first, count: _rows(file, order[first : first + count]))
+        order = np.arange(stored.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+        return computed(stored.file, stored.shape, lambda first, count: _take(stored, order[first : first + count]))
     if row.shifted and name.endswith("norm.weight"):
-        return computed(file.file, file.shape, lambda first, count: file.rows(first, count) - np.float32(1))
-    return file
+        return computed(stored.file, stored.shape, lambda first, count: stored.rows(first, count) - np.float32(1))
+    return stored
 
 
-def _rows(stored: StoredTensor, wanted: np.ndarray) -> np.ndarray:
-    """Return the given rows of a tensor, with a single read that spans them."""
-    low = int(wanted.min())
-    return stored.rows(low, int(wanted.max()) + 1 - low)[wanted - low]
+def _take(stored: StoredTensor, indices: np.ndarray) -> np.ndarray:
+    """Return a tensor's rows at some indices, with a single read that spans them."""
+    low = int(indices.min())
+    return stored.rows(low, int(indices.max()) + 1 - low)[indices - low]

@@ -1,7 +1,7 @@
 """Build a config.json and a tokenizer from the header of a GGUF file.
 
-`ARCHITECTURES` has one row for each llama.cpp architecture, with the values that llama.cpp hard-codes for it. Keys that
-are not read raise an error, since ignoring them could change the model.
+`ARCHITECTURES` has one row for each llama.cpp architecture, with the values that llama.cpp hard-codes for it. Unknown
+keys raise an error, since ignoring them could change the model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Architecture:
     """llama.cpp's conventions for one architecture."""
 
     family: str  # key in `FAMILIES`
-    more: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, config so far) → additional config keys
+    more: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, config without these) → more config keys
     pairs: bool = False  # whether rotary dimensions are interleaved, not in two halves
     shifted: bool = False  # whether norm weights are stored with 1 added, unlike in Hugging Face checkpoints
 
@@ -125,17 +125,17 @@ def _rope(header: Header, head_dim: int) -> Json:
 
 
 def _scaling_of(theta: float, factors: np.ndarray | None) -> Json:
-    """Return the RoPE scaling with these frequency divisors: Llama 3's if its formula fits, otherwise longrope."""
+    """Return the RoPE scaling for some frequency divisors: Llama 3's if its formula fits, otherwise longrope."""
     if factors is None:
         return {"rope_type": "default"}
     original, largest = 8192, float(factors.max())
-    waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
-    smooth = np.clip((original / waves - 1) / 3, 0, 1)
+    wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    smooth = np.clip((original / wavelengths - 1) / 3, 0, 1)
     if np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-5):
-        usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
-        return {"rope_type": "llama3", "factor": largest, **usual}
-    each = factors.tolist()
-    return {"rope_type": "longrope", "short_factor": each, "long_factor": each, "attention_factor": 1.0}
+        bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
+        return {"rope_type": "llama3", "factor": largest, **bounds}
+    values = factors.tolist()
+    return {"rope_type": "longrope", "short_factor": values, "long_factor": values, "attention_factor": 1.0}
 
 
 def _query_scale(raw: Json) -> int:
@@ -176,7 +176,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Supported values of `general.architecture`. Mistral models use `llama`."""
 
 _GPT2 = ("gpt-2", "smollm")
-"""Values of tokenizer.ggml.pre that split text like GPT-2, but that transformers does not list. For `smollm`, llama.cpp
+"""Values of tokenizer.ggml.pre that split text like GPT-2 and that transformers does not list. For `smollm`, llama.cpp
 splits digits first, so its ids differ from transformers' if a number follows two or more spaces."""
 
 

@@ -34,7 +34,7 @@ from grpo_jax.hub.files import (
 from grpo_jax.hub.gguf import find_gguf, gguf_config, read_gguf
 from grpo_jax.hub.keys import has_vision, text_config
 from grpo_jax.hub.policy import check_dtype, files_of, quiet_import, state_of
-from grpo_jax.hub.quantize import check_method, find_plain, without_quantization
+from grpo_jax.hub.quantize import check_method, dequantize_tensors, without_quantization
 from grpo_jax.hub.tensors import Tensor, abstract_params, layout_of, prefixes_of, stacked_experts, tensor_plan
 from grpo_jax.hub.weights import check_params, check_sizes, check_tensors, read_params, same_weights
 from grpo_jax.models.config import TransformerConfig
@@ -49,7 +49,7 @@ ModelName = str | os.PathLike[str] | Json
 """The name of a model on the hub, a directory, or a config.json (its path or its content)."""
 
 PROBE = "The quick brown fox is 12 years old, 3 + 4 = 7."
-"""A string that every working tokenizer encodes to at least one id."""
+"""A text that every working tokenizer encodes to at least one id."""
 
 
 def from_pretrained(
@@ -131,7 +131,7 @@ def _open_checkpoint(path: Path) -> Checkpoint:
         )
     present = [name for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (path / name).is_file()]
     with parsing(path):
-        stored = find_plain(stored_tensors(path))
+        stored = dequantize_tensors(stored_tensors(path))
     return Checkpoint(
         raw=raw,
         generation_config=read_json(path / "generation_config.json") or {},
@@ -203,7 +203,7 @@ def save_pretrained(
     target = Path(directory).expanduser().absolute()
     check_replaceable(target)
     extra, params = policy.extra_tensors, dict(policy.params)
-    if (tower := params.pop("tower", None)) is not None:  # it was trained
+    if (tower := params.pop("tower", None)) is not None:  # a trained tower
         from grpo_jax.hub.vision import tower_tensors
 
         extra = {**extra, **tower_tensors(policy, fetch(tower))}
@@ -214,11 +214,11 @@ def save_pretrained(
         leaves = fetch(leaves)
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ValueError(f"dtype must be 'float32', 'bfloat16', 'float16' or None; got {dtype!r}.")
-    stored = np.dtype(dtype or next(iter(leaves.values())).dtype)
+    storage_dtype = np.dtype(dtype or next(iter(leaves.values())).dtype)
     tensors = {tensor.name: tensor for tensor in plan}
     split = split_state_dict_into_shards_factory(
         {**tensors, **extra},
-        get_storage_size=lambda x: math.prod(x.shape) * (x if isinstance(x, np.ndarray) else stored).itemsize,
+        get_storage_size=lambda x: math.prod(x.shape) * (x if isinstance(x, np.ndarray) else storage_dtype).itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
@@ -226,7 +226,7 @@ def save_pretrained(
         with atomic_directory(target) as scratch:
             for filename, names in split.filename_to_tensors.items():
                 arrays = {
-                    name: stored_array(tensors[name], leaves).astype(stored, copy=False)
+                    name: stored_array(tensors[name], leaves).astype(storage_dtype, copy=False)
                     if name in tensors
                     else extra[name]
                     for name in names
@@ -235,7 +235,7 @@ def save_pretrained(
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 write_json(scratch / "model.safetensors.index.json", index)
-            write_json(scratch / "config.json", _with_dtype(policy.config, stored.name))
+            write_json(scratch / "config.json", _with_dtype(policy.config, storage_dtype.name))
             if policy.generation_config:
                 write_json(scratch / "generation_config.json", policy.generation_config)
             for name, content in files_of(policy).items():
@@ -247,7 +247,7 @@ def _check_plain(policy: Policy) -> None:
     if not isinstance(policy.model, Transformer | LoraModel) or not policy.config:
         raise ValueError(
             "policy must be created by from_pretrained or init_policy to be written as a checkpoint; its model is a"
-            f" {type(policy.model).__name__}. Save policy.params with orbax or flax instead."
+            f" {type(policy.model).__name__}. Save policy.params with orbax instead."
         )
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters; write them with `save_lora`, or merge them with `merge_lora(policy)`.")
@@ -260,10 +260,10 @@ def _check_plain(policy: Policy) -> None:
 
 def _with_dtype(config: Json, dtype: str) -> Json:
     """Return a copy of a config.json with `dtype` set to the weights' dtype, including in its `text_config`."""
-    keys, inner = ("torch_dtype", "dtype"), dict(config.get("text_config") or {})
-    inner |= {key: dtype for key in keys if key in inner}
-    named: Json = {**config, **dict.fromkeys([key for key in keys if key in config] or ["dtype"], dtype)}
-    return {**named, "text_config": inner} if inner else named
+    keys, text = ("torch_dtype", "dtype"), dict(config.get("text_config") or {})
+    text |= {key: dtype for key in keys if key in text}
+    updated: Json = {**config, **dict.fromkeys([key for key in keys if key in config] or ["dtype"], dtype)}
+    return {**updated, "text_config": text} if text else updated
 
 
 def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) -> np.ndarray:
@@ -300,8 +300,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
             "repair or remove the tokenizer files."
         ) from error
     raise ValueError(
-        f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids (transformers loads it "
-        f"as {type(tokenizer).__name__}); repair the tokenizer files, or add a token for unknown words."
+        f"name_or_directory {str(directory)!r} has a tokenizer that encodes {PROBE!r} to no ids (transformers loads it"
+        f" as {type(tokenizer).__name__}); repair the tokenizer files, or add a token for unknown words."
     )
 
 
@@ -335,12 +335,11 @@ def find_files(
     from huggingface_hub import snapshot_download
 
     try:
-        fetched = snapshot_download(name, revision=revision, allow_patterns=list(patterns), endpoint=hub_endpoint())
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns], endpoint=hub_endpoint()))
     except Exception as error:
         raise FileNotFoundError(
             f"{argument} {name!r} is not a local directory and could not be downloaded from the hub: {error}"
         ) from error
-    return Path(fetched)
 
 
 def hub_endpoint() -> str | None:
@@ -361,6 +360,6 @@ def _with_head(
     if tied and head is not None and embedding is not None:
         tied = same_weights(head, embedding)
     if has_vision(raw) or tied != config.tie_word_embeddings:
-        older = raw.keys() & {"tie_embedding"}  # LFM2's name for the key
-        raw = {**raw, **dict.fromkeys(("tie_word_embeddings", *older), tied)}
+        lfm2_key = raw.keys() & {"tie_embedding"}
+        raw = {**raw, **dict.fromkeys(("tie_word_embeddings", *lfm2_key), tied)}
     return raw, dataclasses.replace(config, tie_word_embeddings=tied)

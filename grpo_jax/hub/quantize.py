@@ -28,7 +28,7 @@ BLOCK = 64
 CHUNK = 1 << 20
 """Number of weights that are quantized at a time."""
 
-_BETWEEN = (NF4[1:] + NF4[:-1]) / 2
+_MIDPOINTS = (NF4[1:] + NF4[:-1]) / 2
 
 Leaf = TypeVar("Leaf")
 
@@ -89,21 +89,21 @@ def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str,
 
     "nf4" uses blocks of 64 weights, whose scales are quantized to 8 bits. "int8" uses one scale per row.
     """
-    held = quantized_shape(shape, method, dtype, np.empty)
-    absmax = held.scales if method == "int8" else np.empty(held.scales.shape, np.float32)
+    quantized = quantized_shape(shape, method, dtype, np.empty)
+    absmax = quantized.scales if method == "int8" else np.empty(quantized.scales.shape, np.float32)
     for source in sources:
         part = source.part
-        codes, scales = (x if part.expert is None else x[part.expert] for x in (held.codes, absmax))
+        codes, scales = (x if part.expert is None else x[part.expert] for x in (quantized.codes, absmax))
         step = max(1, CHUNK // part.shape[0])
         for start in range(0, part.rows, step):
             x = source.tensor.rows(source.first + start, min(step, part.rows - start)).astype(np.float32)
-            at = slice(start, start + step)
-            made = _int8_codes(x) if method == "int8" else _nf4_codes(x.ravel())
-            codes[at], scales[at] = (values.reshape(len(x), -1) for values in made)
+            chunk = slice(start, start + step)
+            arrays = _int8_codes(x) if method == "int8" else _nf4_codes(x.ravel())
+            codes[chunk], scales[chunk] = (array.reshape(len(x), -1) for array in arrays)
     if method == "int8":
-        return held
-    held.scales[...], nested = _nest(absmax)
-    return dataclasses.replace(held, nested=nested)
+        return quantized
+    quantized.scales[...], nested = _nest(absmax)
+    return dataclasses.replace(quantized, nested=nested)
 
 
 def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,8 +118,8 @@ def _nf4_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     absmax = np.abs(blocks).max(axis=1)
     scaled = blocks * (np.float32(1) / np.maximum(absmax, np.float32(1e-38)))[:, None]
     codes = np.zeros(scaled.shape, np.uint8)
-    for between in _BETWEEN:  # rounds to the nearest level; several times faster than `np.searchsorted`
-        codes += scaled > between
+    for midpoint in _MIDPOINTS:  # rounds to the nearest level; several times faster than `np.searchsorted`
+        codes += scaled > midpoint
     return codes[:, ::2] << 4 | codes[:, 1::2], absmax
 
 
@@ -159,28 +159,28 @@ def without_quantization(raw: Json) -> Json:
     return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
-def find_plain(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def dequantize_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors. NF4 (bitsandbytes) and MXFP4 (gpt-oss) tensors are dequantized when read."""
     tensors = dict(stored)
     for key in stored:
         if (name := key.removesuffix(".quant_state.bitsandbytes__nf4")) != key:
-            state = json.loads(_all(tensors.pop(key)).tobytes())
+            state = json.loads(_values(tensors.pop(key)).tobytes())
             nested = [".nested_absmax", ".nested_quant_map"] if "nested_offset" in state else []
             parts = {part: tensors.pop(name + part) for part in ("", ".absmax", ".quant_map", *nested)}
-            tensors[name] = _plain_nf4(name, state, parts)
+            tensors[name] = _dequantized_nf4(name, state, parts)
         elif (name := key.removesuffix("_blocks")) != key and f"{name}_scales" in stored:
-            tensors[name] = _plain_mxfp4(tensors.pop(key), tensors.pop(f"{name}_scales"))
+            tensors[name] = _dequantized_mxfp4(tensors.pop(key), tensors.pop(f"{name}_scales"))
     return tensors
 
 
-def _all(stored: StoredTensor) -> np.ndarray:
+def _values(stored: StoredTensor) -> np.ndarray:
     return stored.read(0, math.prod(stored.shape))
 
 
-def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> StoredTensor:
+def _dequantized_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> StoredTensor:
     """Return an NF4 tensor as float32: table[code] · block scale. A block may span several rows.
 
-    Nested scales are levels[code] · outer scale + offset, where 256 codes share an outer scale.
+    Nested scales are levels[code] · outer scale + offset. 256 codes share an outer scale.
     """
     codes, absmax, shape, block = parts[""], parts[".absmax"], tuple(state["shape"]), state["blocksize"]
     width = math.prod(shape[1:])
@@ -191,16 +191,16 @@ def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> Sto
         )
 
     def scales(first: int, count: int) -> np.ndarray:
-        found = absmax.read(first, count)
+        stored_scales = absmax.read(first, count)
         if "nested_offset" not in state:
-            return found
-        outer = _all(parts[".nested_absmax"])[np.arange(first, first + count) // state["nested_blocksize"]]
-        return _all(parts[".nested_quant_map"])[found] * outer + np.float32(state["nested_offset"])
+            return stored_scales
+        outer = _values(parts[".nested_absmax"])[np.arange(first, first + count) // state["nested_blocksize"]]
+        return _values(parts[".nested_quant_map"])[stored_scales] * outer + np.float32(state["nested_offset"])
 
     def rows(first: int, count: int) -> np.ndarray:
         start, size = first * width, count * width
         low, high = start // block, -(-(start + size) // block)
-        pairs = _all(parts[".quant_map"])[np.arange(256)[:, None] >> np.array([[4, 0]]) & 15]  # two values per byte
+        pairs = _values(parts[".quant_map"])[np.arange(256)[:, None] >> np.array([[4, 0]]) & 15]  # two values per byte
         values = pairs[codes.read(start // 2, size // 2).ravel()].ravel()
         return values * np.repeat(scales(low, high - low), block)[start - low * block :][:size]
 
@@ -208,7 +208,7 @@ def _plain_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> Sto
 
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-# FP4 values (1 sign bit, 2 exponent bits, 1 mantissa bit) for the low and high half of each byte, [256, 2].
+# FP4 values (1 sign bit, 2 exponent bits, 1 mantissa bit) of the low and high half of each byte, [256, 2].
 _PAIRS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
 
 
@@ -222,7 +222,7 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return weights.astype(jnp.bfloat16).reshape((*scales.shape[:-1], -1))
 
 
-def _plain_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
+def _dequantized_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
     """Return bfloat16 [experts, in, out] from blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32]."""
     experts, out, count, half = blocks.shape
 

@@ -77,18 +77,17 @@ LAYOUTS = (
     ("language_model.model.", "language_model.lm_head."),
     ("model.", "lm_head."),
 )
-"""Prefixes of the decoder and the LM head in vision-language checkpoints.
+"""Prefixes of the decoder and the LM head in vision-language checkpoints: the current names, older names, and the names
+in Qwen2.5-VL's published checkpoints."""
 
-Current names, older names, and the names of Qwen2.5-VL's published checkpoints."""
-
-_MARKS = (("language_model.", "vision_tower.", "multi_modal_projector."), ("visual.",))
-"""Prefixes of tensors, also outside the decoder, that exist only in `LAYOUTS[1]` and `LAYOUTS[2]`."""
+_LAYOUT_PREFIXES = (("language_model.", "vision_tower.", "multi_modal_projector."), ("visual.",))
+"""Prefixes of tensors, including tensors of the vision tower, that occur only in `LAYOUTS[1]` and `LAYOUTS[2]`."""
 
 
 def layout_of(names: Iterable[str]) -> int:
     """Return the index into `LAYOUTS` that matches a checkpoint's tensor names. The default is 0."""
-    found = (i for name in names for i, marks in enumerate(_MARKS, 1) if name.startswith(marks))
-    return next(found, 0)
+    layouts = (i for name in names for i, prefixes in enumerate(_LAYOUT_PREFIXES, 1) if name.startswith(prefixes))
+    return next(layouts, 0)
 
 
 def prefixes_of(raw: Json, layout: int) -> tuple[str, str]:
@@ -116,9 +115,9 @@ def tensor_plan(raw: Json, config: TransformerConfig, layout: int = 0, *, stacke
     for path, leaf in flatten_dict(abstract_params(config)).items():
         *modules, last = (family.renamed.get(name, name) for name in path)
         if modules[-1] == "experts" and family.stacked:
-            name, at = _STACKED[last]
-            halves, size, order = family.stacked == "halves", leaf.shape[-1], at or 0
-            columns = None if at is None else slice(at, None, 2)
+            name, half = _STACKED[last]
+            halves, size, order = family.stacked == "halves", leaf.shape[-1], half or 0
+            columns = None if half is None else slice(half, None, 2)
             columns = slice(order * size, (order + 1) * size) if halves else columns
             groups[_hf_name([*modules, name], prefixes)][order] = ParamSlice(path, leaf.shape, None, columns, halves)
         elif len(leaf.shape) == 3:  # experts, stored as one tensor or as one tensor per expert

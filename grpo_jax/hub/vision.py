@@ -1,7 +1,7 @@
-"""Images of vision-language checkpoints: the encoders ("towers") with their tensors, and the image processors.
+"""Vision-language checkpoints: the tensors of their image encoders ("towers"), and their image processors.
 
-transformers resizes and normalizes images with Pillow, without PyTorch. The text that stands for an image in a prompt
-depends only on the image's size.
+transformers resizes and normalizes images with Pillow, without PyTorch. An image's text in a prompt depends only on the
+image's size.
 """
 
 from __future__ import annotations
@@ -55,17 +55,16 @@ _QWEN_DEFAULTS = {
 def image_token_id(raw: Json) -> int:
     """Return the token whose embeddings image features replace. Raises ValueError if images are not supported."""
     _architecture(raw)
-    found = raw.get("image_token_index", raw.get("image_token_id"))
-    if not isinstance(found, int):
-        raise ValueError(f"config key 'image_token_id' or 'image_token_index' must be a token id; got {found!r}.")
-    return found
+    token_id = raw.get("image_token_index", raw.get("image_token_id"))
+    if not isinstance(token_id, int):
+        raise ValueError(f"config key 'image_token_id' or 'image_token_index' must be a token id; got {token_id!r}.")
+    return token_id
 
 
 def tower_config(raw: Json, dtype: str = "float32") -> SiglipConfig | QwenVisionConfig:
     """Convert a vision-language model's config.json to the configuration of its tower, with compute dtype `dtype`.
 
-    Raises:
-      ValueError: if images are not supported for the model, or if a value in the config is not supported.
+    Raises ValueError if images are not supported for the model, or if a value in the config is not supported.
     """
     name, features = _architecture(raw), text_config(raw)["hidden_size"]
     qwen, gemma = name.startswith("Qwen"), name.startswith("Gemma")
@@ -97,26 +96,22 @@ def make_tower(raw: Json, dtype: str) -> tuple[SiglipTower | QwenTower, Params]:
 
 
 def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTower | QwenTower, Params]:
-    """Load the tower of a vision-language model from `policy.config` and `policy.extra_tensors`.
+    """Load a vision-language model's tower and its params, in `dtype` or the text model's compute dtype.
 
-    Returns:
-      The module, and its params in `dtype` or the text model's compute dtype. The module maps the inputs of tiles (see
-      its docstring) to features [tiles, M, D].
-
-    Raises:
-      ValueError: if images are not supported for the model, or if its tensors do not match config.json.
+    Raises ValueError if images are not supported for the model, or if its tensors do not match config.json.
     """
     (tower, shapes), problems, params = make_tower(policy.config, policy.model.config.dtype), [], {}
+    dtypes = [STORAGE_DTYPES[name] for name in PARAM_DTYPES]
     for path, leaf in flatten_dict(shapes).items():
         name = _stored_name(policy, path)
         if (stored := policy.extra_tensors.get(name)) is None:
             problems.append(f"{name} is missing")
             continue
         array = stored.reshape(len(stored), -1).T if path[-1] == "kernel" else stored
-        if array.shape != leaf.shape or stored.dtype not in [STORAGE_DTYPES[kind] for kind in PARAM_DTYPES]:
-            wanted = list(leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape)
+        if array.shape != leaf.shape or stored.dtype not in dtypes:
+            shape = list(leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape)
             got = f"{list(stored.shape)} and {stored.dtype}"
-            problems.append(f"{name} must have shape {wanted} and dtype {' or '.join(PARAM_DTYPES)}; got {got}")
+            problems.append(f"{name} must have shape {shape} and dtype {' or '.join(PARAM_DTYPES)}; got {got}")
         params[path] = array
     if problems:
         raise ValueError(f"policy.extra_tensors does not match policy.config: {shorten(problems)}.")
@@ -161,24 +156,15 @@ Size = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageProcessor:
-    """Image processor of a checkpoint. This class, for Gemma 3, resizes an image to one square tile.
+    """Image processor of a checkpoint. This class, for Gemma 3, resizes an image to one square tile."""
 
-    Attributes:
-      image_token_id: id of the token whose embeddings are replaced with image features, one per token.
-      image_token: text of this token.
-      placeholder: text that the chat template writes once per image.
-      start: text before the image tokens of a whole image; `end` is the text after them.
-      tower_config: configuration of the tower.
-      image_processor: image processor from transformers.
-    """
-
-    image_token_id: int
-    image_token: str
-    placeholder: str
-    start: str
-    end: str
+    image_token_id: int  # the token whose embeddings are replaced with image features, one per token
+    image_token: str  # text of this token
+    placeholder: str  # text that the chat template writes once per image
+    start: str  # text before the image tokens of a whole image
+    end: str  # text after them
     tower_config: Any
-    image_processor: Any
+    image_processor: Any  # image processor from transformers
 
     def num_tokens(self, height: int, width: int) -> int:
         """Return the number of image tokens, and features, of an image with the given size in pixels."""
@@ -228,9 +214,9 @@ class _Qwen2VL(ImageProcessor):
         return math.prod(self.grid(height, width))
 
     def inputs(self, image: Image.Image) -> dict[str, np.ndarray]:
-        found = self.image_processor(image, return_tensors="np")
-        _, rows, columns = np.asarray(found["image_grid_thw"])[0].tolist()
-        return window_inputs(np.asarray(found["pixel_values"], np.float32), (rows, columns), self.tower_config)
+        arrays = self.image_processor(image, return_tensors="np")
+        _, rows, columns = np.asarray(arrays["image_grid_thw"])[0].tolist()
+        return window_inputs(np.asarray(arrays["pixel_values"], np.float32), (rows, columns), self.tower_config)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of rows and columns of tokens. Raises ValueError if the aspect ratio is more than 200."""
@@ -249,16 +235,16 @@ class _Qwen2VL(ImageProcessor):
         their row (height) and column (width). All are shifted so that a completion starts at the prompt's length.
         """
         ids = np.asarray(token_ids)
-        found, index, position = np.zeros((3, len(ids)), np.int32), 0, 0
+        positions, index, position = np.zeros((3, len(ids)), np.int32), 0, 0
         for height, width in sizes:
             rows, columns = self.grid(height, width)
             start = index + int(np.argmax(ids[index:] == self.image_token_id))
-            found[:, index:start] = position + np.arange(start - index)
+            positions[:, index:start] = position + np.arange(start - index)
             position, index = position + start - index, start + rows * columns
-            found[:, start:index] = position + np.indices((1, rows, columns)).reshape(3, -1)
+            positions[:, start:index] = position + np.indices((1, rows, columns)).reshape(3, -1)
             position += max(rows, columns)
-        found[:, index:] = position + np.arange(len(ids) - index)
-        return found + np.int32(index - position)
+        positions[:, index:] = position + np.arange(len(ids) - index)
+        return positions + np.int32(index - position)
 
 
 _IDEFICS3 = {"proj": ("model.connector.modality_projection.",), "": ("model.vision_model.",)}
@@ -285,8 +271,8 @@ def load_processor(policy: Policy) -> ImageProcessor:
     policy.check_tokenizer()
     raw, decode, tower = policy.config, policy.tokenizer.decode, tower_config(policy.config)
     _, name, kind = ARCHITECTURES[_architecture(raw)]
-    plain, nested = (json.loads(policy.files.get(file, b"{}")) for file in PROCESSOR_FILES)
-    settings = nested.get("image_processor") or plain  # transformers 5 writes only processor_config.json
+    preprocessor, processor = (json.loads(policy.files.get(file, b"{}")) for file in PROCESSOR_FILES)
+    settings = processor.get("image_processor") or preprocessor  # transformers 5 writes only processor_config.json
     if not settings:
         raise ValueError(
             "policy.files has no preprocessor_config.json, which describes how images are resized; copy it from the"

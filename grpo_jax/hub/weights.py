@@ -50,8 +50,6 @@ class Loading:
         """Raise ValueError if the model or `quantize` is not supported, or if `quantize` is set without adapters."""
         check_method(self.quantize)
         config = read_config(without_quantization(raw))
-        if self.lora is not None and self._rank < 1:
-            raise ValueError(f"lora must have a rank of at least 1; got {self.lora}.")
         if self.lora is None and self.quantize is not None:
             raise ValueError(f"quantize={self.quantize!r} requires adapters; set lora to a rank or omit quantize.")
         for tensor in () if self.quantize is None else tensor_plan(raw, config):
@@ -61,22 +59,19 @@ class Loading:
     def params(self, shape: TransformerConfig) -> tuple[Params, Params | None]:
         """Return the shapes of the trained params and of the frozen base (None if there are no adapters)."""
 
-        def held(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Quantized:
+        def base_leaf(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Quantized:
             names = [entry.key for entry in path]
             if self.quantize is not None and is_projection(names, x.shape):
                 return quantized_shape(x.shape, self.quantize, self.param_dtype, jax.ShapeDtypeStruct)
             return jax.ShapeDtypeStruct(x.shape, jnp.dtype(self.param_dtype))
 
-        params = jax.tree_util.tree_map_with_path(held, abstract_params(shape))
+        params = jax.tree_util.tree_map_with_path(base_leaf, abstract_params(shape))
         if self.lora is None:
             return params, None
-        targets = TARGETS if isinstance(self.lora, int) else self.lora.get("targets", TARGETS)
-        init = functools.partial(init_adapters, base=params, rank=self._rank, targets=targets)
+        lora = {"rank": self.lora} if isinstance(self.lora, int) else self.lora
+        rank, targets = lora.get("rank", 16), lora.get("targets", TARGETS)
+        init = functools.partial(init_adapters, base=params, rank=rank, targets=targets)
         return jax.eval_shape(init, jax.random.key(0)), params
-
-    @property
-    def _rank(self) -> int:
-        return self.lora if isinstance(self.lora, int) else (self.lora or {}).get("rank", 16)
 
 
 def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -96,7 +91,7 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def shape_differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
-    """Describe how names and shapes of arrays differ from those that are wanted. Returns "" if they are equal."""
+    """Describe how the names and shapes of arrays differ from the wanted ones. Returns "" if they are equal."""
     problems = {
         "missing": [name for name in wanted if name not in found],
         "unexpected": [name for name in found if name not in wanted],
@@ -115,13 +110,13 @@ def check_tensors(
     """Raise ValueError if a checkpoint does not match the plan. Returns the names of tensors outside the text model."""
     wanted = {tensor.name: tensor.shape for tensor in plan}
     prefixes = prefixes_of(raw, layout_of(stored))
-    heads = [re.escape(f"{prefixes[1]}weight")] if tied else []  # the embedding is used instead
-    unread = re.compile("|".join((r".*rotary_emb\.inv_freq", *heads)))  # older files store the RoPE frequencies
-    inside = {name for name in stored if name.startswith(prefixes) or not has_vision(raw)}
-    spare = {name for name in inside if any(re.fullmatch(pattern, name) for pattern in family_of(raw).spare)}
-    others = [name for name in stored if name not in wanted and not unread.fullmatch(name) and name not in spare]
-    found = {name: x.shape for name, x in stored.items() if name in wanted or (name in inside and name in others)}
-    if problems := shape_differences(wanted, found):
+    head = [re.escape(f"{prefixes[1]}weight")] if tied else []  # the embedding is used instead
+    ignored = re.compile("|".join((r".*rotary_emb\.inv_freq", *head)))  # older files store the RoPE frequencies
+    text = {name for name in stored if name.startswith(prefixes) or not has_vision(raw)}
+    spare = {name for name in text if any(re.fullmatch(pattern, name) for pattern in family_of(raw).spare)}
+    others = [name for name in stored if name not in wanted and not ignored.fullmatch(name) and name not in spare]
+    shapes = {name: x.shape for name, x in stored.items() if name in wanted or (name in text and name in others)}
+    if problems := shape_differences(wanted, shapes):
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json does not match the weights: {problems}.")
     check_dtypes({name: stored[name] for name in wanted})
     return others
@@ -168,15 +163,15 @@ def read_params(
         check_quantizable(path, shape, [source.part for source in sources[path]], quantize)
     arrays = {}
     for path in sorted(shapes, key=lambda path: -math.prod(shapes[path])):
-        shape, found = shapes[path], sources[path]
+        shape = shapes[path]
         if quantize is not None and is_projection(path, shape):
-            arrays[path] = _place(path, read_quantized(shape, found, quantize, dtype.name), mesh)
+            arrays[path] = _place(path, read_quantized(shape, sources[path], quantize, dtype.name), mesh)
         else:
-            arrays[path] = _place(path, _read_plain(shape, found, dtype), mesh)
+            arrays[path] = _place(path, _read_unquantized(shape, sources[path], dtype), mesh)
     return unflatten_dict({path: arrays[path] for path in shapes})
 
 
-def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) -> np.ndarray:
+def _read_unquantized(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) -> np.ndarray:
     array = np.empty(shape, dtype)
     for tensor, first, part in sources:
         out = array if part.expert is None else array[part.expert]
@@ -195,7 +190,7 @@ def _read_plain(shape: tuple[int, ...], sources: list[Source], dtype: np.dtype) 
 
 def _place(path: tuple[str, ...], array: np.ndarray | Quantized, mesh: jax.sharding.Mesh | None) -> Params:
     if isinstance(array, Quantized):
-        return jax.tree_util.tree_map_with_path(lambda at, x: _place((*path, at[0].name), x, mesh), array)
+        return jax.tree_util.tree_map_with_path(lambda field, x: _place((*path, field[0].name), x, mesh), array)
     if mesh is None:
         return jnp.array(array, copy=True)
     sharding = parameter_sharding(path, array.shape, mesh)

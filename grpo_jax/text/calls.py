@@ -31,37 +31,26 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A parsed turn by the policy.
+    """A parsed turn by the policy."""
 
-    Attributes:
-      content: text without parsed calls and special tokens. It includes `<think>` blocks and malformed calls.
-      problems: error messages for the policy, one per malformed call.
-    """
-
-    content: str
+    content: str  # text without parsed calls and special tokens; includes `<think>` blocks and malformed calls
     calls: tuple[ToolCall, ...] = ()
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # error messages for the policy, one per malformed call
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
     """A syntax for tool calls.
 
-    Attributes:
-      name: key of the format in `FORMATS`.
-      recognize: function that returns whether a chat template uses this format.
-      parse: function `parse(text, *, schemas=None, thinking=False)` that parses a decoded turn. `schemas` maps tool
-        names to schemas, for formats that do not distinguish strings from numbers. `thinking` is True if the generation
-        prompt opens <think>.
-      keeps_special_tokens: whether special tokens delimit calls in this format, so that decoding must keep them.
-      markers: strings that delimit calls and reasoning. They are kept even if they are special tokens.
+    `parse(text, *, schemas=None, thinking=False)` parses a decoded turn. `schemas` maps tool names to schemas, for
+    formats that do not distinguish strings from numbers. `thinking` is True if the generation prompt opens <think>.
     """
 
-    name: str
-    recognize: Callable[[str], bool]
+    name: str  # key in `FORMATS`
+    recognize: Callable[[str], bool]  # returns whether a chat template uses this format
     parse: Callable[..., Parsed]
-    keeps_special_tokens: bool
-    markers: tuple[str, ...] = ()
+    keeps_special_tokens: bool  # whether special tokens delimit calls, so that decoding must keep them
+    markers: tuple[str, ...] = ()  # strings that delimit calls and reasoning, kept even if they are special tokens
 
 
 def parse_json(text: str) -> Any:

@@ -19,7 +19,7 @@ from grpo_jax.hub import weights
 from grpo_jax.hub.files import computed
 from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, merge_lora
-from grpo_jax.hub.quantize import Source, dequantize_mxfp4, dynamic_levels, find_plain, read_quantized
+from grpo_jax.hub.quantize import Source, dequantize_mxfp4, dequantize_tensors, dynamic_levels, read_quantized
 from grpo_jax.hub.tensors import ParamSlice
 from grpo_jax.models.layers import NF4, Quantized
 from grpo_jax.models.lora import LoraModel
@@ -120,7 +120,8 @@ def test_base_is_quantized_while_loading(checkpoint, method, monkeypatch):
 @pytest.mark.parametrize("name", ["k_proj", "o_proj", "v_proj"])
 def test_bitsandbytes_tensors_are_dequantized_exactly(name):
     weights = dequantized(name)
-    (plain,) = find_plain({f"w{part}": in_memory(array(x)) for part, x in GOLDEN[name]["parts"].items()}).values()
+    parts = {f"w{part}": in_memory(array(x)) for part, x in GOLDEN[name]["parts"].items()}
+    (plain,) = dequantize_tensors(parts).values()
     np.testing.assert_array_equal(plain.rows(0, len(weights)), weights)
     np.testing.assert_array_equal(plain.rows(3, 2), weights[3:5])
 
