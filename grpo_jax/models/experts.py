@@ -9,7 +9,7 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.layers import ACTIVATIONS, MLP, Quantized, kernel_of, linear, rows_for, tokens_of, unit_rms
@@ -84,6 +84,10 @@ class Experts(nn.Module):
             # Kernels stay sharded, and each device receives all tokens, but only its own channels.
             rows, sums = of_data, functools.partial(sums, across=width)
         else:
+            # Without these constraints, XLA gathers the kernels in float32 and rounds them afterwards.
+            by_kernel = ((width, inner), (width, inner), (inner, width))
+            shardings = (NamedSharding(mesh, PartitionSpec(None, *axes)) for axes in by_kernel)
+            experts = (*map(jax.lax.with_sharding_constraint, experts[:3], shardings), *experts[3:])
             width = ()
 
         def of_each(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: ExpertWeights) -> jax.Array:

@@ -126,6 +126,14 @@ def test_memory_on_a_mesh_holds_one_layer_at_a_time(phase, length, width):
     assert many - few < (2 * weights if phase == "reference" else activations)
 
 
+def test_experts_on_a_mesh_are_gathered_in_the_compute_dtype():
+    """Float32 expert weights are rounded before they are gathered: half the bytes to send and to hold."""
+    gathers = r"(\w+)\[256,64,128\]\S* all-gather"  # of gate and up kernels: [64, 256, 128], sharded over 4 devices
+    ((_, _, _, dtypes),) = compiled("H100-4", [64], model=EXPERTS, lines=gathers, mesh={"fsdp": 4})
+    assert dtypes
+    assert set(dtypes) == {"bf16"}
+
+
 @pytest.mark.parametrize("completions", [8, 64], ids=["materialized", "kernel"])
 def test_decode_on_a_gpu_does_not_copy_its_cache(completions):
     """A decode writes its cache in place: the copies in a burst do not depend on the size of the cache."""
