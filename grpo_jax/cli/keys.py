@@ -42,9 +42,7 @@ RUN_KEYS = {
 RENAMED = {
     "model_name_or_path": "use model",
     "dataset_name": "use data",
-    "dataset": "use data",
     "train_dataset": "use data",
-    "eval_dataset": "use eval_data",
     "reward_fns": "use rewards",
     "reward_funcs": "use rewards",
     "output_dir": "use run_dir",

@@ -37,8 +37,6 @@ def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> 
         if dtype is not None:
             raise ValueError(f"model_init_kwargs sets dtype {dtype!r}, but model is a Policy; load it with that dtype")
         return model, compute
-    if not isinstance(model, str | Path):
-        raise ValueError(f"model must be a name on the hub, a directory or a Policy; got {type(model).__name__}")
     if dtype == "auto":
         stored = checkpoint_config(find_checkpoint(model, weights=False))
         dtype = "float32" if stored.get("dtype", stored.get("torch_dtype")) in (None, "float32") else "bfloat16"

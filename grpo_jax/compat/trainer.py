@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -90,18 +90,6 @@ class GRPOConfig:
     def to_dict(self) -> Json:
         """Return the values of all TRL fields, keyed by name."""
         return {name: getattr(self, name) for name in (*SHARED, *TRL_ONLY)}
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerState:
-    """Progress of the trainer (`trainer.state`). `log_history` lists logged metrics with TRL's names, and `step`."""
-
-    log_history: list[dict[str, float]]
-
-    @property
-    def global_step(self) -> int:
-        """Last logged optimizer step, or 0 before the first one."""
-        return int(self.log_history[-1]["step"]) if self.log_history else 0
 
 
 class GRPOTrainer:
@@ -196,13 +184,12 @@ class GRPOTrainer:
         return policy if peft_config is None else policies.with_adapters(policy, peft_config, seed=self.config.seed)
 
     @property
-    def state(self) -> TrainerState:
-        """Progress of the run, and its logged metrics."""
+    def state(self) -> types.SimpleNamespace:
+        """`log_history`, the logged metrics with TRL's names and `step`, and `global_step`, the last logged step."""
         lines = self._lines if self.run_dir is None else read_lines(Path(self.run_dir) / "metrics.jsonl")
-        return TrainerState([{**self._trl_names(line), "step": line["step"]} for line in lines])
-
-    def _trl_names(self, line: Mapping[str, float]) -> dict[str, float]:
-        return trl_names(line, reward_names(self._reward_funcs))
+        names = reward_names(self._reward_funcs)
+        history = [{**trl_names(line, names), "step": line["step"]} for line in lines]
+        return types.SimpleNamespace(log_history=history, global_step=history[-1]["step"] if history else 0)
 
     def add_callback(self, callback: Callback) -> None:
         """Add a function of (step, metrics). It may raise `watch.StopRun` to end the run."""

@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("sklearn", reason="scikit-learn, which contains the images, is not installed")
 
 from experiments import digits
-from grpo_jax.text.images import load_processor_if_needed
 from grpo_jax.watch.writer import read_lines
 
 
@@ -26,7 +25,7 @@ def test_digits_are_split_in_the_same_way_and_lessons_have_one_image_of_each():
 
 
 def test_digits_prints_json_and_writes_its_files(tmp_path, monkeypatch, capsys):
-    """Two steps on handwritten digits: the tower stays random and frozen, and one arm gets random rewards."""
+    """Two steps on handwritten digits. One arm gets random rewards."""
     monkeypatch.setattr(digits, "PROMPTS", 4)
     run_dir, picture = tmp_path / "run", tmp_path / "docs" / "digits.png"
     options = ["--seed", "3", "--steps", "2", "--warm-up-steps", "40", "--held-out", "40", "--control"]
@@ -39,12 +38,6 @@ def test_digits_prints_json_and_writes_its_files(tmp_path, monkeypatch, capsys):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     for name in ("completions.jsonl", "final/model.safetensors", "random/metrics.jsonl"):
         assert (run_dir / name).stat().st_size > 0, name
-    policies = [digits.from_pretrained(run_dir / name) for name in ("new", "final")]
-    for name, tensor in policies[0].extra_tensors.items():
-        np.testing.assert_array_equal(policies[1].extra_tensors[name], tensor, err_msg=name)
-    row = digits.make_rows()[0][0]
-    pixels = load_processor_if_needed(policies[1], [row]).inputs(row["image"].convert("RGB"))["pixels"]
-    np.testing.assert_allclose(pixels[0, :, :, 0], np.asarray(row["image"]) / 127.5 - 1, atol=1e-6)
     assert [step for step, _ in digits.held_out_curve(run_dir / "random")] == [0, 2]
     for run, rewarded in (("", "accuracy"), ("random", "random_reward")):
         lines = [line for line in read_lines(run_dir / run / "metrics.jsonl") if "reward" in line]

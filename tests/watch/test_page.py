@@ -78,18 +78,6 @@ def dialogue(*texts):
     return [{"by": who[i % 2], "text": text} for i, text in enumerate(texts)]
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    """Multi-turn completions, as text and as messages; the environment's text tries to inject markup."""
-    writer = RunWriter(tmp_path_factory.mktemp("played"))
-    writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
-    rows = [completion(i, turns=dialogue(f"{i} is first", NASTY, "the last")) for i in range(3)]
-    rows[1]["completion"] = [{"role": "tool", "content": NASTY}]
-    rows[2]["turn_rewards"] = {"near": [0.5, 1.0]}
-    writer.completions(1, [*rows, completion(3, turns=dialogue("alone"))])
-    return writer.run_dir
-
-
 def test_consecutive_groups_with_equal_prompts_are_separate(tmp_path):
     writer = RunWriter(tmp_path)
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=4))
@@ -99,7 +87,10 @@ def test_consecutive_groups_with_equal_prompts_are_separate(tmp_path):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """Completions for an image in a message, given by path, a PIL image, and no image; the prompts have equal text."""
+    """Completions for an image in a message, given by path, a PIL image, and no image; then with several turns.
+
+    The prompts with images have equal text. The environment's text tries to inject markup.
+    """
     writer = RunWriter(tmp_path_factory.mktemp("shown"))
     writer.config(GRPOConfig(num_generations=2, per_device_train_batch_size=6))
     path, wide = str(writer.path("digit.png")), Image.new("RGB", (400, 200), "blue")
@@ -107,7 +98,11 @@ def shown(tmp_path_factory):
     parts = [{"type": "image", "image": path}, {"type": "text", "text": "Which digit?"}]
     rows = [completion(i, prompt=[{"role": "user", "content": parts}], images=[path]) for i in range(2)]
     rows.append(completion(2, prompt="Which color?", images=[wide, wide]))
-    writer.completions(1, [*rows, *(completion(i, prompt="Which color?") for i in range(2))])
+    rows += [completion(i, prompt="Which color?") for i in range(2)]
+    played = [completion(i, turns=dialogue(f"{i} is first", NASTY, "the last")) for i in range(2)]
+    played[0]["completion"] = [{"role": "tool", "content": NASTY}]
+    played[1]["turn_rewards"] = {"near": [0.5, 1.0]}
+    writer.completions(1, [*rows, *played])
     return writer.run_dir
 
 
@@ -116,11 +111,11 @@ def test_images_are_thumbnails_next_to_their_prompts(shown):
     assert lines[0]["images"] == [{"source": str(shown / "digit.png"), "thumbnail": lines[1]["images"][0]["thumbnail"]}]
     assert lines[2]["images"][0]["source"] == "<PIL.Image.Image image mode=RGB size=400x200>"
     groups = embedded(shown)["steps"][0]["groups"]
-    assert [len(group["rows"]) for group in groups] == [2, 1, 2]
+    assert [len(group["rows"]) for group in groups] == [2, 1, 2, 2]
     assert all("images" not in row for group in groups for row in group["rows"])
     urls = [group["images"] for group in groups]
     sizes = [[Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))).size for url in found] for found in urls]
-    assert sizes == [[(8, 8)], [(96, 48), (96, 48)], []]
+    assert sizes == [[(8, 8)], [(96, 48), (96, 48)], [], []]
     assert len(list((shown / "images").iterdir())) == 2
     (shown / "outside.jpg").write_bytes(b"secret")
     assert _data_url(shown, {"thumbnail": "../outside.jpg"}) == ""
@@ -178,7 +173,7 @@ def browse(tmp_path):
     return browse
 
 
-def test_page_in_a_browser(run_dir, played, shown, browse):
+def test_page_in_a_browser(run_dir, shown, browse):
     """In a browser the report page draws curves, sorts completions and shows untrusted text as plain text."""
     found = browse(
         html_report(run_dir),
@@ -204,23 +199,20 @@ def test_page_in_a_browser(run_dir, played, shown, browse):
     assert found["short"] == ["0.25"] * 3 + ["0.125"] * 3 + ["0"] * 3 + ["–"] * 3
     assert found["texts"][:2] == [["prompt 0", "", "prompt 1", ""], SHOWN]
     assert SHOWN in found["texts"][2]
-    turns = browse(
-        html_report(played),
-        """return [...document.querySelectorAll("#rows tbody tr")].map(tr => [...tr.querySelectorAll(".turn")].map(
-          turn => [turn.className, turn.querySelector("b").textContent, turn.lastChild.data]))""",
-    )
-    texts = [[text for *_, text in row] for row in turns]
-    assert texts == [[f"{i} is first", SHOWN, "the last"] for i in range(3)] + [["alone"]]
-    kinds = [[kind, name] for kind, name, _ in turns[0]]
-    assert kinds == [["turn sampled", "policy"], ["turn given", "environment"], ["turn sampled", "policy"]]
     found = browse(
         html_report(shown),
-        """return [column("prompt"), [...document.querySelectorAll("#rows tbody tr")].map(
-          tr => tr.querySelectorAll("img").length)]""",
+        """const rows = [...document.querySelectorAll("#rows tbody tr")];
+        const turn = node => [node.className, node.querySelector("b").textContent, node.lastChild.data];
+        return {prompts: column("prompt"), images: rows.map(tr => tr.querySelectorAll("img").length),
+                turns: rows.map(tr => [...tr.querySelectorAll(".turn")].map(turn))};""",
     )
-    assert found[0] == ["user: [image] Which digit?", "", "Which color?", "Which color?", ""]
-    assert found[1] == [1, 0, 2, 0, 0]
-    assert [name for _, name, _ in turns[2]] == ["policy · near 0.5", "environment", "policy · near 1"]
+    assert found["prompts"] == ["user: [image] Which digit?", "", "Which color?", "Which color?", "", "prompt 0", ""]
+    assert found["images"] == [1, 0, 2, 0, 0, 0, 0]
+    assert found["turns"][:5] == [[]] * 5
+    kinds, names, texts = zip(*found["turns"][5], strict=True)
+    assert kinds == ("turn sampled", "turn given", "turn sampled")
+    assert (names, texts) == (("policy", "environment", "policy"), ("0 is first", SHOWN, "the last"))
+    assert [name for _, name, _ in found["turns"][6]] == ["policy · near 0.5", "environment", "policy · near 1"]
 
 
 def test_png_is_written_atomically_and_failures_warn(tmp_path, monkeypatch):
