@@ -1,14 +1,10 @@
 """Test configuration: errors for rank promotion and (in pyproject.toml) warnings; eight CPU devices; compile cache."""
 
-import atexit
-import contextlib
 import gc
 import hashlib
 import os
 import platform
-import shutil
 import sys
-import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -23,23 +19,15 @@ def _programs() -> Path:
     """Return the cache directory for compiled programs, since compilation takes about half of a test run.
 
     XLA's cache key covers the program and jaxlib but not the CPU, so the directory's name contains a hash of the CPU's
-    features. Programs are deleted after a week. If the directory is not writable, a temporary one is used.
+    features.
     """
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
-    able = sorted({line for line in lines if line.startswith(("flags", "Features"))}) or lines[:1]
-    name = f"programs-{hashlib.sha256(repr(able).encode()).hexdigest()[:12]}"
-    kept = Path(__file__).parent.parent / ".pytest_cache" / name
-    with contextlib.suppress(OSError):
-        kept.mkdir(parents=True, exist_ok=True)
-    if not os.access(kept, os.W_OK):
-        kept = Path(tempfile.mkdtemp(prefix="programs"))
-        atexit.register(shutil.rmtree, kept, ignore_errors=True)
-    for program in kept.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another test run deleted it
-            if program.stat().st_mtime < time.time() - 7 * 86400:
-                program.unlink()
-    return kept
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [f"Features {platform.processor()}"]
+    features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    name = f"programs-{hashlib.sha256(repr(features).encode()).hexdigest()[:12]}"
+    directory = Path(__file__).parent.parent / ".pytest_cache" / name
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 # Tests share compiled programs across processes and test runs. To compile everything again, run

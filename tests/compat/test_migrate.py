@@ -174,12 +174,9 @@ def test_adapters_have_pefts_targets_and_may_have_a_quantized_base():
     paths = ["/".join(path) for path, _ in projections(tiny_policy(layers=1).params)]
     found = {path for path in paths if re.fullmatch(run["lora"]["targets"], path)}
     assert (found, moved.missing) == ({"layers_0/self_attn/q_proj", "layers_0/mlp/down_proj"}, {})
-    for pattern in (r".*\.(q|v)_proj", [r"model\.layers\.\d+\.mlp\..*"]):
-        run, moved = from_trl_script({"use_peft": True, "lora_target_modules": pattern})
-        assert "targets" not in run["lora"]
-        assert "is a regular expression" in moved.missing["lora_target_modules"]
-    run, moved = from_trl_script({"use_peft": True, "lora_target_modules": ["All-Linear"]})
-    assert ("targets" in run["lora"], moved.missing) == (False, {})
+    run, moved = from_trl_script({"use_peft": True, "lora_target_modules": r".*\.(q|v)_proj"})
+    assert "targets" not in run["lora"]
+    assert "is a regular expression" in moved.missing["lora_target_modules"]
 
 
 def test_values_server_and_rewards_in_a_script():

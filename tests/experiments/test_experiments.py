@@ -49,9 +49,6 @@ def test_sort_digits_prints_json_and_writes_its_files(tmp_path, monkeypatch, cap
     printed, written = capsys.readouterr().out.splitlines()[-1], (run_dir / "results.json").read_text()
     assert json.loads(printed) == results == json.loads(written)
     assert results["arms"]["grpo"].keys() == {"before", "after"}
-    for rates in results["arms"]["grpo"].values():
-        assert rates.keys() == {"greedy", "sampled", "format"}
-        assert all(0 <= rate <= 1 for rate in rates.values())
     for name in ("metrics.jsonl", "completions.jsonl", "run.json", "report.png", "hero.png", "base/model.safetensors"):
         assert (run_dir / name).stat().st_size > 0, name
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
