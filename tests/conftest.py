@@ -5,7 +5,6 @@ import hashlib
 import os
 import platform
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
