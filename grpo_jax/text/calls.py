@@ -47,9 +47,8 @@ class Format:
     """
 
     name: str  # key in `FORMATS`
-    recognize: Callable[[str], bool]  # returns whether a chat template uses this format
     parse: Callable[..., Parsed]
-    keeps_special_tokens: bool  # whether special tokens delimit calls, so that decoding must keep them
+    keeps_special_tokens: bool = False  # whether special tokens delimit calls, so that decoding must keep them
     markers: tuple[str, ...] = ()  # strings that delimit calls and reasoning, kept even if they are special tokens
 
 
@@ -137,10 +136,10 @@ def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> M
 
     decoded = map_calls(decode, messages)
     try:
-        shown = render(decoded) if objects else ""
+        text = render(decoded) if objects else ""
     except Exception:  # templates can raise any exception
         return messages
-    return messages if not objects or any(x and repr(x) in shown for x in objects) else decoded
+    return messages if not objects or any(x and repr(x) in text for x in objects) else decoded
 
 
 def assistant_message(parsed: Parsed) -> Message:
@@ -181,28 +180,28 @@ def call_fault(template: ChatTemplate, form: Format) -> str:
     for arguments in (call.arguments, json.dumps(call.arguments)):  # templates accept a dict or a string
         message = assistant_message(Parsed("", (ToolCall(call.name, arguments),)))
         try:
-            written, whole = template.turn_of(message)
+            written, whole_prompt = template.turn_of(message)
         except ValueError as error:
             faults.append(f"the chat template cannot render a call: {error}")
             continue
         ids = np.array(tokenizer(text=written, add_special_tokens=False)["input_ids"], np.int32)
         ends = np.flatnonzero(np.isin(ids, template.eos_token_ids))
         text = turn_text(ids[: ends[0] + 1] if len(ends) else ids, tokenizer.decode, hidden_ids(tokenizer, form))
-        parsed = form.parse(text, schemas=schemas, thinking=whole and template.opens_thinking)
+        parsed = form.parse(text, schemas=schemas, thinking=whole_prompt and template.opens_thinking)
         if [(one.name, parse_arguments(one.arguments)) for one in parsed.calls] == [(call.name, call.arguments)]:
             return ""
-        found = f"no call ({parsed.problems[0]})" if parsed.problems else "no call"
-        if parsed.calls:
-            found = f"{parsed.calls[0].name} with {show(parsed.calls[0].arguments)}"
+        results = [f"{one.name} with {show(one.arguments)}" for one in parsed.calls]
+        results += [f"no call ({problem})" for problem in parsed.problems]
         faults.append(
             f"the chat template renders a call to {call.name} with {show(call.arguments)} as {show(written, 300)},"
-            f" which the tokenizer decodes to {show(text, 300)}; the {form.name!r} parser finds {found}. Use a chat"
-            " template with a supported tool call format"
+            f" which the tokenizer decodes to {show(text, 300)}; the {form.name!r} parser finds"
+            f" {(*results, 'no call')[0]}. Use a chat template with a supported tool call format"
         )
     return faults[0]
 
 
 def _example(schema: Json) -> Any:
+    """Return a value that matches a parameter's schema."""
     if schema.get("enum"):
         return schema["enum"][0]
     kind = schema.get("type")

@@ -295,9 +295,6 @@ class _Encoder:
                 mask = [any(before)] * (len(ids) - same) + after
             else:
                 mask = self.assistant_mask(messages, ids, ids_of, where)
-            if not any(mask):
-                problem = f"assistant_only_loss=True: {where} contains no assistant tokens"
-                raise ValueError(f"{problem}; add an assistant message that the chat template renders")
         if len(columns) == 2 and self.config.completion_only_loss is not False:
             start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
             mask = [learned and i >= start for i, learned in enumerate(mask)]

@@ -1,4 +1,4 @@
-"""Tool call formats: parsers, and functions that recognize the chat templates that use a format.
+"""Tool call formats: their parsers, and recognition of a chat template's format.
 
 The parsed text is untrusted. Parsing takes linear time and never raises. `Parsed.problems` reports malformed calls.
 """
@@ -25,12 +25,12 @@ _HERMES_FORM = '<tool_call>\n{"name": "tool", "arguments": {"argument": value}}\
 _XML_FORM = "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
 _THINK_OR_CALL = re.compile(r"<think>|<tool_call>|<function=[^<>\n]{1,200}>")
 
-ReadCall = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
+ParseOne = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
 """A parser for one call: (text, position after the opening tag, tool schemas) → (call, position after the call)."""
 
 
 def _parse_tagged(
-    text: str, *, read: ReadCall, form: str, schemas: Mapping[str, Json] | None = None, thinking: bool = False
+    text: str, *, parse_one: ParseOne, form: str, schemas: Mapping[str, Json] | None = None, thinking: bool = False
 ) -> Parsed:
     """Parse all calls outside `<think>` blocks. `form` is an example of the correct syntax."""
     schemas = schemas or {}
@@ -39,25 +39,25 @@ def _parse_tagged(
     kept: list[str] = []
     position = _end_of(text, "</think>", 0) if thinking else 0
     start = 0  # start of the text that is not yet in `kept`
-    while found := _THINK_OR_CALL.search(text, position):
-        if found[0] == "<think>":
-            position = _end_of(text, "</think>", found.end())
+    while tag := _THINK_OR_CALL.search(text, position):
+        if tag[0] == "<think>":
+            position = _end_of(text, "</think>", tag.end())
             continue
         if len(calls) + len(problems) == MAX_CALLS:
             problems.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
             break
-        if found[0] != "<tool_call>":
+        if tag[0] != "<tool_call>":
             problems.append(problem_message("it is not enclosed in <tool_call> and </tool_call>", form))
-            position = _end_of(text, "</function>", found.end())
+            position = _end_of(text, "</function>", tag.end())
             continue
         try:
-            call, position = read(text, found.end(), schemas)
+            call, position = parse_one(text, tag.end(), schemas)
         except ValueError as error:
             problems.append(problem_message(str(error), form))
-            position = _end_of(text, "</tool_call>", found.end())
+            position = _end_of(text, "</tool_call>", tag.end())
         else:
             calls.append(call)
-            kept.append(text[start : found.start()])
+            kept.append(text[start : tag.start()])
             start = position
     content = "".join([*kept, text[start:]])
     return Parsed(content.strip() if calls else content, tuple(calls), tuple(problems))
@@ -65,11 +65,11 @@ def _parse_tagged(
 
 def _end_of(text: str, tag: str, start: int) -> int:
     """Return the position after the next `tag`, or the length of the text if there is none."""
-    found = text.find(tag, start)
-    return len(text) if found < 0 else found + len(tag)
+    position = text.find(tag, start)
+    return len(text) if position < 0 else position + len(tag)
 
 
-def _read_hermes(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
+def _parse_one_hermes(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
     """Parse JSON followed by a closing tag. Closing tags inside JSON strings are ignored."""
     start = _skip(text, start)
     try:
@@ -93,11 +93,11 @@ _FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
 
 def _skip(text: str, start: int) -> int:
     """Return the position of the first character at or after `start` that is not whitespace."""
-    found = _BLANK.match(text, start)
-    return found.end() if found else start
+    blank = _BLANK.match(text, start)
+    return blank.end() if blank else start
 
 
-def _read_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
+def _parse_one_xml(text: str, start: int, schemas: Mapping[str, Json]) -> tuple[ToolCall, int]:
     """Parse <function=...>, its parameters and the closing tags."""
     function = _FUNCTION.match(text, start)
     if not function:
@@ -142,32 +142,33 @@ def _value(text: str, schema: Json | None) -> Any:
 # --- Llama 3: the whole message is one JSON object, optionally after <|python_tag|>.
 
 _LLAMA_FORM = '{"name": "tool", "parameters": {"argument": value}} and nothing else'
-_TAG = "<|python_tag|>"
+_PYTHON_TAG = "<|python_tag|>"
 _LLAMA_CALL = re.compile(r'\{"name":.{0,200}"parameters":', re.DOTALL)
 
 
 def _parse_llama(text: str, *, schemas: Mapping[str, Json] | None = None, thinking: bool = False) -> Parsed:
     start = _end_of(text, "</think>", 0) if thinking or text.lstrip().startswith("<think>") else 0
     reasoning, message = text[:start], text[start:]
-    before, tag, after = message.partition(_TAG)
-    written = _plain(after if tag else message).strip()
-    if not tag and not _is_called(written):
+    before, tag, after = message.partition(_PYTHON_TAG)
+    body = _plain(after if tag else message).strip()
+    if not tag and not _looks_like_call(body):
         problem = problem_message("it is enclosed in <function=...>", _LLAMA_FORM)
-        return Parsed(_plain(text), (), (problem,) if "<function=" in written else ())
+        return Parsed(_plain(text), (), (problem,) if "<function=" in body else ())
     try:
-        call = parse_call(written)
+        call = parse_call(body)
     except ValueError as error:
         return Parsed(_plain(text), (), (problem_message(str(error), _LLAMA_FORM),))
     return Parsed(_plain(reasoning + (before if tag else "")).strip(), (call,))
 
 
-def _is_called(written: str) -> bool:
-    """Return whether a message looks like a JSON call: it starts with "{" and has keys for a name and arguments."""
-    named = '"name"' in written or '"function"' in written
-    return written.startswith("{") and named and ('"parameters"' in written or '"arguments"' in written)
+def _looks_like_call(body: str) -> bool:
+    """Return whether a message starts with "{" and contains keys for a name and arguments."""
+    named = '"name"' in body or '"function"' in body
+    return body.startswith("{") and named and ('"parameters"' in body or '"arguments"' in body)
 
 
 def _plain(text: str) -> str:
+    """Remove strings that look like special tokens."""
     return _SPECIAL.sub("", text)
 
 
@@ -193,7 +194,7 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
             kept.append(f"<think>\n{_plain(body)}\n</think>" if is_reasoning else _plain(body))
             continue
         try:
-            calls.append(_addressed(recipient[1], body, end))
+            calls.append(_harmony_call(recipient[1], body, end))
         except ValueError as error:
             problems.append(problem_message(str(error), _HARMONY_FORM))
             kept.append(_plain(header + body))
@@ -203,15 +204,16 @@ def _parse_harmony(text: str, *, schemas: Mapping[str, Json] | None = None, thin
 def _messages(text: str) -> Iterator[tuple[str, str, str]]:
     """Yield the header, body and closing token of each message. Text without a header is a body."""
     for part in text.split("<|start|>"):
-        header, found, rest = part.partition("<|message|>")
-        if not found:  # a truncated header, or no header
+        header, separator, rest = part.partition("<|message|>")
+        if not separator:  # a truncated header, or no header
             header, rest = (part, "") if "<|channel|>" in part else ("", part)
         end = _BODY_END.search(rest)
         if part:
             yield header, rest[: end.start()] if end else rest, end[0] if end else ""
 
 
-def _addressed(recipient: str, body: str, end: str) -> ToolCall:
+def _harmony_call(recipient: str, body: str, end: str) -> ToolCall:
+    """Parse a message to a tool. Raises ValueError if it is not a call."""
     namespace, _, name = recipient.partition(".")
     if namespace != "functions" or not name:
         raise ValueError(f"unknown recipient {recipient!r}; address tools as functions.tool")
@@ -220,28 +222,27 @@ def _addressed(recipient: str, body: str, end: str) -> ToolCall:
     return ToolCall(name, parse_json(body) if body.strip() else {})
 
 
-# --- Formats in matching order: harmony and XML templates may also contain markers of later formats.
+_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_parse_xml = functools.partial(_parse_tagged, parse_one=_parse_one_xml, form=_XML_FORM)
+_parse_hermes = functools.partial(_parse_tagged, parse_one=_parse_one_hermes, form=_HERMES_FORM)
 
-_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-_parse_xml = functools.partial(_parse_tagged, read=_read_xml, form=_XML_FORM)
-_parse_hermes = functools.partial(_parse_tagged, read=_read_hermes, form=_HERMES_FORM)
-_ALL = (
-    Format("harmony", lambda template: "<|channel|>" in template and "functions." in template, _parse_harmony, True),
-    Format(
-        "qwen_xml", lambda template: "<tool_call>" in template and "<function=" in template, _parse_xml, False, _TAGS
-    ),
-    Format(
-        "hermes", lambda template: "<tool_call>" in template and '"arguments' in template, _parse_hermes, False, _TAGS
-    ),
-    Format("llama3", lambda template: _TAG in template or bool(_LLAMA_CALL.search(template)), _parse_llama, True),
-)
-FORMATS: dict[str, Format] = {entry.name: entry for entry in _ALL}
+FORMATS: dict[str, Format] = {
+    "harmony": Format("harmony", _parse_harmony, keeps_special_tokens=True),
+    "qwen_xml": Format("qwen_xml", _parse_xml, markers=_MARKERS),
+    "hermes": Format("hermes", _parse_hermes, markers=_MARKERS),
+    "llama3": Format("llama3", _parse_llama, keeps_special_tokens=True),
+}
 """Supported formats, keyed by name."""
 
 
 def format_of(chat_template: str | None) -> Format | None:
     """Return a chat template's tool call format, or None if unknown."""
-    if not chat_template:
-        return None
-    written = chat_template.replace('\\"', '"')
-    return next((entry for entry in FORMATS.values() if entry.recognize(written)), None)
+    template = (chat_template or "").replace('\\"', '"')
+    # Templates for harmony and XML may also match the conditions below theirs.
+    if "<|channel|>" in template and "functions." in template:
+        return FORMATS["harmony"]
+    if "<tool_call>" in template and "<function=" in template:
+        return FORMATS["qwen_xml"]
+    if "<tool_call>" in template and '"arguments' in template:
+        return FORMATS["hermes"]
+    return FORMATS["llama3"] if _PYTHON_TAG in template or _LLAMA_CALL.search(template) else None
