@@ -68,7 +68,7 @@ class Loading:
         params = jax.tree_util.tree_map_with_path(base_leaf, abstract_params(shape))
         if self.lora is None:
             return params, None
-        lora = {"rank": self.lora} if isinstance(self.lora, int) else self.lora
+        lora: Json = {"rank": self.lora} if isinstance(self.lora, int) else self.lora
         rank, targets = lora.get("rank", 16), lora.get("targets", TARGETS)
         init = functools.partial(init_adapters, base=params, rank=rank, targets=targets)
         return jax.eval_shape(init, jax.random.key(0)), params

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from grpo_jax.hub.vision import ImageProcessor, Size
 
 _KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
-_IGNORED = -100  # label of tokens excluded from the loss in PyTorch
+_IGNORED = -100  # label of tokens that are excluded from the loss
 _MASKS = ("assistant_masks", "completion_mask")
 
 
@@ -145,10 +145,10 @@ def encode_examples(
     that the config requires, if the assistant's turns cannot be located, or if an image is included in the loss.
     """
     length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids, processor)
-    found = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
-    truncated = sum(length is not None and len(ids) > length for ids, *_ in found)
-    found = [example._replace(ids=example.ids[:length], mask=example.mask[:length]) for example in found]
-    kept = [i for i, example in enumerate(found) if any(example.mask[1:])]  # the first token is never predicted
+    examples = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
+    truncated = sum(length is not None and len(ids) > length for ids, *_ in examples)
+    examples = [example._replace(ids=example.ids[:length], mask=example.mask[:length]) for example in examples]
+    kept = [i for i, example in enumerate(examples) if any(example.mask[1:])]  # the first token is never predicted
     dropped = sorted(set(range(len(rows))) - set(kept))
     if not kept:
         fix = f"increase max_length={length}" if truncated else "add rows with a completion"
@@ -159,11 +159,11 @@ def encode_examples(
             f" {len(dropped)} examples without tokens in the loss were dropped",
             stacklevel=2,
         )
-    token_ids = [found[i].ids for i in kept]
+    token_ids = [examples[i].ids for i in kept]
     lengths = [len(ids) for ids in token_ids]
     blocks = fill_blocks(lengths, length) if packing and length else [[i] for i in range(len(kept))]
-    images = None if processor is None else [tuple(found[i].images) for i in kept]
-    sizes, masks = [list(found[i].sizes) for i in kept], [found[i].mask for i in kept]
+    images = None if processor is None else [tuple(examples[i].images) for i in kept]
+    sizes, masks = [list(examples[i].sizes) for i in kept], [examples[i].mask for i in kept]
     return Examples([rows[i] for i in kept], token_ids, dropped, masks, blocks, images=images, image_sizes=sizes)
 
 
@@ -198,8 +198,9 @@ def _ids_fault(row: Json) -> str:
         if len(values) != len(row["input_ids"]):
             return f"has {len(row['input_ids'])} 'input_ids' but {len(values)} {name!r}; the lengths must be equal"
     labels = row.get("labels", row["input_ids"])
-    if wrong := [i for i, (x, y) in enumerate(zip(row["input_ids"], labels, strict=True)) if y not in (x, _IGNORED)]:
-        return f"has 'labels' that differ from 'input_ids' at index {wrong[0]}; use the token id or {_IGNORED}"
+    for i, (token, label) in enumerate(zip(row["input_ids"], labels, strict=True)):
+        if label not in (token, _IGNORED):
+            return f"has 'labels' that differ from 'input_ids' at index {i}; use the token id or {_IGNORED}"
     return ""
 
 
@@ -253,9 +254,8 @@ class _Encoder:
 
     def encode_ids(self, row: Row, where: str) -> _Example:
         ids, config = list(row["input_ids"]), self.config
-        needs = (config.assistant_only_loss, config.completion_only_loss)
-        for name, mask, needed in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, needs, strict=True):
-            if needed and mask not in row and "labels" not in row:
+        for name, mask in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, strict=True):
+            if getattr(config, name) and mask not in row and "labels" not in row:
                 raise ValueError(
                     f"{name}=True requires {mask!r} or 'labels' next to 'input_ids' in {where}; add one of them"
                 )
@@ -274,11 +274,11 @@ class _Encoder:
         messages, images, sizes = assign_images(row, whole, self.processor, where)
         messages = template_messages(messages, self.tokenizer, keywords, where=where, seen=self.seen)
 
-        def apply(messages: Messages, how: Json) -> Any:
-            return apply_template(messages, self.tokenizer, {**keywords, **how}, where=where)
+        def apply(messages: Messages, options: Json) -> Any:
+            return apply_template(messages, self.tokenizer, {**keywords, **options}, where=where)
 
-        def ids_of(messages: Messages, *, opens: bool = False) -> list[int]:
-            text = apply(messages, {"add_generation_prompt": opens, "tokenize": False})
+        def ids_of(messages: Messages, *, generation_prompt: bool = False) -> list[int]:
+            text = apply(messages, {"add_generation_prompt": generation_prompt, "tokenize": False})
             return self.tokenize(text, sizes[: len(image_parts(messages))], where, special=False)
 
         ids = ids_of(messages)
@@ -286,17 +286,17 @@ class _Encoder:
         if self.config.assistant_only_loss:
             template = self.tokenizer.get_chat_template(keywords.get("chat_template"), tools)
             if re.search(r"\{%-?\s*generation\s*-?%\}", template):
-                how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-                found = apply(messages, how)
-                learned = [bool(x) for x in found["assistant_masks"]]
+                options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+                encoding = apply(messages, options)
+                learned = [bool(x) for x in encoding["assistant_masks"]]
                 # The ids differ up to the last image, since these have a single placeholder per image.
-                same = common_length(found["input_ids"][::-1], ids[::-1])
-                before, after = learned[: len(learned) - same], learned[len(learned) - same :]
-                mask = [any(before)] * (len(ids) - same) + after
+                shared = common_length(encoding["input_ids"][::-1], ids[::-1])
+                first, last = learned[: len(learned) - shared], learned[len(learned) - shared :]
+                mask = [any(first)] * (len(ids) - shared) + last
             else:
                 mask = self.assistant_mask(messages, ids, ids_of, where)
         if len(columns) == 2 and self.config.completion_only_loss is not False:
-            start = common_length(ids_of(messages[: len(row["prompt"])], opens=True), ids)
+            start = common_length(ids_of(messages[: len(row["prompt"])], generation_prompt=True), ids)
             mask = [learned and i >= start for i, learned in enumerate(mask)]
         return _Example(ids, mask, images, sizes)
 
@@ -308,18 +308,18 @@ class _Encoder:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            opened, closed = ids_of(messages[:i], opens=True) if i else [], ids_of(messages[: i + 1])
-            shared = common_length(closed, ids)
-            if set(closed[shared:]) <= set(special_tokens(self.tokenizer)):
-                closed = closed[:shared]  # Phi-3 writes an EOS only after the last turn
-            if ids[: len(opened)] != opened or ids[: len(closed)] != closed:
+            prompt, conversation = ids_of(messages[:i], generation_prompt=True) if i else [], ids_of(messages[: i + 1])
+            shared = common_length(conversation, ids)
+            if set(conversation[shared:]) <= set(special_tokens(self.tokenizer)):
+                conversation = conversation[:shared]  # Phi-3 writes an EOS only after the last turn
+            if ids[: len(prompt)] != prompt or ids[: len(conversation)] != conversation:
                 raise ValueError(
                     "assistant_only_loss=True: the chat template lacks generation tags, and it renders"
                     f" {where} up to message {i} differently on their own than in the whole conversation (many"
                     " templates omit previous reasoning). Put {% generation %} … {% endgeneration %} around the"
                     " assistant's text in the template, or use a row with 'prompt' and 'completion' for each turn"
                 )
-            ends = [j + 1 for j in range(len(opened), len(closed)) if ids[j] in self.ends]
-            stop = ends[-1] if ends else len(closed)
-            mask[len(opened) : stop] = [True] * (stop - len(opened))
+            ends = [j + 1 for j in range(len(prompt), len(conversation)) if ids[j] in self.ends]
+            stop = ends[-1] if ends else len(conversation)
+            mask[len(prompt) : stop] = [True] * (stop - len(prompt))
         return mask

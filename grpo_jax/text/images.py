@@ -49,8 +49,8 @@ def _column_images(row: Json) -> list[ImageSource]:
 
 def image_parts(messages: object) -> list[Json]:
     """Return the image parts of messages. The list is empty if the value is not a list of messages."""
-    found = messages if isinstance(messages, list | tuple) else ()
-    contents = (message.get("content") for message in found if isinstance(message, Mapping))
+    messages = messages if isinstance(messages, list | tuple) else ()
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 
@@ -78,8 +78,8 @@ def load_processor_if_needed(policy: Policy, rows: Sequence[Row], argument: str 
 
 def images_of(row: Json, prompt: str | Messages) -> list[ImageSource]:
     """Return a row's images in the order of the prompt's image parts. Columns supply the images that parts omit."""
-    free, own = iter(_column_images(row)), [part.get("image") for part in image_parts(prompt)]
-    return [*(next(free) if source is None else source for source in own), *free]
+    from_columns, from_parts = iter(_column_images(row)), [part.get("image") for part in image_parts(prompt)]
+    return [*(next(from_columns) if source is None else source for source in from_parts), *from_columns]
 
 
 class PromptWithImages(NamedTuple):
@@ -97,7 +97,7 @@ def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor |
     the text of the first user message, as in TRL. Raises ValueError, starting with `where`, if the numbers of images
     and parts differ, an image cannot be read, or the row has images and `processor` is None.
     """
-    images = given = _column_images(row)
+    images = column_images = _column_images(row)
     if processor is None:
         if has_images(row):
             raise ValueError(f"{where} has images, but processor is None; pass load_processor_if_needed(policy, rows)")
@@ -105,20 +105,20 @@ def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor |
     if not isinstance(prompt, str):
         prompt = [dict(message) for message in prompt]
         first = next((message for message in prompt if message["role"] == "user"), None)
-        if given and first is not None and not image_parts(prompt):
+        if column_images and first is not None and not image_parts(prompt):
             text = first["content"]
             text = [{"type": "text", "text": text}] if isinstance(text, str) else text
-            first["content"] = [*({"type": "image"} for _ in given), *text]
+            first["content"] = [*({"type": "image"} for _ in column_images), *text]
         empty = [part.get("image") for part in image_parts(prompt)].count(None)
-        if empty != len(given):
+        if empty != len(column_images):
             raise ValueError(
-                f"{where} has {len(given)} images in its columns, but {empty} image parts without an image;"
+                f"{where} has {len(column_images)} images in its columns, but {empty} image parts without an image;"
                 ' use one part {"type": "image"} per image in the columns, in a user message'
             )
         images = images_of(row, prompt)
     sizes = []
     for index, source in enumerate(images):
-        column = IMAGE_COLUMNS[row.get("image") is None] if any(source is x for x in given) else "prompt"
+        column = IMAGE_COLUMNS[row.get("image") is None] if any(source is x for x in column_images) else "prompt"
         sizes.append(_size(source, f"{where}: image {index} ({show(source)} in {column!r})"))
     return PromptWithImages(_without_images(prompt), images, sizes)
 
@@ -158,26 +158,26 @@ def encode_texts(
     if processor is None:
         return encode(texts)
     expanded = list[str]()
-    for text, found, name in zip(texts, sizes, where, strict=True):
+    for text, text_sizes, name in zip(texts, sizes, where, strict=True):
         start, *rest = text.split(processor.placeholder)
-        if len(rest) != len(found):
+        if len(rest) != len(text_sizes):
             raise ValueError(
-                f"{name} has {len(found)} images, but its text contains the placeholder {processor.placeholder!r}"
+                f"{name} has {len(text_sizes)} images, but its text contains the placeholder {processor.placeholder!r}"
                 f" {len(rest)} times; write it once per image if the prompt is a string. In messages, use parts of type"
                 " 'image', a chat template that renders them, and no placeholders in the text"
             )
         try:
-            images = [processor.expand(height, width) for height, width in found]
+            images = [processor.expand(height, width) for height, width in text_sizes]
         except ValueError as error:  # an aspect ratio that the processor rejects
             raise ValueError(f"{name} has an image that the processor rejects: {error}; crop or resize it") from error
         expanded.append(start + "".join(image + part for image, part in zip(images, rest, strict=True)))
     token_ids = encode(expanded)
-    for ids, found, name in zip(token_ids, sizes, where, strict=True):
-        count, wanted = list(ids).count(processor.image_token_id), sum(processor.num_tokens(h, w) for h, w in found)
-        if count != wanted:
+    for ids, text_sizes, name in zip(token_ids, sizes, where, strict=True):
+        count, required = list(ids).count(processor.image_token_id), sum(processor.num_tokens(*x) for x in text_sizes)
+        if count != required:
             raise ValueError(
-                f"{name} has {count} image tokens ({processor.image_token!r}), but its images require {wanted}; remove"
-                " the token from the text, or use the checkpoint's tokenizer"
+                f"{name} has {count} image tokens ({processor.image_token!r}), but its images require {required};"
+                " remove the token from the text, or use the checkpoint's tokenizer"
             )
     return token_ids
 

@@ -105,14 +105,14 @@ class EncodedPrompts:
 
     def by_part(self) -> dict[str, EncodedPrompts]:
         """Split joined datasets into a dict, keyed by name. A single dataset has the name ""."""
-        parts, found, end = self.parts or {"": len(self.rows)}, {}, 0
+        parts, datasets, end = self.parts or {"": len(self.rows)}, {}, 0
         for name, count in parts.items():
             part, end = slice(end, end + count), end + count
             images = None if self.images is None else self.images[part]
-            found[name] = dataclasses.replace(
+            datasets[name] = dataclasses.replace(
                 self, rows=self.rows[part], token_ids=self.token_ids[part], dropped=[], parts={}, images=images
             )
-        return found
+        return datasets
 
 
 def join_prompts(encoded: Mapping[str, EncodedPrompts]) -> EncodedPrompts:
@@ -120,11 +120,11 @@ def join_prompts(encoded: Mapping[str, EncodedPrompts]) -> EncodedPrompts:
     rows = [row for part in encoded.values() for row in part.rows]
     token_ids = [ids for part in encoded.values() for ids in part.token_ids]
     dropped = [index for part in encoded.values() for index in part.dropped]
-    images = [found for part in encoded.values() for found in part.images or [()] * len(part.rows)]
+    images = [row_images for part in encoded.values() for row_images in part.images or [()] * len(part.rows)]
     parts = {name: len(part.rows) for name, part in encoded.items()}
     image_encoder = next((part.image_encoder for part in encoded.values()), None)
-    kept = images if any(images) else None
-    return EncodedPrompts(rows, token_ids, dropped, parts=parts, images=kept, image_encoder=image_encoder)
+    joined = EncodedPrompts(rows, token_ids, dropped, parts=parts, image_encoder=image_encoder)
+    return dataclasses.replace(joined, images=images) if any(images) else joined
 
 
 def encode_prompts(
@@ -142,21 +142,20 @@ def encode_prompts(
 
     A string is encoded with the tokenizer's special tokens. Messages are rendered with its chat template, including the
     generation prompt and the row's `tools`. A final assistant message is left open and continued by the completion (TRL
-    1.16 closes it and starts a new turn). A prompt longer than `max_prompt_length` is an error, or is dropped if
-    `on_long_prompt` is "drop". Prompts are never truncated. Rows with images (see `text.images`) require a `processor`
-    from `load_processor_if_needed`, which replaces each placeholder with one token per image feature.
+    1.16 closes it and starts a new turn). Prompts longer than `max_prompt_length` are dropped if `on_long_prompt` is
+    "drop". Rows with images (see `text.images`) require a `processor` from `load_processor_if_needed`.
 
     Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt encodes to no tokens, if
     the chat template rejects or omits a message, or if an image cannot be read or has no placeholder. In error
     messages, `argument` is the name of the dataset.
     """
     where = [f"{argument} row {index}" for index in range(len(rows))]
-    placed = [assign_images(row, row["prompt"], processor, name) for row, name in zip(rows, where, strict=True)]
-    texts = [row.prompt for row in placed]
+    prompts = [assign_images(row, row["prompt"], processor, name) for row, name in zip(rows, where, strict=True)]
+    texts = [prompt.prompt for prompt in prompts]
     strings = all(isinstance(text, str) for text in texts)
     if not strings:
         texts = _render(texts, tokenizer, chat_template_kwargs or {}, tools or [None] * len(rows), where)
-    sizes = [row.sizes for row in placed]
+    sizes = [prompt.sizes for prompt in prompts]
     token_ids = encode_texts(texts, sizes, tokenizer, processor, where, add_special_tokens=strings)
     for name, row, ids in zip(where, rows, token_ids, strict=True):
         if len(ids) == 0:
@@ -164,21 +163,20 @@ def encode_prompts(
                 f"{name}: the prompt {show(row['prompt'])} encodes to no tokens; check that it is not empty and that"
                 " the tokenizer belongs to the checkpoint"
             )
-    bound = max_prompt_length if max_prompt_length is not None else max(map(len, token_ids), default=0)
-    long = [index for index, ids in enumerate(token_ids) if len(ids) > bound]
-    if long and (on_long_prompt == "error" or len(long) == len(rows)):
-        longest = max(long, key=lambda index: len(token_ids[index]))
-        drop = " or set on_long_prompt='drop'" if len(long) < len(rows) else ""
+    too_long = [i for i, ids in enumerate(token_ids) if max_prompt_length is not None and len(ids) > max_prompt_length]
+    if too_long and (on_long_prompt == "error" or len(too_long) == len(rows)):
+        longest = max(too_long, key=lambda index: len(token_ids[index]))
+        drop = " or set on_long_prompt='drop'" if len(too_long) < len(rows) else ""
         raise ValueError(
-            f"{len(long)} of {len(rows)} prompts are longer than max_prompt_length={max_prompt_length}; the longest,"
-            f" {argument} row {longest}, has {len(token_ids[longest])} tokens. Increase max_prompt_length{drop}"
+            f"{len(too_long)} of {len(rows)} prompts are longer than max_prompt_length={max_prompt_length}; the longest"
+            f" is {argument} row {longest} with {len(token_ids[longest])} tokens. Increase max_prompt_length{drop}"
         )
-    kept = [index for index, ids in enumerate(token_ids) if len(ids) <= bound]
-    images = None if processor is None else [tuple(placed[i].images) for i in kept]
+    kept = sorted(set(range(len(rows))) - set(too_long))
+    images = None if processor is None else [tuple(prompts[i].images) for i in kept]
     return EncodedPrompts(
         [rows[i] for i in kept],
         [token_ids[i] for i in kept],
-        dropped=long,
+        dropped=too_long,
         images=images,
         image_sizes=[sizes[i] for i in kept],
     )
@@ -194,10 +192,10 @@ def _render(
     """Render each conversation and its tools with the chat template, including the generation prompt or prefill."""
     seen: set[object] = set()
     texts = []
-    for prompt, shown, name in zip(prompts, tools, where, strict=True):
+    for prompt, row_tools, name in zip(prompts, tools, where, strict=True):
         prefilled = prompt[-1]["role"] == "assistant"
         opening = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
-        keywords = {**template_kwargs, **opening, **({"tools": shown} if shown else {})}
+        keywords = {**template_kwargs, **opening, **({"tools": row_tools} if row_tools else {})}
         messages = template_messages(prompt, tokenizer, keywords, where=name, seen=seen)
         texts.append(apply_template(messages, tokenizer, {**keywords, "tokenize": False}, where=name))
     return texts
@@ -250,11 +248,11 @@ def template_messages(
         return messages
     seen.add(structure)
     try:
-        shown = apply_template(marked, tokenizer, keywords, where=where)
+        text = apply_template(marked, tokenizer, keywords, where=where)
     except Exception:  # the template parses contents and fails on the markers
         return messages
     for mark, (index, tool) in marks.items():
-        if mark not in shown:
+        if mark not in text:
             content, role = show(messages[index]["content"]), messages[index]["role"]
             what = f"the call to the tool {tool!r} in" if tool else f"the content {content} of"
             raise ValueError(

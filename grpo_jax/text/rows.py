@@ -1,4 +1,4 @@
-"""Dataset rows: reading, renaming columns, filling in prompt templates, and validation."""
+"""Dataset rows: reading, renamed columns, prompt templates, and validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Template = str | list[dict[str, str]]
 """A format string, or messages with format strings as `role` and `content`. `{column}` inserts the row's value."""
 
 _BRACES = "write literal braces as {{ and }}"
-_ABSENT = object()
+_MISSING = object()
 _PROMPT = 'use a string, or a list of messages [{"role": "user", "content": ...}]'
 
 
@@ -63,8 +63,8 @@ def load_checked(
     rows: list[Any] = [without_arrays(row) for row in read_rows(dataset, argument, max_rows)]
     if not rows:
         raise ValueError(f"{argument} is empty; pass at least one row with {needs}")
-    if bad := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
-        raise ValueError(f"{argument} row {bad[0]} must be a dict with {needs}; got {show(rows[bad[0]])}")
+    if invalid := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
+        raise ValueError(f"{argument} row {invalid[0]} must be a dict with {needs}; got {show(rows[invalid[0]])}")
     if columns is not None or prompt is not None:
         rows = [fill(row, f"{argument} row {i}", columns, prompt) for i, row in enumerate(rows)]
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := fault_of(row, rows[0]))]
@@ -116,14 +116,12 @@ def _message_fault(message: object) -> str:
     if not isinstance(message["role"], str):
         return "its 'role' must be a string, such as \"user\""
     calls = message.get("tool_calls") or []
-    calls = calls if isinstance(calls, (list, tuple)) else [None]
-    functions = [call.get("function") or call if isinstance(call, Mapping) else None for call in calls]
-    if not all(isinstance(function, Mapping) for function in functions):
+    if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
         return "its 'tool_calls' must be a list of dicts whose 'function' is a dict with 'name' and 'arguments'"
     parts = message["content"] if isinstance(message["content"], list) else []
-    others = {str(part["type"]) for part in parts if isinstance(part, Mapping) and part.get("type", "text") != "text"}
-    if others - {"image"}:
-        return f"it has a part of type {min(others - {'image'})!r}; use parts of type 'text' and 'image'"
+    types = {str(part.get("type", "text")) for part in parts if isinstance(part, Mapping)}
+    if others := types - {"text", "image"}:
+        return f"it has a part of type {min(others)!r}; use parts of type 'text' and 'image'"
     # None is valid only in a message with tool calls. In other messages, templates render it as "None".
     if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
         return "its 'content' must be a string or a list of parts"
@@ -154,11 +152,11 @@ def check_templates(columns: object, prompt: object) -> None:
 def fill(row: Json, where: str, columns: Columns | None, prompt: Template | None) -> Row:
     """Rename a row's columns and fill in its prompt. `where` is the row's name in error messages."""
     names = columns or {}
-    missing = [name for name in names.values() if _column(row, name) is _ABSENT]
+    missing = [name for name in names.values() if _column(row, name) is _MISSING]
     if missing:
         raise ValueError(f"columns: {where} has no column {missing[0]!r}; its columns are {sorted(map(str, row))}")
-    kept = {name: value for name, value in row.items() if name not in names.values()}
-    renamed = kept | {new: _column(row, name) for new, name in names.items()}
+    others = {name: value for name, value in row.items() if name not in names.values()}
+    renamed = others | {new: _column(row, name) for new, name in names.items()}
     if isinstance(prompt, str):
         return {**renamed, "prompt": _filled(prompt, renamed, where)}
     if prompt is not None:
@@ -174,7 +172,7 @@ def _filled(template: str, row: Json, where: str) -> str:
         if name is None:
             continue
         value = _column(row, name)
-        if value is _ABSENT or spec or conversion:
+        if value is _MISSING or spec or conversion:
             names = f"{where} has the columns {sorted(map(str, row))}"
             raise ValueError(f"prompt: {{{name}}} must be a column name without a format specifier; {names}; {_BRACES}")
         if value is None:
@@ -184,11 +182,11 @@ def _filled(template: str, row: Json, where: str) -> str:
 
 
 def _column(row: Json, name: str) -> Any:
-    """Return the value in a column or nested field, or `_ABSENT` if there is none."""
+    """Return the value in a column or nested field, or `_MISSING` if there is none."""
     if name in row:
         return row[name]
     outer, dot, inner = name.partition(".")
-    nested = row.get(outer, _ABSENT)
+    nested = row.get(outer, _MISSING)
     if dot and nested is None:
         return None
-    return _column(nested, inner) if dot and isinstance(nested, Mapping) else _ABSENT
+    return _column(nested, inner) if dot and isinstance(nested, Mapping) else _MISSING

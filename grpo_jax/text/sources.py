@@ -70,12 +70,13 @@ def _encoded(dataset: Any) -> Iterable[object]:
     if type(dataset).__module__.partition(".")[0] != "datasets" or dataset.format["type"] is not None:
         return map(dataset.__getitem__, range(len(dataset)))
     names = [name for name in IMAGE_COLUMNS if name in dataset.column_names]
+    if not names:
+        return iter(dataset)
     others = [name for name in dataset.column_names if name not in names]
+    rows = dataset.select_columns(others) if others else itertools.repeat({}, len(dataset))
     # In Arrow's format, an image is a dict with `bytes` or `path`.
-    tables = dataset.select_columns(names).with_format("arrow") if names else ()
-    images = (table.to_pylist()[0] for table in tables)
-    rows = iter(dataset.select_columns(others)) if others else itertools.repeat({}, len(dataset))
-    return ({**row, **found} for row, found in zip(rows, images, strict=True)) if names else rows
+    tables = dataset.select_columns(names).with_format("arrow")
+    return ({**row, **table.to_pylist()[0]} for row, table in zip(rows, tables, strict=True))
 
 
 def _check_size(size: int, argument: str) -> None:

@@ -59,8 +59,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """Template source that transformers uses, or None if there is none. Named templates are selected by the
-        keyword `chat_template`, else "tool_use" is used if there are tools, else "default"."""
+        """Source of the template that transformers uses (with tools, "tool_use" if it exists), or None."""
         named = self.kwargs.get("chat_template")
         if named is None and getattr(self.tokenizer, "chat_template", None) is None:
             return None
@@ -102,14 +101,14 @@ class ChatTemplate:
         end = self._end_of_turn(messages[0]["role"], mark)
         special = sorted(special_tokens(self.tokenizer).values())
         guarded = [{key: _guard(value, special) for key, value in message.items()} for message in messages]
-        after = self._after_mark([_placeholder(messages[0], mark), *guarded], mark)
-        if not after.startswith(end.text):
+        suffix = self._after_mark([_placeholder(messages[0], mark), *guarded], mark)
+        if not suffix.startswith(end.text):
             raise ValueError(
-                f"the chat template ends a turn with {after[: len(end.text)]!r} before these messages, but with"
+                f"the chat template ends a turn with {suffix[: len(end.text)]!r} before these messages, but with"
                 f" {end.text!r} before other messages; use a template that ends all turns with the same text"
             )
         closing = _encode(self.tokenizer, end.closing)
-        ids = _encode_after(self.tokenizer, end.closing, after[len(end.text) :])
+        ids = _encode_after(self.tokenizer, end.closing, suffix[len(end.text) :])
         ends = self.eos_token_ids or (self.tokenizer.eos_token_id,)
         return ids if drawn is None or drawn in ends else closing + ids
 
@@ -140,18 +139,18 @@ class ChatTemplate:
         whole = self.render([_USER, message], generation_prompt=False)
         if whole.startswith(opening):
             return whole[len(opening) :], True
-        same = whole[: common_length(opening, whole)]
+        prefix = whole[: common_length(opening, whole)]
         # The common prefix may end within two tags that share their first letters.
-        return whole[max(same.rfind(">"), same.rfind("\n")) + 1 :], False
+        return whole[max(prefix.rfind(">"), prefix.rfind("\n")) + 1 :], False
 
     def closing_token(self) -> int | None:
         """Return the first special token after a final assistant turn, or None if there is none or an EOS follows."""
         try:
-            after = self._after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
+            suffix = self._after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
         except ValueError:
             return None
-        special = {text: index for index, text in special_tokens(self.tokenizer).items() if text in after}
-        found = _first(after, sorted(special))
+        special = {text: index for index, text in special_tokens(self.tokenizer).items() if text in suffix}
+        found = _first(suffix, sorted(special))
         return None if found is None or set(self.eos_token_ids) & set(special.values()) else special[found[1]]
 
     def _omits_tools(self) -> bool:
@@ -162,31 +161,31 @@ class ChatTemplate:
 
     def _after_mark(self, messages: Messages, mark: str, *, generation_prompt: bool = True) -> str:
         """Render the messages after a user message, and return the text after the last mark."""
-        _, found, after = self.render([_USER, *messages], generation_prompt=generation_prompt).rpartition(mark)
+        _, found, suffix = self.render([_USER, *messages], generation_prompt=generation_prompt).rpartition(mark)
         if not found:
             raise ValueError("it omits earlier assistant turns; use a template that renders them")
-        return after
+        return suffix
 
     def _end_of_turn(self, role: str, mark: str) -> _End:
         """Return the cached end of a turn before a message from `role`. Raises ValueError for unsuitable templates."""
-        described = json.dumps([self.kwargs, self.tools], sort_keys=True, default=repr)
-        key = (str(self.tokenizer.chat_template), role, mark, described, self.eos_token_ids)
-        known = _ENDS.setdefault(self.tokenizer, {})
-        if key not in known:
-            known[key] = self._read_end(role, mark)
-        return known[key]
+        keywords = json.dumps([self.kwargs, self.tools], sort_keys=True, default=repr)
+        key = (str(self.tokenizer.chat_template), role, mark, keywords, self.eos_token_ids)
+        cache = _ENDS.setdefault(self.tokenizer, {})
+        if key not in cache:
+            cache[key] = self._find_end(role, mark)
+        return cache[key]
 
-    def _read_end(self, role: str, mark: str) -> _End:
+    def _find_end(self, role: str, mark: str) -> _End:
         probe = {"role": role, "content": _PROBE, **({"name": "tool"} if role == "tool" else {})}
         turn = _placeholder(probe, mark)
-        after = self._after_mark([turn, probe], mark)
-        if _PROBE not in after:
+        suffix = self._after_mark([turn, probe], mark)
+        if _PROBE not in suffix:
             support = " with tool support" if role == "tool" else ""
             raise ValueError(
                 f"the chat template omits messages with the role {role!r}; use a template{support} that renders them"
             )
         # Text that is rendered both with and without the message belongs to the turn.
-        common = after[: common_length(self._after_mark([turn], mark), after)]
+        common = suffix[: common_length(self._after_mark([turn], mark), suffix)]
         ids = [index for index in self.eos_token_ids or (self.tokenizer.eos_token_id,) if index is not None]
         ends = [text for index in ids if (text := self.tokenizer.decode([index], skip_special_tokens=False))]
         if not ends:
@@ -203,7 +202,7 @@ class ChatTemplate:
                     ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json'
                 )
         position, closing = found
-        return _End(after[: position + len(closing)], closing)
+        return _End(suffix[: position + len(closing)], closing)
 
 
 def _placeholder(message: Message, mark: str) -> Message:
@@ -218,8 +217,8 @@ def _placeholder(message: Message, mark: str) -> Message:
 
 def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:
     """Find the first position of any token, and the longest token at that position. Returns None if none occurs."""
-    places = [(text.find(token), -len(token), token) for token in tokens if token in text]
-    return (min(places)[0], min(places)[2]) if places else None
+    matches = [(text.find(token), -len(token), token) for token in tokens if token in text]
+    return (min(matches)[0], min(matches)[2]) if matches else None
 
 
 def _guard(value: object, special: Sequence[str]) -> object:
@@ -227,7 +226,7 @@ def _guard(value: object, special: Sequence[str]) -> object:
     if isinstance(value, str):
         value = value.replace(_SPLIT, "\ufffd")
         pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
-        return re.sub(pattern, lambda found: found[0][0] + _SPLIT + found[0][1:], value) if pattern else value
+        return re.sub(pattern, lambda match: match[0][0] + _SPLIT + match[0][1:], value) if pattern else value
     if isinstance(value, dict):
         return {key: _guard(item, special) for key, item in value.items()}
     return [_guard(item, special) for item in value] if isinstance(value, list) else value
@@ -236,8 +235,8 @@ def _guard(value: object, special: Sequence[str]) -> object:
 def _encode_after(tokenizer: Tokenizer, closing: str, text: str) -> list[int]:
     """Encode `text` after a closing token. Some tokenizers encode the start of a string differently."""
     first, *rest = text.split(_SPLIT)
-    before, ids = _encode(tokenizer, closing), _encode(tokenizer, closing + first)
-    ids = ids[len(before) :] if ids[: len(before)] == before else _encode(tokenizer, first)
+    prefix, ids = _encode(tokenizer, closing), _encode(tokenizer, closing + first)
+    ids = ids[len(prefix) :] if ids[: len(prefix)] == prefix else _encode(tokenizer, first)
     return ids + [index for part in rest for index in _encode(tokenizer, part)]
 
 

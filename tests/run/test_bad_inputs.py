@@ -91,7 +91,7 @@ BAD = [
     (dict(dataset=[{"prompt": MESSAGES}], policy=with_template),
         "'content': 'a'}] (TemplateError: roles must alternate)"),
     (dict(max_prompt_length=2),
-        "1 of 2 prompts are longer than max_prompt_length=2; the longest, dataset row 1,"),
+        "1 of 2 prompts are longer than max_prompt_length=2; the longest is dataset row 1"),
     (dict(reward_fns=None), "reward_fns must be a function or a list of functions; got None"),
     (dict(reward_fns=[]), "reward_fns is empty; pass at least one reward function"),
     (dict(reward_fns=[right, 3]), "reward_fns must contain functions; got 3"),
