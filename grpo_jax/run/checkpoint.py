@@ -286,6 +286,7 @@ class Checkpoints:
 
         context, index = ocp.Context(), jax.process_index()
         context.multiprocessing.primary_host, context.multiprocessing.active_processes = index, {index}
+        context.pytree.loading.partial_load = True  # `differences` has compared the arrays; other versions have more
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _OPTIONAL.items():
             if stored.get(name) is not None:
@@ -294,7 +295,9 @@ class Checkpoints:
             found = ocp.load_checkpointables(self._directory / str(step), wanted)
         state = found["rest"].replace(params=found["params"])
         batch, prefetched = (fetch(found.get(name)) for name in _OPTIONAL)
-        return Restored(state, Progress(**stored["progress"]), batch, prefetched, stored.get("transcript"))
+        names = (field.name for field in dataclasses.fields(Progress))
+        progress = Progress(**{name: stored["progress"][name] for name in names if name in stored["progress"]})
+        return Restored(state, progress, batch, prefetched, stored.get("transcript"))
 
     def _rename_unreadable(self, unreadable: Mapping[int, str], good: int) -> None:
         """Rename unreadable checkpoints and warn. Otherwise, the run could not save these steps again."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import Resume
@@ -28,9 +29,6 @@ from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Json, Model, Params, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import read_settings
-
-FORMAT = 3
-"""Version of a checkpoint's contents. Increase it if checkpoints of earlier versions cannot be resumed."""
 
 _RULES: dict[str, Resume | None] = {
     field.name: field.metadata.get("resume") for kind in (GRPOConfig, SFTConfig) for field in dataclasses.fields(kind)
@@ -64,7 +62,6 @@ def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
     eos_token_ids = () if isinstance(run, SFTRun) else run.policy.eos_token_ids  # used only to sample completions
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
-        "format": FORMAT,
         "config": json.loads(json.dumps(config.to_dict())),
         "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
         "total_steps": run.total_steps,
@@ -107,14 +104,14 @@ def _hash_prompts(datasets: Iterable[EncodedPrompts]) -> Json:
 def _function_names(run: BaseRun) -> dict[str, list[str]]:
     """Return the names of the caller's functions, tools and environments for each argument to `train`."""
     advantage_fn = None if run.advantage_fn is None else run.advantage_fn.function
-    names = {"reward_fns": reward_names(run.reward_fns)}
-    for argument, fn in (("advantage_fn", advantage_fn), ("surrogate", run.updater.surrogate)):
-        names[argument] = [] if fn is None else [function_name(fn)]
-    if run.interaction is not None:
-        kinds = run.interaction.kinds.items()
-        names["tools"] = [*run.interaction.tools]
-        names["environment_factory"] = [x.__name__ if key is None else f"{key}: {x.__name__}" for key, x in kinds]
-    return names
+    kinds = {} if run.interaction is None else run.interaction.kinds
+    return {
+        "reward_fns": reward_names(run.reward_fns),
+        "advantage_fn": [] if advantage_fn is None else [function_name(advantage_fn)],
+        "surrogate": [] if run.updater.surrogate is None else [function_name(run.updater.surrogate)],
+        "tools": [] if run.interaction is None else [*run.interaction.tools],
+        "environment_factory": [x.__name__ if key is None else f"{key}: {x.__name__}" for key, x in kinds.items()],
+    }
 
 
 def _model_settings(model: Model) -> Json:
@@ -147,9 +144,13 @@ def fingerprint(tree: Params) -> str:
 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
-    """Compare two results of `run_identity` and return one line per difference that prevents resuming from `step`."""
-    if incomparable := _incomparable(saved, current):
-        return [incomparable]
+    """Compare two results of `run_identity` and return one line per difference that prevents resuming from `step`.
+
+    Only names in both are compared, because another version of this library may describe more or less of a run.
+    """
+    kind, other = (config_class(identity["config"]).__name__ for identity in (current, saved))
+    if kind != other:
+        return [f"config: {kind}, but the run has {other}"]
     lines = [
         *_config_differences(saved, current, step),
         *_function_differences(saved["functions"], current["functions"]),
@@ -161,22 +162,13 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
     return lines or _state_differences(saved["state"], current["state"])
 
 
-def _incomparable(saved: Json, current: Json) -> str | None:
-    """Return why two descriptions do not have the same keys, or None if they do."""
-    if saved.get("format") != current["format"]:
-        fix = "resume the run with the version that wrote it, or extract its params with grpo-jax export"
-        return f"checkpoint: format {saved.get('format', 1)} of another version of grpo_jax; {fix}"
-    kind, other = (config_class(which["config"]).__name__ for which in (current, saved))
-    return None if kind == other else f"config: {kind}, but the run has {other}"
-
-
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the names whose values differ or that only one of the dicts contains, sorted."""
     return sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
 
 
 def _changed_in_both(old: Json, new: Json) -> Iterator[tuple[str, str]]:
-    """Yield each name in both dicts whose values differ, with a description. Versions may add or remove names."""
+    """Yield each name in both dicts whose values differ, with a description."""
     for name in (name for name in _changed(old, new) if name in old and name in new):
         yield name, f"{name} = {show(new[name])}, but the run has {show(old[name])}"
 
@@ -204,10 +196,9 @@ def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
 
 def _function_differences(old: Json, new: Json) -> Iterator[str]:
     """Yield a line for each argument of `train` whose functions do not have the run's names."""
-    for argument in {**old, **new}:
-        names, other = (", ".join(which.get(argument, ())) or "none" for which in (new, old))
-        if names != other:
-            yield f"{argument}: {names}, but the run has {other}"
+    for argument, _ in _changed_in_both(old, new):
+        names, other = (", ".join(functions[argument]) or "none" for functions in (new, old))
+        yield f"{argument}: {names}, but the run has {other}"
 
 
 def _dataset_differences(old: Json, new: Json) -> Iterator[str]:
@@ -224,24 +215,25 @@ def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:
     if name is None or not name.startswith("eval/") or saved["config"].get("metric_for_best_model") != name:
         return
     old, new = saved["evaluation"], current["evaluation"]
-    compared = f"; metric_for_best_model = {show(name)} requires all evaluations of the run to be comparable"
-    for setting in ("num_generations_eval", "temperature_eval"):
-        if old[setting] != new[setting]:
-            yield f"{setting} = {show(new[setting])}, but the run has {show(old[setting])}{compared}"
-    if old["rows"] != new["rows"]:
-        yield f"eval_dataset: {new['rows']} rows, but the run has {old['rows']}{compared}"
-    elif old["prompts"] != new["prompts"]:
-        yield f"eval_dataset: its {new['rows']} prompts differ from the run's{compared}"
+    changed = dict(_changed_in_both(old, new))
+    if "rows" in changed:
+        changed["rows"] = f"eval_dataset: {new['rows']} rows, but the run has {old['rows']}"
+        changed.pop("prompts", None)
+    elif "prompts" in changed:
+        changed["prompts"] = f"eval_dataset: its {new['rows']} prompts differ from the run's"
+    for line in changed.values():
+        yield f"{line}; metric_for_best_model = {show(name)} requires all evaluations of the run to be comparable"
 
 
 def _policy_differences(saved: Json, current: Json) -> Iterator[str]:
     """Yield a line for each difference in the optimizer, the sampler, the teacher and the policy."""
     for name in ("optimizer", "sampler", "teacher"):
-        if saved[name] != current[name]:
-            yield f"{name}: {current[name]}, but the run has {saved[name]}"
+        if (saved[name] or "none") != current[name]:
+            yield f"{name}: {current[name]}, but the run has {saved[name] or 'none'}"
     if saved["frozen"] != current["frozen"]:
         yield "policy: the frozen base model or vision tower differs from the run's"
-    for _, line in _changed_in_both(saved["policy"], current["policy"]):
+    old, new = (flatten_dict(identity["policy"], sep=".") for identity in (saved, current))
+    for _, line in _changed_in_both(old, new):
         yield f"policy: {line}"
 
 

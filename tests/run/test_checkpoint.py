@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import resource
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from test_resume import about as about_run
+from test_resume import shaped
 
 from grpo_jax import GRPOConfig, Prompts
 from grpo_jax.run import checkpoint
@@ -75,6 +77,40 @@ def test_checkpoint_holds_every_field_of_state_and_progress(tmp_path):
         chex.assert_trees_all_equal_dtypes(as_data(after), as_data(before))
         for field in dataclasses.fields(after) if dataclasses.is_dataclass(after) else ():
             assert getattr(after, field.name) is not None, f"{part}.{field.name}"
+
+
+class OtherState(TrainState):
+    """The state of a version with one more field."""
+
+    teacher_params: jax.Array | None = None
+
+
+def test_checkpoint_of_another_version_is_restored(tmp_path):
+    """Names and arrays that only one version knows are ignored. A difference in what both describe is reported."""
+    run = about_run(model=shaped())
+    state = create_state({"w": np.zeros((2, 3), np.float32)}, optax.adam(0.1), jax.random.key(0))
+    state = state.replace(step=jnp.int32(3), ref_params=None)
+    with Checkpoints(tmp_path, GRPOConfig(), run) as checkpoints:
+        other = OtherState(**{field.name: getattr(state, field.name) for field in dataclasses.fields(state)})
+        checkpoints.save(other.replace(teacher_params=jnp.ones(2)), Progress(step=3, tokens=5), None)
+    path = tmp_path / "checkpoints/3/_CHECKPOINT_METADATA"
+    metadata = json.loads(path.read_text())
+    stored = json.loads(metadata["custom_metadata"]["about"])
+    stored["progress"]["asked"] = stored["progress"].pop("in_progress")
+    stored["run"]["functions"] = {}
+    stored["run"]["teacher"] = None
+    stored["run"]["config"]["unknown"] = 1
+    del stored["run"]["policy"]["rope"]["theta"]
+    metadata["custom_metadata"]["about"] = json.dumps(stored)
+    path.write_text(json.dumps(metadata))
+    changed = about_run(model=shaped(rms_norm_eps=1e-5))
+    line = r"Differences:\n  policy: rms_norm_eps = 1e-05, but the run has 1e-06$"
+    with Checkpoints(tmp_path, GRPOConfig(), changed) as checkpoints, pytest.raises(ValueError, match=line):
+        checkpoints.restore(state)
+    with Checkpoints(tmp_path, GRPOConfig(), run) as checkpoints:
+        found = checkpoints.restore(jax.tree.map(jnp.copy, state))
+    assert found.progress == Progress(step=3, tokens=5)
+    chex.assert_trees_all_equal(as_data(found.state), as_data(state))
 
 
 def write(run_dir, *steps, about=None, metrics=None, evaluated=None, **settings):
