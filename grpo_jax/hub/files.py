@@ -42,16 +42,11 @@ def parsing(source: Path | str) -> Iterator[None]:
     """Convert parser exceptions to a ValueError whose message contains `source`, such as the path of the file."""
     try:
         yield
-    except (ImportError, OSError):
-        raise
-    except KeyError as error:
-        raise ValueError(f"{source}: {error} is missing") from error
-    except ValueError as error:
-        if str(source) in str(error):
-            raise
-        raise ValueError(f"{source}: {error}") from error
     except Exception as error:  # parsers raise any exception for damaged files
-        raise ValueError(f"{source}: {one_line(error)}") from error
+        if isinstance(error, ImportError | OSError) or str(source) in str(error):
+            raise
+        reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"{source}: {error if isinstance(error, ValueError) else reason}") from error
 
 
 def read_json(path: Path) -> Json | None:

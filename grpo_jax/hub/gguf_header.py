@@ -138,26 +138,13 @@ def _scaling_of(theta: float, factors: np.ndarray | None) -> Json:
     return {"rope_type": "longrope", "short_factor": values, "long_factor": values, "attention_factor": 1.0}
 
 
-def _query_scale(raw: Json) -> int:
-    """Return Gemma's query scale: the head size, except in 27B models. llama.cpp identifies them by 46 or 62 layers."""
-    is_27b = raw["num_hidden_layers"] in (46, 62)
-    return raw["hidden_size"] // raw["num_attention_heads"] if is_27b else raw["head_dim"]
-
-
-def _gemma2(header: Header, raw: Json) -> Json:
-    return {
-        "query_pre_attn_scalar": _query_scale(raw),
-        "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
-        "sliding_window": header.get("attention.sliding_window", 4096),
-    }
-
-
 def _gemma3(header: Header, raw: Json) -> Json:
     window, layers = header.get("attention.sliding_window", 0), range(raw["num_hidden_layers"])
     local_rope = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10000.0)}
+    width_per_head = raw["hidden_size"] // raw["num_attention_heads"]
     return {
-        "query_pre_attn_scalar": _query_scale(raw),
+        # The query scale is the head size, except in the 27B model. llama.cpp identifies that model by its 62 layers.
+        "query_pre_attn_scalar": width_per_head if raw["num_hidden_layers"] == 62 else raw["head_dim"],
         "final_logit_softcapping": header.get("final_logit_softcapping"),
         "sliding_window": window or 4096,
         "layer_types": ["sliding_attention" if window and (i + 1) % 6 else "full_attention" for i in layers],
@@ -170,7 +157,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
-    "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, shifted=True),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, shifted=True),
 }
 """Supported values of `general.architecture`. Mistral models use `llama`."""

@@ -61,13 +61,9 @@ _STACKED = {
 """Mapping from an expert parameter to the name of its stacked tensor and its half of it (0, 1, or None for all)."""
 
 
-def abstract_params(config: TransformerConfig) -> Params:
-    """Return the tree of parameters, with shapes and dtypes instead of arrays."""
-    return jax.tree.map(lambda shape: shape, _traced_params(config))  # a copy, to protect the cached tree
-
-
 @functools.lru_cache(maxsize=8)  # tracing 30 layers takes 0.5 s, and opening a checkpoint calls this three times
-def _traced_params(config: TransformerConfig) -> Params:
+def abstract_params(config: TransformerConfig) -> Params:
+    """Return the tree of parameters, with shapes and dtypes instead of arrays. It is cached; do not modify it."""
     model = Transformer(config)
     return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
 

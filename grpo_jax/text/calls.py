@@ -17,9 +17,6 @@ from grpo_jax.types import Json, Message, Messages, Tokenizer
 
 _MAX_DEPTH = 100
 
-Decode = Callable[..., str]
-"""A tokenizer's `decode(ids, skip_special_tokens=...)`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
@@ -164,8 +161,8 @@ def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...]:
     return tuple(sorted(i for i, token in special.items() if not any(marker in token for marker in form.markers)))
 
 
-def turn_text(ids: np.ndarray, decode: Decode, hidden: Sequence[int]) -> str:
-    """Decode a turn for `Format.parse`. `hidden` is the result of `hidden_ids`."""
+def turn_text(ids: np.ndarray, decode: Callable[..., str], hidden: Sequence[int]) -> str:
+    """Decode a turn for `Format.parse`. `decode` is a tokenizer's method; `hidden` is the result of `hidden_ids`."""
     return decode(ids[~np.isin(ids, hidden)], skip_special_tokens=False)
 
 

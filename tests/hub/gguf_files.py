@@ -21,10 +21,9 @@ GOLDEN = Path(__file__).parent / "golden" / "gguf.tar.xz"
 CHANGES = {
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "mistral": {"sliding_window": None, "head_dim": 16},
-    "gemma2": {**GEMMA, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3": {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
 }  # fmt: skip
-FILES = ["qwen2", "qwen3", "llama", "smollm3", "mistral", "gemma2", "gemma3"]
+FILES = ["qwen2", "qwen3", "llama", "smollm3", "mistral", "gemma3"]
 
 
 def config_of(name):
