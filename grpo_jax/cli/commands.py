@@ -342,11 +342,11 @@ def report(arguments: Namespace) -> None:
 
 def from_trl(arguments: Namespace) -> None:
     """Convert a TRL config to a RUN.yaml (`grpo-jax from-trl`). Exits with status 1 if a field cannot be converted."""
-    run, moved = from_trl_script(read_file(Path(arguments.script).expanduser()))
-    text = "".join(f"# {line}\n" for line in moved.notes()) + dump_yaml(run)
+    run, migration = from_trl_script(read_file(Path(arguments.script).expanduser()))
+    text = "".join(f"# {line}\n" for line in migration.notes()) + dump_yaml(run)
     if arguments.out is None:
         print(text, end="")
     else:
         Path(arguments.out).write_text(text, encoding="utf-8")
-    if moved.missing:
+    if migration.missing:
         raise SystemExit(1)

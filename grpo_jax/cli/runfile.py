@@ -168,7 +168,7 @@ def read_run(
     only_teacher = not run.rewards and run.teacher is not None
     if not problems and run.rows and not (run.tools or run.environment_factory or only_teacher):
         problems.call("", lambda: check_reward_fns(run.rewards, run.rows[0], argument="data", rows=run.rows))
-    raise_all(str(path), list(dict.fromkeys(problems)))  # errors in templates occur once for each data set
+    raise_all(str(path), list(dict.fromkeys(problems)))  # errors in templates occur once for each dataset
     return run
 
 
