@@ -51,10 +51,9 @@ def as_scores(values: np.ndarray, failures: Failures) -> list[float | None]:
 def read_outcome(
     outcome: object, count: int, read: Callable[[int, object], float | str] | None = None
 ) -> tuple[np.ndarray, Failures]:
-    """Validate a reward function's result or exception.
+    """Validate a reward function's result or exception. Returns scores [count] float64 (NaN if missing) and errors.
 
-    Returns scores [count] float64 (NaN if missing) and errors. `read(index, value)` converts one completion's value to
-    a float or an error message. If `read` is None, `read_number` is used.
+    `read(index, value)` converts one completion's value to a float or an error message. The default is `read_number`.
     """
     if isinstance(outcome, PartialRewards):
         values, failures = read_outcome(outcome.values, count, read)
@@ -173,10 +172,10 @@ def place_rewards(
     for part in parts:
         row = turns[part.completion]
         if part.per_token:
-            at = np.flatnonzero(attended[part.completion])
+            positions = np.flatnonzero(attended[part.completion])
         else:
-            at = np.array([np.flatnonzero(row == n)[-1] for n in range(len(part.values))])
+            positions = np.array([np.flatnonzero(row == n)[-1] for n in range(len(part.values))])
         placed[part.completion, :, part.function] = 0
-        placed[part.completion, at, part.function] = part.values
+        placed[part.completion, positions, part.function] = part.values
     placed = np.where(np.isnan(flat)[:, None], np.float32(np.nan), placed)
     return placed.reshape(b, g, t, -1)

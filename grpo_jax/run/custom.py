@@ -50,10 +50,7 @@ class CheckedAdvantageFn:
     def __call__(
         self, state: TrainState, batch: Batch, rollout: RolloutResult, rewards: Rewards, counted: np.ndarray
     ) -> np.ndarray:
-        """Compute a batch's advantages on the host, [B, G] or [B, G, T] float32.
-
-        They are 0 at masked tokens and in padding groups, where `counted` [B] bool is False and rewards are NaN.
-        """
+        """Compute a batch's advantages on the host. They are 0 in padding groups, where `counted` [B] is False."""
         t, turns, placed = batch.mask.shape[2], rollout.turns, None
         if "token_rewards" in self.keywords:
             placed = place_rewards(rewards.values, rewards.parts, turns, rollout.present)[:, :, :t]
@@ -75,11 +72,7 @@ class CheckedAdvantageFn:
 
 
 def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> CheckedAdvantageFn | None:
-    """Trace an advantage function on an abstract batch with K = `functions`. None is returned unchanged.
-
-    Raises ValueError if `function` is not callable, fails when traced, or does not return floats of shape [B, G] or
-    [B, G, T].
-    """
+    """Trace an advantage function on an abstract batch with K = `functions`. Raises ValueError if it is invalid."""
     if function is None:
         return None
     if config.turn_credit != "episode":

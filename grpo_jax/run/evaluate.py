@@ -81,23 +81,9 @@ def evaluate(
       ValueError: if settings, rows or reward functions are invalid. Raised before sampling starts.
 
     Example:
-      A bigram model with 16 parameters writes "b" after "a" and then stops:
-
-      >>> import jax.numpy as jnp
-      >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-      >>> from transformers import PreTrainedTokenizerFast
-      >>> class Pairs:
-      ...     def apply(self, variables, tokens):
-      ...         return variables["params"]["logits"][tokens]
-      >>> letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(".abc")}, unk_token="."))
-      >>> letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-      >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=".")
-      >>> policy = Policy(Pairs(), {"logits": jnp.zeros((4, 4)).at[1, 2].set(9.0)}, tokenizer)
-      >>> def right(completions, answer):
-      ...     return [float(text == truth) for text, truth in zip(completions, answer)]
-      >>> metrics, rows = evaluate(policy, [{"prompt": "ca", "answer": "b"}, {"prompt": "c", "answer": "b"}], right)
-      >>> metrics["right"], [row["completion"] for row in rows]
-      (0.5, ['b', ''])
+      >>> metrics, rows = evaluate(policy, [{"prompt": "1 + 1 =", "answer": "2"}], number_reward())  # doctest: +SKIP
+      >>> metrics["accuracy"], rows[0]["completion"]  # doctest: +SKIP
+      (1.0, ' 2')
     """
     if params is None:
         policy.check_held()

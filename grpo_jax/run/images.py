@@ -147,10 +147,7 @@ def without_image_token(policy: Policy) -> Policy:
 
 
 def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: bool) -> Policy:
-    """Add the vision tower to a policy's model and params unless `freeze`. Mask the image token if rows have images.
-
-    Raises ValueError if the tower cannot be trained, or if `freeze` is True but the params contain a trained tower.
-    """
+    """Add the vision tower to a policy's model and params unless `freeze`. Mask the image token if rows have images."""
     has_images = any(part.images for part in parts.values())
     trained = isinstance(policy.params, Mapping) and "tower" in policy.params
     if freeze and trained:

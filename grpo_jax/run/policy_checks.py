@@ -96,9 +96,9 @@ def check_context_length(policy: Policy, longest_prompt: int, max_completion_len
 def run_problems(
     policy: Policy, config: Config, *, longest: int, has_eval_data: bool, num_reward_fns: int = 0
 ) -> list[str]:
-    """Return an error message for each setting that is incompatible with a run's data, devices or model.
+    """Return an error message for each setting that does not fit a run's data, devices or model.
 
-    `longest` is the number of tokens in the longest prompt or, for SFT, the longest example.
+    `longest` is the length of the longest SFT example in tokens. GRPO ignores it.
     """
     shape, problems = shape_of(policy), list[str]()
     if isinstance(config, GRPOConfig):

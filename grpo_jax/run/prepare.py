@@ -136,9 +136,8 @@ def encode_and_place(
 ) -> tuple[Policy, _Config, jax.sharding.Mesh | None, dict[str, Encoded]]:
     """Tokenize the datasets, add a trained vision tower, and place the policy on the run's devices.
 
-    `rows` and the encoded datasets are keyed by argument name. `encode` takes a dataset's rows and its name. Returns
-    the policy and the config for these devices, their mesh, and the encoded datasets. Raises all collected `errors`
-    together with any errors in tokens, sizes and devices.
+    `rows` and the encoded datasets are keyed by argument name. The returned config has the settings for these devices.
+    Raises the collected `errors` together with errors in tokens, sizes and devices.
     """
     mesh, config = errors.check(run_mesh, policy, config) or (None, config)
     given = {name: part for name, part in rows.items() if part and policy.tokenizer is not None}

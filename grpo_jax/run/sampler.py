@@ -182,11 +182,7 @@ def read_completions(
 
 
 def mismatch_metrics(batch: Batch, config: GRPOConfig) -> dict[str, float]:
-    """Compute metrics for |log π_old − log π_sampler| and the importance weights.
-
-    Returns {} if `generate` sampled the batch. Weights are per token in the token modes of `sampler_correction`, and
-    per completion in the others.
-    """
+    """Compute metrics of |log π_old − log π_sampler| and of the importance weights. {} if `generate` sampled."""
     mask = np.asarray(batch.mask)
     if batch.old_log_probs is None or not mask.any():
         return {}
@@ -201,13 +197,7 @@ def mismatch_metrics(batch: Batch, config: GRPOConfig) -> dict[str, float]:
 
 def _array(returned: Completions, name: str, kinds: str) -> Any:
     """Return a field of the completions as a NumPy array. Raises ValueError unless its dtype's kind is in `kinds`."""
-    value, wanted = getattr(returned, name), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
-    try:
-        value = np.asarray(fetch(value))
-    except Exception as error:
-        raise ValueError(
-            f"sampler must return {name} as an array of {wanted} on the host; conversion failed with: {error}"
-        ) from error
+    value, wanted = np.asarray(fetch(getattr(returned, name))), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
     if value.dtype.kind not in kinds and not (kinds == "f" and jnp.issubdtype(value.dtype, jnp.floating)):
         raise ValueError(f"sampler must return {name} as {wanted}; got dtype {value.dtype}")
     return value

@@ -48,10 +48,7 @@ class Distillation:
     scorer: Scorer | None = None
 
     def add_log_probs(self, batch: Batch, completions: Completions, config: GRPOConfig) -> Batch:
-        """Add the teacher's log-probs to a batch on the host. With "full_logits", the batch is returned unchanged.
-
-        T of `completions` may be larger than the batch's T.
-        """
+        """Add the teacher's log-probs to a batch on the host. With "full_logits", the batch is returned unchanged."""
         if config.distillation_mode == "full_logits":
             return batch
         if self.teacher is not None and self.updater is not None:

@@ -20,14 +20,10 @@ V1 = "verifiers.v1"
 
 
 class Conversation:
-    """A `verifiers` model client that passes the policy's turns and the episode's replies between concurrent tasks.
-
-    Attributes:
-      trace: `verifiers` trace of the conversation, or None before it starts.
-    """
+    """A `verifiers` model client that passes the policy's turns and the episode's replies between concurrent tasks."""
 
     def __init__(self, prompt: Messages):
-        self.trace: Foreign = None
+        self.trace: Foreign = None  # the conversation's `verifiers` trace, after it starts
         self._seen = list(map(_role_and_text, prompt))  # prefix of the messages in every request
         self._turns: asyncio.Queue[Message | None] = asyncio.Queue()  # the policy's turns, then None
         self._replies: asyncio.Queue[str | None] = asyncio.Queue()  # the episode's replies, then None
