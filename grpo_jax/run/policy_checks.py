@@ -126,16 +126,6 @@ def run_problems(
     return problems
 
 
-def check_warmup(config: Config, num_rows: int) -> None:
-    """Raise ValueError if a run of `num_train_epochs` over `num_rows` prompts or blocks ends before its warm-up."""
-    steps = config.total_steps(num_rows)
-    if config.warmup_steps > steps:
-        raise ValueError(
-            f"{shown(config, 'warmup_steps')}: the run ends before the warm-up does, after {steps} optimizer steps;"
-            f" decrease it or increase num_train_epochs (now {config.num_train_epochs:g})"
-        )
-
-
 def check_best_metric(config: Config, names: Iterable[str]) -> None:
     """Raise ValueError if `metric_for_best_model` is an evaluation metric whose name is not in `names`."""
     metric, known = config.metric_for_best_model or "", [f"eval/{name}" for name in names]

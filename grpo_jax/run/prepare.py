@@ -28,7 +28,6 @@ from grpo_jax.run.policy_checks import (
     check_is_policy,
     check_policy,
     check_tokens,
-    check_warmup,
     run_problems,
     warn_of_tokens,
 )
@@ -153,7 +152,6 @@ def encode_and_place(
     errors.raise_together(
         run_problems(policy, config, longest=longest, has_eval_data=len(rows) > 1, num_reward_fns=num_reward_fns)
     )
-    check_warmup(config, len(encoded["dataset"].blocks or encoded["dataset"].rows))
     ends = TurnEnds.of(config) if isinstance(config, GRPOConfig) else BY_EOS
     for name, part in encoded.items():
         warn_of_tokens(part, policy, name, ends=ends, template_kwargs=config.chat_template_kwargs)

@@ -12,7 +12,7 @@ from tiny import EOS, tiny_model, tiny_policy, tiny_tokenizer
 from grpo_jax import GRPOConfig, SFTConfig, evaluate
 from grpo_jax.cli import chat
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.policy_checks import check_policy, check_warmup, run_problems, warn_of_tokens
+from grpo_jax.run.policy_checks import check_policy, run_problems, warn_of_tokens
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.sft import prepare_sft
 from grpo_jax.text.examples import encode_examples
@@ -165,15 +165,6 @@ def test_every_entry_point_checks_the_policy_and_its_tokens(used, monkeypatch):
     both = r"EOS token '<eos>' \(1\) is not in policy.eos_token_ids = \[7\].*'eos_token_id': \[1, 7\]"
     assert re.search(both, text)
     assert "start with two BOS tokens" in text
-
-
-def test_run_of_a_few_epochs_must_not_end_before_its_warm_up():
-    """The config itself compares `warmup_steps` with `max_steps`, which may be unset."""
-    config = GRPOConfig(num_train_epochs=2.5, warmup_steps=10)
-    check_warmup(config, 4)
-    check_warmup(GRPOConfig(warmup_steps=0.9), 1)
-    with pytest.raises(ValueError, match=r"warmup_steps = 10.0: .* after 8 optimizer steps; .*\(now 2.5\)"):
-        check_warmup(config, 3)
 
 
 def test_settings_that_do_not_match_the_run_are_reported_at_once():
