@@ -43,7 +43,7 @@ OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
 _MAX_TEXT = 2000  # maximum length of an error message and of its traceback
 
 _Outcome = tuple[np.ndarray, Failures]
-_Reply = tuple[list[float], dict[int, str], tuple[str, str, str] | None]
+_Reply = tuple[list[float], dict[int | None, str], tuple[str, str, str] | None]
 """Scores and errors of a call. If the whole call failed, the type, message and traceback of its exception."""
 
 
@@ -139,11 +139,13 @@ class _IsolatedFunction:
         outcomes: dict[int, _Outcome] = {}
         try:
             for _ in range(ATTEMPTS):
-                pool, lost = self._running_pool(), [i for i in range(len(calls)) if i not in outcomes]
+                pool, futures = self._running_pool(), dict[Future[_Reply], int]()
                 with contextlib.suppress(RuntimeError):  # the pool is broken
-                    futures = {pool.schedule(_serve, calls[i], timeout=self._timeout): i for i in lost}
-                    for future in self._replies(pool, futures):
-                        outcomes[futures[future]] = self._read(future, calls[futures[future]][0])
+                    for i in range(len(calls)):
+                        if i not in outcomes:
+                            futures[pool.schedule(_serve, calls[i], timeout=self._timeout)] = i
+                for future in self._replies(pool, futures):
+                    outcomes[futures[future]] = self._read(future, calls[futures[future]][0])
                 if len(outcomes) == len(calls):
                     return [outcomes[i] for i in range(len(calls))]
             problem = f"ended or did not load the function within {START_SECONDS:g} s"
@@ -181,7 +183,7 @@ class _IsolatedFunction:
         if error is not None:
             return np.full(count, np.nan), {None: self._describe(error)}
         scores, failures, exception = future.result()
-        found: Failures = dict(failures)
+        found: Failures = {**failures}
         if exception is not None:
             kind, message, lines = exception
             found[None] = failure = type(kind, (Exception,), {})(message)  # its class may not be importable here
@@ -250,7 +252,7 @@ class _WorkerProcess(SpawnProcess):
 
 
 _CONTEXT = SpawnContext()
-_CONTEXT.Process = _WorkerProcess  # type: ignore[assignment, misc]
+_CONTEXT.Process = _WorkerProcess  # type: ignore[misc]
 
 
 # In a worker process --------------------------------------------------------------------------------------------------

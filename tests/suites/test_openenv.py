@@ -76,6 +76,7 @@ def begun(server, **arguments):
     return environment, call_within(330.0, functools.partial(environment.reset, seed=0))
 
 
+@pytest.mark.quick
 def test_session_returns_echoes_and_rewards(server):
     """A session returns the environment's own rewards, a tenth of each message's length."""
     environment, opening = begun(server, max_turns=3)
