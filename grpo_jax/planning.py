@@ -25,7 +25,6 @@ from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.quantize import without_quantization
 from grpo_jax.hub.weights import Loading
-from grpo_jax.messages import raise_all
 from grpo_jax.models.devices import ENVIRONMENT, ProgramCost, Target, compile_program, compute_dtype, memory_of
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import device_bytes, lower_call, make_mesh, placed_shapes, tree_sharding
@@ -183,7 +182,7 @@ def plan(
       ['rollout', 'update']
     """
     raw, loading = read_model(model), Loading(param_dtype, lora, quantize)
-    _check(raw, config, loading)
+    loading.check(raw)
     needed = math.prod((config.mesh or {}).values())
     if device is None:
         if needed > jax.device_count():
@@ -239,12 +238,6 @@ def _last_error(stderr: str) -> str:
     return ([line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line)] or lines)[-1]
 
 
-def _check(raw: Json, config: Config, loading: Loading) -> None:
-    """Raise ValueError if `train` would reject the model or the settings on the devices of the mesh."""
-    raise_all("this plan", list(config.device_problems()) if isinstance(config, GRPOConfig) else [])
-    loading.check(raw)
-
-
 @dataclasses.dataclass(frozen=True)
 class AbstractRun:
     """A run of `train` or `sft` with abstract arrays, which have shapes and shardings but no values.
@@ -274,7 +267,7 @@ class AbstractRun:
         images: bool = False,
     ) -> AbstractRun:
         """Build the run from the parsed config.json `raw`, on as many of the devices as `config.mesh` requires."""
-        _check(raw, config, loading)
+        loading.check(raw)
         mesh = make_mesh(config.mesh or {}, devices)
         used = list(mesh.devices.flat)
         config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, used))

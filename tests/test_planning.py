@@ -128,7 +128,6 @@ def test_rollout_memory_depends_on_rollout_batch_size():
     ({"lora": 0}, {}, "rank must be at least 1; got 0"),
     ({"lora": 2, "quantize": "nf4"}, {}, "requires rows with a multiple of 64 weights, but .* have 32"),
     ({"model": GPT_OSS, "lora": 2, "quantize": "int8"}, {}, "not supported for layers_0/mlp/experts/gate_proj"),
-    ({}, {"mesh": {"fsdp": 2}, "rollout_batch_size": 8}, "(?s)this plan has 1 error:.*rollout_batch_size = 8"),
     ({"prompt_length": None}, {}, "prompt_length must be the length ≥ 1 .*; got None"),
     ({"prompt_length": -5}, {}, "prompt_length must be the length ≥ 1 .*; got -5"),
 ])  # fmt: skip

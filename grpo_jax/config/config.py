@@ -24,7 +24,6 @@ from grpo_jax.config.fields import (
     setting,
 )
 from grpo_jax.config.settings import MAX_REFILLS, Settings, Sizes, shown
-from grpo_jax.messages import raise_all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,7 +217,7 @@ class GRPOConfig(Settings):
 
     def contradictions(self, invalid: set[str]) -> Iterator[str]:
         """Yield error messages about incompatible batch sizes and conflicting fields."""
-        yield from self.batch_problems(invalid)
+        yield from self._batch_problems(invalid)
         yield from contradictions(self, invalid)
 
     @property
@@ -233,9 +232,7 @@ class GRPOConfig(Settings):
 
     def sizes(self) -> Sizes:
         """Compute the batch sizes for the devices in `mesh`, or for one device without a mesh."""
-        shards, group = self.data_shards(), self.num_generations
-        raise_all("GRPOConfig", list(self.split_problems(shards)))
-        micro = self.per_device_train_batch_size * shards
+        group, micro = self.num_generations, self.per_device_train_batch_size * self.data_shards()
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         if self.generation_batch_size is not None:
             steps = self.generation_batch_size // micro
@@ -265,12 +262,15 @@ class GRPOConfig(Settings):
         """Whether each update uses the policy that sampled its completions, so that the ratio is 1."""
         return self.sizes().updates == 1 and not self.rollout_ahead
 
-    def batch_problems(self, invalid: Container[str]) -> Iterator[str]:
-        """Yield error messages about batch sizes that are invalid for every number of devices."""
+    def _batch_problems(self, invalid: Container[str]) -> Iterator[str]:
+        """Yield error messages about batch sizes that do not fit together or into the shards of the mesh."""
         sizes = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
-        if any(name in invalid for name in (*sizes, "steps_per_generation", "generation_batch_size")):
+        others = ("steps_per_generation", "generation_batch_size", "rollout_batch_size", "mesh")
+        if any(name in invalid for name in (*sizes, *others)):
             return
         group, micro, accumulated = (getattr(self, name) for name in sizes)
+        steps, batch, shards = self.steps_per_generation, self.generation_batch_size, self.data_shards()
+        update = micro * accumulated * shards
 
         def whole_groups(size: int) -> bool:
             return (size % group == 0 or group % size == 0) and size * accumulated % group == 0
@@ -281,38 +281,25 @@ class GRPOConfig(Settings):
                 f" the {micro * accumulated} completions per device and update cannot be split into groups of"
                 f" num_generations = {group}; {nearest_sizes(micro, whole_groups)}"
             )
-        steps = self.steps_per_generation
-        if steps is not None and steps % accumulated:
-            yield (
-                f"{shown(self, 'steps_per_generation')}: must be a multiple of gradient_accumulation_steps ="
-                f" {accumulated}; {nearest_sizes(steps, lambda size: size % accumulated == 0)}"
-            )
-        if steps is not None and self.generation_batch_size is not None:
-            yield (
-                f"{shown(self, 'generation_batch_size')}: conflicts with steps_per_generation = {steps};"
-                " set only one of them"
-            )
-        elif whole_groups(micro):
-            yield from self.split_problems(shards=1)
-
-    def split_problems(self, shards: int) -> Iterator[str]:
-        """Yield an error message if `generation_batch_size` cannot be split into minibatches across the shards."""
-        micro, accumulated = self.per_device_train_batch_size, self.gradient_accumulation_steps
-        update, batch = micro * accumulated * shards, self.generation_batch_size
-        if batch is not None and batch % update:
+        elif batch is not None and batch % update:
             devices = f" × {shards} devices" if shards > 1 else ""
             product = f"per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}{devices}"
             yield (
                 f"{shown(self, 'generation_batch_size')}: cannot be split into minibatches of {update}"
                 f" completions ({product}); {nearest_sizes(batch, lambda size: size % update == 0)}"
             )
-
-    def device_problems(self) -> Iterator[str]:
-        """Yield error messages about batch sizes that are incompatible with the mesh."""
-        shards, group = self.data_shards(), self.num_generations
-        yield from self.split_problems(shards)
-        if shards > 1 and self.rollout_batch_size is not None and self.rollout_batch_size < shards * group:
+        if steps is not None and steps % accumulated:
             yield (
-                f"{shown(self, 'rollout_batch_size')}: must hold a group of num_generations = {group} for each of"
-                f" the {shards} devices that prompts are sharded over; use {shards * group} or more, or None"
+                f"{shown(self, 'steps_per_generation')}: must be a multiple of gradient_accumulation_steps ="
+                f" {accumulated}; {nearest_sizes(steps, lambda size: size % accumulated == 0)}"
+            )
+        if steps is not None and batch is not None:
+            yield (
+                f"{shown(self, 'generation_batch_size')}: conflicts with steps_per_generation = {steps};"
+                " set only one of them"
+            )
+        if self.rollout_batch_size is not None and self.rollout_batch_size < shards * group:
+            yield (
+                f"{shown(self, 'rollout_batch_size')}: must hold a group of num_generations = {group} per device that"
+                f" prompts are sharded over; use {shards * group} or more, or None"
             )

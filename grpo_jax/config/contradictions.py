@@ -70,11 +70,6 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
         "needs a bound; set sampler_correction_max or sampler_correction_min",
     ),
     (
-        "rollout_batch_size num_generations",
-        lambda c: c.rollout_batch_size is not None and c.rollout_batch_size < c.num_generations,
-        "must hold at least one group of num_generations completions; increase it or use None",
-    ),
-    (
         "sync_ref_model beta",
         lambda c: c.sync_ref_model and c.beta == 0,
         "a run with beta = 0 does not have a reference; set beta above 0, or sync_ref_model=False",

@@ -102,7 +102,6 @@ def run_problems(
     """
     shape, problems = shape_of(policy), list[str]()
     if isinstance(config, GRPOConfig):
-        problems += config.device_problems()
         problems += weight_problems(config, num_reward_fns)
         batch, group = config.per_device_eval_batch_size, config.eval_generations
         if has_eval_data and batch % group:

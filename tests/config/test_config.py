@@ -67,7 +67,7 @@ BAD = [
     (dict(sampler_correction_min=3.0), "sampler_correction_min = 3.0: must be below sampler_correction_max"),
     (dict(distillation_coef=1.0, top_p=0.9), "distillation_coef = 1.0: with top_k, top_p or min_p"),
     (dict(distillation_topk=20), 'distillation_topk = 20: must be set if and only if distillation_mode = "topk'),
-    (dict(rollout_batch_size=7), "rollout_batch_size = 7: must hold at least one group of num_generations completions"),
+    (dict(rollout_batch_size=7), "rollout_batch_size = 7: must hold a group of num_generations = 8 per device"),
     (dict(sync_ref_model=True), "sync_ref_model = True: a run with beta = 0 does not have a reference"),
     (dict(use_adaptive_entropy=True, entropy_coef=0.5, entropy_coef_max=0.1),
      "entropy_coef = 0.5: with use_adaptive_entropy, must be between entropy_coef_min and entropy_coef_max"),
@@ -86,7 +86,8 @@ BAD = [
      " update cannot be split into groups of num_generations = 16; nearest valid value: 16"),
     (dict(gradient_accumulation_steps=2, steps_per_generation=3),
      "steps_per_generation = 3: must be a multiple of gradient_accumulation_steps = 2; nearest valid values: 2 and 4"),
-    (dict(generation_batch_size=20), "generation_batch_size = 20: cannot be split into minibatches of 8 completions"),
+    (dict(generation_batch_size=24, mesh={"data": 2}),
+     "generation_batch_size = 24: cannot be split into minibatches of 16 completions (per_device"),
     (dict(generation_batch_size=16, steps_per_generation=2), "generation_batch_size = 16: conflicts with steps_per"),
     # Unknown fields.
     (dict(num_generation=4), "num_generation: no such field; did you mean num_generations?"),

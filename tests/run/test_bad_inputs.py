@@ -109,8 +109,6 @@ BAD = [
     (dict(mesh={"data": 2, "tensor": 3}),
         "tensor = 3 does not divide the model's 4 heads and 32 MLP channels. Use one of 1, 2, 4"),
     (dict(mesh={"fsdp": 5}), "mesh = {'fsdp': 5}: fsdp = 5 does not divide the model's width of 16. Use one of"),
-    (dict(mesh={"data": 4}, generation_batch_size=12),
-        "generation_batch_size = 12: cannot be split into minibatches of 8 completions (per_device_train"),
     (dict(eval_steps=2), "eval_steps = 2: needs an evaluation dataset; pass eval_dataset to train"),
     (dict(eval_dataset=[{"prompt": "a"}], reward_fns=right),
         "needs the argument 'answer', which is not a column of eval_dataset (columns: no"),
