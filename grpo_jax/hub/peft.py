@@ -6,7 +6,6 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +33,7 @@ from grpo_jax.types import Json
 
 
 def add_lora(
-    policy: Policy,
-    key: jax.Array,
-    *,
-    rank: int = 16,
-    alpha: float = 32.0,
-    targets: str = TARGETS,
-    dropout: float = 0.0,
-    init: Literal["uniform", "gaussian"] = "uniform",
+    policy: Policy, key: jax.Array, *, rank: int = 16, alpha: float = 32.0, targets: str = TARGETS, dropout: float = 0.0
 ) -> Policy:
     """Freeze a policy and add trainable low-rank adapters (LoRA, arXiv:2106.09685, section 4.1).
 
@@ -52,7 +44,6 @@ def add_lora(
       alpha: scaling parameter. The adapters' output is multiplied by alpha / rank.
       targets: regular expression for the full paths of the projections to adapt.
       dropout: dropout rate in [0, 1) for the adapters' input.
-      init: distribution of A: "uniform" in ±(input size)^(−1/2), or "gaussian" with standard deviation 1 / rank.
 
     Returns:
       A `Policy` with the same outputs. Its params are the adapters; its model contains the frozen base weights.
@@ -76,7 +67,7 @@ def add_lora(
         )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1); got {dropout}.")
-    adapters = init_adapters(key, policy.params, rank=rank, targets=targets, init=init)
+    adapters = init_adapters(key, policy.params, rank=rank, targets=targets)
     return policy.replace(model=LoraModel(policy.params, policy.model, alpha / rank, dropout), params=adapters)
 
 

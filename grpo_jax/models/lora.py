@@ -1,14 +1,9 @@
 """Low-rank adapters (LoRA).
 
-An adapted projection computes y = x W + s (x A) B, with W frozen and s = alpha / rank, without a merged copy of W.
-`LoraModel` is a model with the adapters as params. B is initialized to 0, so the policy initially equals the base. The
-reference consists of adapters from one or several syncs (`reference_of`), so the base is stored only once.
-
-```
-params of a Transformer                        adapters (the params of a LoraModel)
-layers_0/self_attn/q_proj/kernel [in, out]     layers_0/self_attn/q_proj/a [in, rank], …/b [rank, out]
-layers_0/mlp/up_proj/kernel      [in, out]     layers_0/mlp/up_proj/a      [in, rank], …/b [rank, out]
-```
+An adapted projection computes y = x W + s (x A) B, with W [in, out] frozen and s = alpha / rank. For each kernel path,
+such as layers_0/self_attn/q_proj/kernel, adapters have arrays A [in, rank] and B [rank, out] at …/q_proj/a and
+…/q_proj/b. B is initialized to 0, so the policy initially equals the base. A reference consists of adapters from one or
+several syncs (`reference_of`), so the base is stored only once.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import flax.struct
 import jax
@@ -76,23 +71,15 @@ def _is_adapter(node: Params) -> bool:
     return "a" in node
 
 
-def init_adapters(
-    key: jax.Array, base: Params, *, rank: int, targets: str = TARGETS, init: Literal["uniform", "gaussian"] = "uniform"
-) -> Params:
+def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TARGETS) -> Params:
     """Create float32 adapters, nested like `base`, for the projections with a full path that matches `targets`.
 
-    As in PEFT, A is "uniform" in ±in^(−1/2) or "gaussian" with standard deviation 1 / rank, and B is zero.
+    As in PEFT, A is uniform in ±in^(−1/2), and B is zero.
     """
     if rank < 1:
         raise ValueError(f"rank must be at least 1; got {rank}.")
-    if init not in ("uniform", "gaussian"):
-        raise ValueError(f"init must be 'uniform' or 'gaussian'; got {init!r}.")
-    try:
-        pattern = re.compile(targets)
-    except re.error as error:
-        raise ValueError(f"targets must be a valid regular expression; got {targets!r}: {error}.") from error
     kernels = dict(projections(base))
-    chosen = [path for path in kernels if pattern.fullmatch("/".join(path))]
+    chosen = [path for path in kernels if re.fullmatch(targets, "/".join(path))]
     if not chosen:
         example = "/".join(next(iter(kernels)))
         raise ValueError(f"targets {targets!r} does not match the full path of any projection, such as {example!r}.")
@@ -100,11 +87,7 @@ def init_adapters(
     for path, subkey in zip(chosen, jax.random.split(key, len(chosen)), strict=True):
         fan_in, fan_out = kernels[path].shape
         bound = fan_in**-0.5
-        adapters[(*path, "a")] = (
-            jax.random.uniform(subkey, (fan_in, rank), jnp.float32, -bound, bound)
-            if init == "uniform"
-            else jax.random.normal(subkey, (fan_in, rank)) / rank
-        )
+        adapters[(*path, "a")] = jax.random.uniform(subkey, (fan_in, rank), jnp.float32, -bound, bound)
         adapters[(*path, "b")] = jnp.zeros((rank, fan_out), jnp.float32)
     return unflatten_dict(adapters)
 
@@ -116,25 +99,24 @@ FADED = 1e-6
 def reference_of(adapters: Params, alpha: float) -> Params:
     """Create float32 reference adapters for `sync_adapters`, initially equivalent to the policy's adapters.
 
-    The reference's weights are a weighted sum of products A B from several syncs, which differs from the product of the
-    averaged A and the averaged B. Therefore, the factors from the last n syncs are concatenated, [in, n·rank] and
-    [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`, for example 16 for alpha = 0.6. If n·rank is at
-    least the smaller side of the matrix, the matrix itself and an identity are used as factors. With alpha = 1, a sync
-    copies the adapters, so they are returned unchanged.
+    A weighted sum of products A B differs from the product of averaged factors. Therefore, the factors from the last n
+    syncs are concatenated, [in, n·rank] and [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`. If
+    n·rank is at least the smaller side of the matrix, the matrix itself and an identity are used as factors. With
+    alpha = 1, a sync copies the adapters, so they are returned unchanged.
     """
     if alpha == 1:
         return adapters
     count = math.ceil(math.log(FADED) / math.log1p(-alpha))
 
-    def one(adapter: Params) -> Params:
+    def make_reference(adapter: Params) -> Params:
         a, b = adapter["a"].astype(jnp.float32), adapter["b"].astype(jnp.float32)
         (height, rank), width = a.shape, b.shape[1]
         if min(height, width) <= count * rank:
-            return _as_a_matrix(jnp.matmul(a, b, precision="highest"))
-        more = (count - 1) * rank
-        return {"a": jnp.pad(a, ((0, 0), (0, more))), "b": jnp.pad(b, ((0, more), (0, 0)))}
+            return _as_adapter(jnp.matmul(a, b, precision="highest"))
+        padding = (count - 1) * rank
+        return {"a": jnp.pad(a, ((0, 0), (0, padding))), "b": jnp.pad(b, ((0, padding), (0, 0)))}
 
-    return jax.tree.map(one, adapters, is_leaf=_is_adapter)
+    return jax.tree.map(make_reference, adapters, is_leaf=_is_adapter)
 
 
 def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every: int, alpha: float) -> Params:
@@ -143,24 +125,24 @@ def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every
     A_ref B_ref ← alpha·A B + (1 − alpha)·A_ref B_ref   if step % every == 0
     """
 
-    def one(adapter: Params, reference: Params) -> Params:
+    def sync(adapter: Params, reference: Params) -> Params:
         a, b = adapter["a"].astype(jnp.float32), adapter["b"].astype(jnp.float32)
-        a_ref, b_ref, fade = reference["a"], reference["b"], 1 - alpha
+        a_ref, b_ref, decay = reference["a"], reference["b"], 1 - alpha
         (height, rank), width = a.shape, b.shape[1]
         if min(height, width) == a_ref.shape[1]:
             product = jnp.matmul(a, b, precision="highest")
-            return _as_a_matrix(alpha * product + fade * (b_ref if height <= width else a_ref))
+            return _as_adapter(alpha * product + decay * (b_ref if height <= width else a_ref))
         start = (step // every) * rank % a_ref.shape[1]  # offset of the oldest adapters, to overwrite
-        put = jax.lax.dynamic_update_slice_in_dim
-        return {"a": put(a_ref, a, start, axis=1), "b": put(fade * b_ref, alpha * b, start, axis=0)}
+        update = jax.lax.dynamic_update_slice_in_dim
+        return {"a": update(a_ref, a, start, axis=1), "b": update(decay * b_ref, alpha * b, start, axis=0)}
 
-    def synced() -> Params:
-        return jax.tree.map(one, adapters, reference, is_leaf=_is_adapter)
+    def sync_all() -> Params:
+        return jax.tree.map(sync, adapters, reference, is_leaf=_is_adapter)
 
-    return jax.lax.cond(step % every == 0, synced, lambda: reference)
+    return jax.lax.cond(step % every == 0, sync_all, lambda: reference)
 
 
-def _as_a_matrix(x: jax.Array) -> Params:
+def _as_adapter(x: jax.Array) -> Params:
     """Express a matrix [in, out] as an adapter: the matrix times an identity."""
     height, width = x.shape
     return {"a": jnp.eye(height), "b": x} if height <= width else {"a": x, "b": jnp.eye(width)}
@@ -173,9 +155,9 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
     """
     merged, factors = flatten_dict(base), flatten_dict(adapters)
     for path, leaf in merged.items():
-        quantized, adapted = isinstance(leaf, Quantized), (*path[:-1], "a") in factors and path[-1] == "kernel"
+        quantized = isinstance(leaf, Quantized)
         matrix = _matrix(leaf, jnp.float32) if quantized else leaf
-        if adapted:
+        if path[-1] == "kernel" and (*path[:-1], "a") in factors:
             a, b = (factors[(*path[:-1], name)].astype(jnp.float32) for name in ("a", "b"))
             product = jnp.matmul(a, b, precision="highest")
             matrix = (matrix.astype(jnp.float32) + scale * product).astype(leaf.dtype)
