@@ -1,17 +1,8 @@
 """Attention of completions over their own tokens and over a shared prompt.
 
-`own` keys belong to the completion itself, with a causal mask. `prefix` keys belong to the prompt. Its G completions
-share them, so the prompt is computed and stored only once:
-
-```
-                         prefix (per prompt)        own (per completion)
-    completion (b, 0)   │ p0 p1 p2 p3 ·  ·  │       c0 c1 c2
-    completion (b, 1)   │   the same keys   │       c0 c1
-    slots               │ 0 … lengths[b]-1  │       0 … t      (position = lengths[b] + slot)
-```
-
-Completions are either arrays [B, G, T] or `Segments` of a packed sequence. Without a prefix, this is ordinary causal
-attention. Softmax and all sums are computed in float32 regardless of the compute dtype.
+The G completions of a prompt share its keys, so the prompt is computed and stored only once. Completions are arrays
+[B, G, T] or `Segments` of a packed sequence. Without a prompt, this is ordinary causal attention. Softmax and all sums
+are computed in float32 regardless of the compute dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +20,7 @@ from grpo_jax.models.context import Prefix, Segments, num_slots
 from grpo_jax.models.fused import fused_attention
 from grpo_jax.models.sharding import dividing_axes
 from grpo_jax.models.splash import splash_attention
-from grpo_jax.models.tiles import MASKED, NO_PROMPT, Kernel, TileMask, find_tiles
+from grpo_jax.models.tiles import MASKED, NO_PROMPT, Kernel, TileMask, cap_scores, find_tiles
 
 PromptKeys = tuple[jax.Array, jax.Array, jax.Array]
 """Prompt keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B]."""
@@ -44,9 +35,7 @@ def group_attention(
     index: jax.Array | int,
     start: jax.Array | None = None,
     last_visible: jax.Array | None = None,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    kernel: Kernel,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute the attention of G completions over their own keys and their prompt's keys.
@@ -61,8 +50,7 @@ def group_attention(
       index: slot of the first query, a scalar or [B].
       start: slot of the first token, per prompt [B] or per completion [B, G]. Defaults to 0.
       last_visible: [B, T] int32 slot of the last key that a query attends to, if later than its own (in an image).
-      window: number of positions that a query attends to, including its own. None means all positions.
-      soft_cap: c in c·tanh(scale·score/c). None disables the cap.
+      kernel: settings with the scale, window and soft cap of the scores. The tile sizes are not used.
       sinks: float32 scores [H_kv, R] for a key without a value, one per query head, or None.
     """
     chex.assert_rank(q, 6)
@@ -73,12 +61,12 @@ def group_attention(
     if start is not None:
         position = slot - start.reshape(start.shape[0], -1, 1)
     visible = distance <= position[..., None]
-    if window is not None:
-        visible &= distance < window
+    if kernel.window is not None:
+        visible &= distance < kernel.window
     if last_visible is not None:
-        at = jnp.arange(s)[None, None, None]
-        visible |= (at > slot[..., None]) & (at <= last_visible[:, None, :, None])
-    return _attend(q, k, v, prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        key_slot = jnp.arange(s)[None, None, None]
+        visible |= (key_slot > slot[..., None]) & (key_slot <= last_visible[:, None, :, None])
+    return _attend(q, k, v, prefix, visible, position, kernel, sinks)
 
 
 def packed_attention(
@@ -87,17 +75,14 @@ def packed_attention(
     v: jax.Array,
     prefix: PromptKeys,
     segments: Segments,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    kernel: Kernel,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute the attention of packed segments, each over its own keys and its prompt's keys.
 
     Scores are computed for keys in the query's block and in the `segments.reach` blocks before it. Keys from other
     segments are masked out. q is [A, H_kv, 1, N, R, d], k and v are [A, H_kv, 1, N, d], and `prefix` has B / A prompts
-    for each sequence. See `group_attention` for the other arguments.
+    for each sequence. See `group_attention` for `kernel` and `sinks`.
     """
     a, h, _, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, 1, n, d))
@@ -110,9 +95,9 @@ def packed_attention(
 
         def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
             """Slice x for each block and the `reach` blocks before it, [M, ...]."""
-            before = [(0, 0)] * x.ndim
-            before[axis] = (segments.reach * size, 0)
-            x = jnp.moveaxis(jnp.pad(x, before, constant_values=padding), axis, 0)
+            widths = [(0, 0)] * x.ndim
+            widths[axis] = (segments.reach * size, 0)
+            x = jnp.moveaxis(jnp.pad(x, widths, constant_values=padding), axis, 0)
             x = x.reshape((m + segments.reach, size, *x.shape[1:]))
             return jnp.concatenate([x[i : i + m] for i in range(segments.reach + 1)], axis=1)
 
@@ -120,14 +105,12 @@ def packed_attention(
         number, position = segments.number.reshape(m, size), segments.position.reshape(m, size)
         distance = position[:, :, None] - blocks(segments.position, 0)[:, None]
         visible = (number[:, :, None] == blocks(segments.number, 0, padding=-2)[:, None]) & (distance >= 0)
-        if window is not None:
-            visible &= distance < window
+        if kernel.window is not None:
+            visible &= distance < kernel.window
         q = q.reshape(h, m, size, r, d).swapaxes(0, 1)[:, :, None]
         block_prefix = jax.tree.map(lambda x: jnp.take(x, segments.prompt, axis=0), prefix)
         keys, visible, position = keys.swapaxes(-1, -2), visible[:, None], position[:, None]
-        out = _attend(
-            q, keys, values, block_prefix, visible, position, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-        )
+        out = _attend(q, keys, values, block_prefix, visible, position, kernel, sinks)
         return out[:, :, 0].swapaxes(0, 1).reshape(h, n, r, d)
 
     prefix = jax.tree.map(lambda x: x.reshape((a, -1, *x.shape[1:])), prefix)
@@ -149,10 +132,7 @@ def _attend(
     prefix: PromptKeys | None,
     visible: jax.Array,
     position: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    kernel: Kernel,
     sinks: jax.Array | None,
 ) -> jax.Array:
     """Compute `group_attention` from a mask for own keys [B or 1, G or 1, T, S] and positions [B or 1, G or 1, T]."""
@@ -160,11 +140,10 @@ def _attend(
     s = v.shape[-2]
     rows = k.shape[:-2]
 
-    def cap(scores: jax.Array) -> jax.Array:
-        scores = scores.astype(jnp.float32) * scale
-        return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    def score(products: jax.Array) -> jax.Array:
+        return cap_scores(products.astype(jnp.float32), kernel)
 
-    own = cap(_product("...qd,...ds->...qs", q.reshape((*rows, t * r, d)), k)).reshape(b, h, g, t, r, s)
+    own = score(_product("...qd,...ds->...qs", q.reshape((*rows, t * r, d)), k)).reshape(b, h, g, t, r, s)
     own = jnp.where(visible[:, None, :, :, None], own, MASKED)
     top = own.max(axis=-1, keepdims=True)
     if sinks is not None:
@@ -174,12 +153,12 @@ def _attend(
         pk, pv, lengths = prefix
         p = pv.shape[2]
         chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
-        shared = cap(_product("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
-        at, ends = jnp.arange(p).reshape(1, 1, 1, p), lengths.reshape(b, 1, 1, 1)
-        seen = at < ends
-        if window is not None:
-            seen = seen & (ends + position[..., None] - at < window)
-        shared = jnp.where(seen[:, None, :, :, None], shared, MASKED)
+        shared = score(_product("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
+        slot, length = jnp.arange(p).reshape(1, 1, 1, p), lengths.reshape(b, 1, 1, 1)
+        in_prompt = slot < length
+        if kernel.window is not None:
+            in_prompt = in_prompt & (length + position[..., None] - slot < kernel.window)
+        shared = jnp.where(in_prompt[:, None, :, :, None], shared, MASKED)
         top = jnp.maximum(top, shared.max(axis=-1, keepdims=True))
     top = jax.lax.stop_gradient(top)
     e_own = jnp.exp(own - top)
@@ -266,8 +245,8 @@ def tiled_attention(
         def merge_prompts(x: jax.Array) -> jax.Array:
             """Merge the prompts of each packed sequence: [B, H, P, d] → [A, H, B / A · P, d]."""
             if splash:  # right-align the prompts
-                at = (jnp.arange(x.shape[2])[None] + prefix[2][:, None]) % x.shape[2]
-                x = jnp.take_along_axis(x, at[:, None, :, None], axis=2)
+                index = (jnp.arange(x.shape[2])[None] + prefix[2][:, None]) % x.shape[2]
+                x = jnp.take_along_axis(x, index[:, None, :, None], axis=2)
             x = x.reshape((b, -1, *x.shape[1:])).swapaxes(1, 2).reshape(b, h, -1, d)
             return jnp.pad(x, ((0, 0), (0, 0), (0, kernel.gap(x.shape[2])), (0, 0)))
 

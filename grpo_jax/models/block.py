@@ -165,14 +165,11 @@ class Attention(nn.Module):
                 k, v = keys, v = self._update_cache(context, keys, v)
             new_cache = (k, v)
         kernel, sinks, prefix = self._kernel(context), self._sinks(), context.prompt_cache
-        scale, window, cap = kernel.scale, kernel.window, kernel.soft_cap
         if context.tile_mask is not None:
             y = tiled_attention(q, k, v, prefix, context.tile_mask, kernel, self.config.mesh, sinks)
         elif context.segments is not None:
             assert prefix is not None
-            y = packed_attention(
-                q, k, v, prefix, context.segments, scale=scale, window=window, soft_cap=cap, sinks=sinks
-            )
+            y = packed_attention(q, k, v, prefix, context.segments, kernel, sinks)
         else:
             y = group_attention(
                 q,
@@ -182,9 +179,7 @@ class Attention(nn.Module):
                 index=context.index if context.last is None else context.index + context.last,
                 start=context.start,
                 last_visible=context.last_visible if context.last is None else None,
-                scale=scale,
-                window=window,
-                soft_cap=cap,
+                kernel=kernel,
                 sinks=sinks,
             )
         return y.transpose(0, 2, 3, 1, 4, 5), new_cache

@@ -1,13 +1,5 @@
 """Components of fused attention: visible keys, lists of tiles that contain them, and the computation for one tile.
 
-```
-                     prompt keys         │ completion keys
-                        p0   p1   p2     │  c0   c1   c2   c3
-    queries of p0, c0   ■    ·    ·      │  ■    ·    ·    ·       ■ tile with visible keys
-               p0, c1   ■    ·    ·      │  ■    ■    ·    ·       · skipped tile
-               p2, c3   ·    ·    ■      │  ·    ·    ·    ■
-```
-
 A query attends to its segment's keys up to its position, and to its prompt's keys. The bounds of these two ranges
 replace a mask [queries, keys], so prompts are not copied for their completions and memory use is linear in the length.
 """
@@ -43,11 +35,10 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
-    """Resolve the attention implementation for full sequences. "auto" selects the fastest for the devices.
+    """Resolve the attention implementation for whole sequences on `devices`, by default JAX's default device.
 
     "auto" is "mosaic" on NVIDIA's Hopper GPUs (compute capability 9.0) from jax 0.10.2 on, "triton" on other GPUs with
     compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs, "splash" on TPUs, and "einsum" on CPUs.
-    If `devices` is empty, the default device is used.
     """
     if name != "auto":
         return name
@@ -120,14 +111,14 @@ class TileMask(flax.struct.PyTreeNode):
 
 
 class Kernel(NamedTuple):
-    """Static arguments to fused attention. Scale, window and soft cap are as in `attention.group_attention`."""
+    """Static arguments to attention functions. "einsum" uses only scale, window and soft cap."""
 
-    implementation: str  # "tiles", "triton", "interpreted" (the "triton" kernels on any platform), "mosaic" or "splash"
+    implementation: str  # see `TransformerConfig.attention`; "interpreted" runs the "triton" kernels on any platform
     rows: int  # queries per tile; each of the R query heads that share a key head counts
     columns: int  # keys per tile
-    scale: float = 1.0
-    window: int | None = None
-    soft_cap: float | None = None
+    scale: float = 1.0  # factor on the scores
+    window: int | None = None  # number of positions that a query attends to, including its own; None for all
+    soft_cap: float | None = None  # c in c·tanh(scale·score/c); None disables the cap
     shared: int = 0  # number of slots for prompt keys, which precede completion keys
 
     def gap(self, slots: int) -> int:
@@ -152,15 +143,12 @@ class Kernel(NamedTuple):
 
 
 def find_tiles(bounds: jax.Array, num_keys: int, kernel: Kernel, queries_per_kv: int) -> Tiles:
-    """Find the tiles that may contain visible keys. Extra tiles are harmless, since `visible` masks each score.
-
-    The `queries_per_kv` query heads of a token that share a key head are separate queries.
-    """
-    each = repeated(bounds, queries_per_kv, kernel.rows)
-    begins, ends = (each[:, i::2].reshape(len(bounds), 2, -1, kernel.rows) for i in range(2))
-    some, first = begins < ends, jnp.arange(0, num_keys, kernel.columns).reshape(1, 1, 1, -1)
-    low = jnp.where(some, begins, num_keys).min(axis=-1)[..., None]
-    high = jnp.where(some, ends, 0).max(axis=-1)[..., None]
+    """Find the tiles that may contain visible keys. Extra tiles are harmless, since `visible` masks each score."""
+    query_bounds = repeated(bounds, queries_per_kv, kernel.rows)
+    begins, ends = (query_bounds[:, i::2].reshape(len(bounds), 2, -1, kernel.rows) for i in range(2))
+    nonempty, first = begins < ends, jnp.arange(0, num_keys, kernel.columns).reshape(1, 1, 1, -1)
+    low = jnp.where(nonempty, begins, num_keys).min(axis=-1)[..., None]
+    high = jnp.where(nonempty, ends, 0).max(axis=-1)[..., None]
 
     def in_order(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
         order = jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
@@ -182,9 +170,8 @@ def over_key_tiles(
 ) -> Sequence[jax.Array]:
     """Compute the gradients of keys and values by `gradients(first, number, parts)` for `number` tiles from `first` on.
 
-    A prompt's keys are visible to all queries in its group, and a completion's keys only to later queries in the same
-    completion. Several programs share a tile of prompt keys, since these tiles would otherwise finish last. Their sums
-    are float32 [parts, ...].
+    `parts` programs share each tile of prompt keys, which all queries of a group read. Otherwise, these tiles would
+    finish last. The programs' sums are float32 [parts, ...].
     """
     whole, shared = x.k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
     parts = min(MAX_PARTS, x.q.shape[2] // kernel.rows // MIN_PART)
@@ -233,9 +220,9 @@ def add_tile(
 def finish(sums: Sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Convert sums to outputs and log-sum-exps. Queries without visible keys get zeros and `-MASKED`."""
     values, top, total = sums
-    some = total > 0
-    lse = jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -MASKED)
-    return (values / jnp.where(some, total, 1.0)[:, None]).astype(dtype), lse
+    nonempty = total > 0
+    lse = jnp.where(nonempty, top + jnp.log(jnp.where(nonempty, total, 1.0)), -MASKED)
+    return (values / jnp.where(nonempty, total, 1.0)[:, None]).astype(dtype), lse
 
 
 def tile_gradients(

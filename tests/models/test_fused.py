@@ -57,7 +57,8 @@ def test_completions_side_by_side(window, soft_cap, group, d, shared, sinks):
     prefix = lambda pk, pv: (pk, pv, LENGTHS) if shared else None
 
     def plain(q, k, v, pk, pv, sinks=None):
-        return group_attention(q, k.swapaxes(-1, -2), v, prefix(pk, pv), index=0, sinks=sinks, **settings)
+        kernel = Kernel("einsum", 0, 0, **settings)
+        return group_attention(q, k.swapaxes(-1, -2), v, prefix(pk, pv), index=0, kernel=kernel, sinks=sinks)
 
     def ours(kind, q, k, v, pk, pv, sinks=None):
         kernel = Kernel.of(kind, d)._replace(rows=16, columns=16, **settings)
@@ -77,18 +78,19 @@ def test_packed_sequences(window, least_part, monkeypatch):
     sequence = pack(SequenceShape(size, 4, 12, whole=True), np.ones(mask.shape, int), mask)[0]
     segments = sequence.segments
     assert len(set(segments.prompt[0])) == 2, "two prompts in one sequence"
-    there = np.reshape(segments.number[0] >= 0, (1, 1, 1, size, 1, 1))
+    real = np.reshape(segments.number[0] >= 0, (1, 1, 1, size, 1, 1))
     given = arrays((1, h, 1, size, group, d), (1, h, 1, size, d), (1, h, 1, size, d), (2, h, d, P), (2, h, P, d))
     given += arrays((h, group)) if window else []
 
     def plain(q, k, v, pk, pv, sinks=None):
-        return there * packed_attention(q, k, v, (pk, pv, LENGTHS), segments, scale=0.3, window=window, sinks=sinks)
+        kernel = Kernel("einsum", 0, 0, 0.3, window)
+        return real * packed_attention(q, k, v, (pk, pv, LENGTHS), segments, kernel, sinks)
 
     def ours(kind, q, k, v, pk, pv, sinks=None):
         kernel = Kernel.of(kind, d)._replace(rows=16, columns=16, scale=0.3, window=window)
         prompts = Prefix(((pk, pv),), LENGTHS)
         tile_mask = make_tile_mask((1, 1, size), prompts, segments, kernel, windows={window}, queries_per_kv=group)
-        return there * tiled_attention(q, k, v, (pk, pv, LENGTHS), tile_mask, kernel, sinks=sinks)
+        return real * tiled_attention(q, k, v, (pk, pv, LENGTHS), tile_mask, kernel, sinks=sinks)
 
     assert_same(ours, plain, given)
 

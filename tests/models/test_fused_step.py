@@ -61,8 +61,8 @@ def of_both(*, slots, p=40, d=16, index=5, start=None, window=None, soft_cap=Non
             v = v.swapaxes(1, 2)[:, :, :, None]
             values = jnp.where((jnp.arange(slots).reshape(1, 1, 1, -1, 1) == slot) & kept, v, values)
         given = jnp.nan_to_num(keys), jnp.nan_to_num(values), prefix
-        scale = {"scale": kernel.scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-        return group_attention(q, *given, **scale, **places)[:, :, :, 0].swapaxes(1, 2), (keys, values)
+        out = group_attention(q, *given, kernel=kernel, sinks=sinks, **places)
+        return out[:, :, :, 0].swapaxes(1, 2), (keys, values)
 
     return ours(q, k, v, keys, values), plain(q, k, v, keys, values)
 

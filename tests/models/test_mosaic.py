@@ -54,8 +54,7 @@ def interpreted(monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 def test_random_packed_sequence():
     """Several prompts, empty completions and padding, with a window; two programs share the prompts' tile of keys."""
-    group, settings = 1, {"scale": 0.3, "window": 6}
-    kernel = Kernel("mosaic", 16, 16, **settings)
+    group, kernel = 1, Kernel("mosaic", 16, 16, 0.3, 6)
     rng = np.random.default_rng(1)
     mask = np.arange(T) < np.array([[7, 0, 3], [5, 1, 2]])[..., None]
     segments = pack(SequenceShape(N, 2, T, whole=True), np.ones(mask.shape, int), mask)[0].segments
@@ -67,7 +66,7 @@ def test_random_packed_sequence():
     weights = rng.standard_normal(shapes[0]) * there
 
     def plain(q, k, v, pk, pv):
-        return packed_attention(q, k, v, (pk, pv, lengths), segments, **settings)
+        return packed_attention(q, k, v, (pk, pv, lengths), segments, kernel)
 
     def ours(q, k, v, pk, pv):
         prompts = Prefix(((pk, pv),), lengths)

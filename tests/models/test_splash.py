@@ -33,11 +33,10 @@ def interpreted(monkeypatch):
 ])  # fmt: skip
 def test_random_packed_sequences(dtype, window, soft_cap, group, axes):
     """Several prompts, empty completions and padding, in one sequence or in one per device of a mesh."""
-    settings = {"scale": 0.3, "window": window, "soft_cap": soft_cap}
-    kernel, mesh, a = Kernel("splash", 128, 128, **settings), axes and make_mesh(axes), 2 if axes else 1
+    kernel, mesh, a = Kernel("splash", 128, 128, 0.3, window, soft_cap), axes and make_mesh(axes), 2 if axes else 1
 
     def plain(segments, lengths, q, k, v, pk, pv):
-        return packed_attention(q, k, v, (pk, pv, lengths), segments, **settings)
+        return packed_attention(q, k, v, (pk, pv, lengths), segments, kernel)
 
     def ours(segments, lengths, q, k, v, pk, pv):
         prompts = Prefix(((pk, pv),), lengths)
