@@ -80,8 +80,7 @@ class ConvShape:
 class TransformerConfig:
     """Decoder configuration. It is frozen and hashable, so it can be a static argument to `jit`.
 
-    `rotary_layers`, `windows`, `mixers` and `expert_layers` have one entry per layer. If a field is unset, all layers
-    use the default of the corresponding `LayerKind` field.
+    If `rotary_layers`, `windows`, `mixers` or `expert_layers` is unset, all layers use the default of `LayerKind`.
     """
 
     vocab_size: int  # V
@@ -194,8 +193,8 @@ class TransformerConfig:
         kinds = self.layer_kinds
         if not kinds[i].shared_kv:
             return i
-        own = range(self.num_layers - self.shared_kv_layers)
-        return max(j for j in own if kinds[j].window == kinds[i].window)
+        sources = range(self.num_layers - self.shared_kv_layers)
+        return max(j for j in sources if kinds[j].window == kinds[i].window)
 
     @property
     def recurrent(self) -> tuple[DeltaShape | ConvShape, ...]:
@@ -211,12 +210,12 @@ def count_weights(shape: TransformerConfig, *, head: bool = True, experts: int |
     """
     c = shape
     sparse = sum(c.expert_layers)
-    chosen = c.num_experts_per_token if experts is None else experts
+    counted = c.num_experts_per_token if experts is None else experts
     widths = sum(_attention_width(c, kind) for kind in c.layer_kinds) + 3 * c.layer_input_size * c.num_layers
     dense = c.num_layers - (0 if c.parallel_experts else sparse)
     wider = c.shared_kv_layers * (c.shared_kv_mlp - c.intermediate_size) if c.shared_kv_mlp else 0
     widths += 3 * (dense * c.intermediate_size + wider)
-    widths += sparse * (3 * c.expert_size * chosen + c.num_experts)
+    widths += sparse * (3 * c.expert_size * counted + c.num_experts)
     widths += sparse * (3 * c.shared_expert_size + (c.shared_expert_size > 0))
     widths += sum(layer.projected_width for layer in c.recurrent)
     return c.hidden_size * (widths + head * c.vocab_size)
@@ -227,8 +226,8 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
     if kind.mixer != "attention":
         return 0
     heads, width = shape.heads_of(kind)
-    own = 0 if kind.shared_kv else 1 if shape.values_are_keys and kind.window is None else 2
-    return (shape.num_heads * (2 + shape.attention_gate) + own * heads) * width
+    projections = 0 if kind.shared_kv else 1 if shape.values_are_keys and kind.window is None else 2
+    return (shape.num_heads * (2 + shape.attention_gate) + projections * heads) * width
 
 
 def state_bytes(shape: TransformerConfig, itemsize: float) -> float:

@@ -1,8 +1,6 @@
 """Caches for keys, values and recurrent states, packed segments, and layer inputs.
 
-An attention layer's cache has keys and values with one slot per token. A layer that reuses the keys and values of a
-previous layer has an empty cache, (). A recurrent layer's cache is a `RecurrentState`, and its size does not depend on
-the number of tokens. The leading axes are B (prompts), heads and G (completions); arrays for prompts have no axis G.
+The leading axes are B (prompts), heads and G (completions). Arrays for prompts do not have the axis G.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from grpo_jax.models.tiles import TileMask
 
 
 class RecurrentState(NamedTuple):
-    """State of a recurrent layer. States of prompts do not have the axis G."""
+    """State of a recurrent layer."""
 
     memory: jax.Array | None  # [B, H, G, d_k, d_v] float32; None for a short convolution
     tail: jax.Array  # [B, 1, G, K − 1, C], convolution inputs for the last K − 1 tokens
@@ -30,7 +28,7 @@ LayerCache = KeysValues | RecurrentState | tuple[()]
 
 Cache = tuple[LayerCache, ...]
 """One entry per layer: completion keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d], where the first three axes may
-be merged; or a `RecurrentState`; or () if the layer reuses the keys and values of a previous layer.
+be merged, a `RecurrentState`, or () if the layer reuses the keys and values of a previous layer.
 
 Keys are stored transposed, since multiplying queries by transposed keys takes half the time on CPUs.
 """
@@ -116,7 +114,7 @@ def num_slots(layers: Cache) -> int:
 def empty_cache(layers: Cache, group: int, slots: int) -> Cache:
     """Create a zero-filled cache for `group` completions per prompt from `Prefix.layers`."""
 
-    def one(layer: LayerCache) -> LayerCache:
+    def empty_layer(layer: LayerCache) -> LayerCache:
         if not layer:
             return ()
         if isinstance(layer, RecurrentState):
@@ -125,7 +123,7 @@ def empty_cache(layers: Cache, group: int, slots: int) -> Cache:
         b, h, d, _ = keys.shape
         return jnp.zeros((b, h, group, d, slots), keys.dtype), jnp.zeros((b, h, group, slots, d), values.dtype)
 
-    return tuple(map(one, layers))
+    return tuple(map(empty_layer, layers))
 
 
 def _map_slots(function: Callable[[jax.Array, int], jax.Array], cache: Cache) -> Cache:
@@ -138,12 +136,12 @@ def _map_slots(function: Callable[[jax.Array, int], jax.Array], cache: Cache) ->
 
 def pad_slots(cache: Cache, slots: int) -> Cache:
     """Append empty slots to a cache, up to `slots` in total."""
-    more = slots - num_slots(cache)
+    added = slots - num_slots(cache)
 
-    def longer(x: jax.Array, axis: int) -> jax.Array:
-        return jnp.pad(x, [(0, more if i == x.ndim + axis else 0) for i in range(x.ndim)])
+    def pad(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.pad(x, [(0, added if i == x.ndim + axis else 0) for i in range(x.ndim)])
 
-    return _map_slots(longer, cache)
+    return _map_slots(pad, cache)
 
 
 def rotate_ring(cache: Cache, first: jax.Array, slots: int) -> Cache:
@@ -151,8 +149,8 @@ def rotate_ring(cache: Cache, first: jax.Array, slots: int) -> Cache:
     size = num_slots(cache)
 
     def slice_slots(x: jax.Array, axis: int) -> jax.Array:
-        long = jnp.concatenate([x] * (1 + -(-slots // size)), axis=axis)
-        own = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=slots, axis=axis)
-        return jax.vmap(jax.vmap(own, in_axes=(1, 0), out_axes=1))(long, first % size)
+        repeated = jnp.concatenate([x] * (1 + -(-slots // size)), axis=axis)
+        read = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=slots, axis=axis)
+        return jax.vmap(jax.vmap(read, in_axes=(1, 0), out_axes=1))(repeated, first % size)
 
     return _map_slots(slice_slots, cache)

@@ -1,15 +1,9 @@
 """Linear layers with unquantized or quantized matrices, the RMS norm and the gated MLP.
 
 A frozen matrix W [in, out], quantized to four or eight bits, is stored as Wᵀ [out, in], as in checkpoint files. Each
-row is split into blocks, and a weight is its code's value times its block's scale:
-
-```
-        codes                      value per code                block       scale per block
-nf4     uint8, two codes per byte  NF4[code], in [−1, 1]         64          float32, or 8 bits (nested)
-int8    int8                       the code, in −127..127        one row     float32
-```
-
-A nested scale is levels[code] · outer + offset, with an outer scale per 256 scales: 4.127 bits per weight in total.
+row is split into blocks, and a weight is its code's value times its block's scale. NF4 has two codes per byte, the
+values NF4[code], and blocks of 64 weights. int8 has values from −127 to 127, and each row is one block. A nested scale
+is levels[code] · outer + offset, with an outer scale per 256 scales, for a total of 4.127 bits per weight.
 """
 
 from __future__ import annotations
@@ -90,8 +84,8 @@ def is_quantized(tree: Params) -> bool:
 
 def kernel_of(module: nn.Module, name: str, shape: tuple[int, ...], stddev: float) -> Quantized | jax.Array:
     """Return the module's kernel [..., in, out] with the given name, which may be quantized."""
-    held = module.get_variable("params", name) if module.has_variable("params", name) else None
-    return held if isinstance(held, Quantized) else module.param(name, nn.initializers.normal(stddev), shape)
+    kernel = module.get_variable("params", name) if module.has_variable("params", name) else None
+    return kernel if isinstance(kernel, Quantized) else module.param(name, nn.initializers.normal(stddev), shape)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
@@ -100,8 +94,8 @@ def matmul_quantized(
 ) -> jax.Array:
     """Compute x W for x [N, in]. Only x has a gradient. See `matmul.matmul` for `dtype` and `float32_sums`.
 
-    W is dequantized to the dtype of x for the product, and again for the gradient. Keeping the dequantized matrices
-    from the forward to the backward pass would take as much memory as a 16-bit model.
+    W is dequantized for the product, and again for the gradient. Storing dequantized matrices from the forward to the
+    backward pass would take as much memory as a 16-bit model.
     """
     return _product(x, w, dtype, float32_sums)
 
@@ -114,24 +108,21 @@ def _product(x: jax.Array, w: Quantized, dtype: DTypeLike | None, float32_sums: 
 
 
 def rows_for(x: jax.Array, w: Quantized) -> jax.Array:
-    """Dequantize Wᵀ to the dtype of x, but not before x has been computed.
-
-    Otherwise, the compiler may dequantize all matrices at the start, or hoist this operation out of a loop over tokens.
-    """
+    """Dequantize Wᵀ to the dtype of x, but only after x has been computed, not at the start or before a loop."""
     x = jax.lax.stop_gradient(x)
 
-    def later(codes: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(codes, x, cpu=_after_on_cpu, default=_after)
+    def delay(codes: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(codes, x, cpu=_delay_on_cpu, default=_delay)
 
-    scales = w.scales if w.nested is None else later(w.scales)
-    return dataclasses.replace(w, codes=later(w.codes), scales=scales).rows(x.dtype)
+    scales = w.scales if w.nested is None else delay(w.scales)
+    return dataclasses.replace(w, codes=delay(w.codes), scales=scales).rows(x.dtype)
 
 
-def _after(codes: jax.Array, x: jax.Array) -> jax.Array:
+def _delay(codes: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier((codes, x))[0]
 
 
-def _after_on_cpu(codes: jax.Array, x: jax.Array) -> jax.Array:
+def _delay_on_cpu(codes: jax.Array, x: jax.Array) -> jax.Array:
     """XOR codes with a zero computed from x, since XLA's CPU backend ignores barriers when it schedules."""
     bits = jax.lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     return codes ^ jnp.minimum(bits, 0).astype(codes.dtype)
@@ -174,15 +165,14 @@ class Linear(nn.Module):
     """Linear layer x W (+ b), where W is an array [in, out] or `Quantized`. A "lora" adapter adds (x A) B.
 
     If the "columns" collection contains Wᵀ (`kernels_by_columns`, for decoding on a CPU), it is read instead of W.
-    Operands have dtype `dtype`, and results have `result_dtype`, by default `dtype`. See `matmul` for `float32_sums`.
     """
 
     features: int
     use_bias: bool
-    dtype: jnp.dtype
-    stddev: float
-    result_dtype: DTypeLike | None = None
-    float32_sums: bool = False
+    dtype: jnp.dtype  # dtype of the operands
+    stddev: float  # standard deviation of initial weights
+    result_dtype: DTypeLike | None = None  # defaults to `dtype`
+    float32_sums: bool = False  # see `matmul`
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -201,9 +191,9 @@ class Linear(nn.Module):
             y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(out)[None]
         if self.has_variable("lora", "a"):
             if self.has_variable("lora", "rate") and self.has_rng("dropout"):
-                keep = jnp.asarray(1 - self.get_variable("lora", "rate"))
-                kept = jax.random.bernoulli(self.make_rng("dropout"), keep, x.shape)
-                x = jnp.where(kept, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
+                keep_rate = jnp.asarray(1 - self.get_variable("lora", "rate"))
+                keep = jax.random.bernoulli(self.make_rng("dropout"), keep_rate, x.shape)
+                x = jnp.where(keep, x / keep_rate.astype(x.dtype), jnp.zeros((), x.dtype))
             a: jax.Array = self.get_variable("lora", "a").astype(self.dtype)
             b: jax.Array = self.get_variable("lora", "b").astype(self.dtype)
             y = y + matmul(matmul(x.astype(self.dtype), a, None, self.float32_sums), b, out, self.float32_sums)

@@ -1,22 +1,13 @@
 """Layers with a fixed-size state: gated short convolutions and gated delta nets.
 
-```
-              several tokens                     one token (decoding)
-tail      k−2 k−1 │ c0 c1 c2 c3 ·             c2 c3 │ c4
-                  └── convolution ──┘               └─ new tail c3 c4
-memory    after prompt ──► after c3              after c3 ──► after c4
-```
+The state consists of the tail, which contains the last inputs to the convolution, and for delta nets also a memory. A
+completion's first token reads the prompt's state from the `Prefix`. Padding, where `Context.present` is False, does not
+change the state.
 
-A completion's first token reads the prompt's state from the `Prefix`. Padding, where `Context.present` is False, does
-not change the state.
-
-Instead of keys and values, each head of a gated delta net has a memory S [d_k, d_v]. Each token decays the memory and
-moves the value stored at its key towards its own value, at rate β (Yang et al. 2024, Gated Delta Networks, eq. 10):
+Each head of a gated delta net has a memory S [d_k, d_v]. Each token decays the memory and moves the value stored at its
+key towards its own value, at rate β (Yang et al. 2024, Gated Delta Networks, eq. 10):
 
 S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t
-
-`delta_step` processes one token. `delta_rule` splits sequences into chunks, with matrix products inside each chunk and
-a scan over the chunks' memories.
 """
 
 from __future__ import annotations
@@ -62,25 +53,12 @@ class Positions(NamedTuple):
         fresh = context.index + before == (0 if context.start is None else context.start.reshape(b, -1))
         return cls(position, length, fresh if length is None else fresh & (length > 0))
 
-    def begin(self, prompt: jax.Array, cached: jax.Array) -> jax.Array:
-        """Return the initial state [B, X, G, …]: `prompt` [B, X, …] where `fresh`, else `cached`."""
-        assert self.fresh is not None
-        fresh = jnp.expand_dims(self.fresh, (1, *range(3, cached.ndim)))
-        return jnp.where(fresh, prompt[:, :, None], cached)
-
-    def of_blocks(self, prompts: jax.Array) -> jax.Array:
-        """Gather the state for each block's prompt, [A, M, …], from the states for all prompts [B, …]."""
-        assert self.segments is not None
-        prompt = self.segments.prompt
-        own = prompts.reshape((prompt.shape[0], -1, *prompts.shape[1:]))
-        return jax.vmap(lambda own, at: jnp.take(own, at, axis=0))(own, prompt)
-
 
 def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positions) -> jax.Array:
     """Compute the causal convolution y_t = Σ_j w_j x_{t−j} for each channel of x [B, G, T, C] and each completion.
 
-    The last row of the kernel [K, C] is w_0, the weight of the current token. `tail` contains the K − 1 inputs before
-    the first token: [B, G or 1, K − 1, C], or [A, M, K − 1, C] for the blocks of a packed sequence.
+    The last row of the kernel [K, C] is w_0. `tail` contains the K − 1 inputs before the first token: [B, G or 1,
+    K − 1, C], or [A, M, K − 1, C] for the blocks of a packed sequence.
     """
     width, (b, g, t, c) = kernel.shape[0], x.shape
 
@@ -89,17 +67,17 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
 
     y = weigh(x, 0)
     for j in range(1, min(width, t)):
-        before = jnp.pad(x, ((0, 0), (0, 0), (j, 0), (0, 0)))[:, :, :t]
-        y += weigh(jnp.where((positions.position >= j)[..., None], before, 0.0), j)
+        shifted = jnp.pad(x, ((0, 0), (0, 0), (j, 0), (0, 0)))[:, :, :t]
+        y += weigh(jnp.where((positions.position >= j)[..., None], shifted, 0.0), j)
     # Add the tail's contribution to the first K − 1 tokens. The blocks of a packed sequence use the completion axis.
     tail = tail.astype(jnp.float32)
     size = t if positions.segments is None else t // tail.shape[1]
     y = y.reshape(b, -1, size, c)
-    at = jnp.broadcast_to(positions.position, (b, positions.position.shape[1], t)).reshape(b, -1, size)
+    position = jnp.broadcast_to(positions.position, (b, positions.position.shape[1], t)).reshape(b, -1, size)
     for p in range(min(width - 1, t)):
-        parts = [weigh(tail[:, :, width - 1 + p - j], j) for j in range(p + 1, width)]
-        more = functools.reduce(jnp.add, parts)
-        y += jnp.where((at == p)[..., None], more[:, :, None], 0.0)
+        terms = [weigh(tail[:, :, width - 1 + p - j], j) for j in range(p + 1, width)]
+        contribution = functools.reduce(jnp.add, terms)
+        y += jnp.where((position == p)[..., None], contribution[:, :, None], 0.0)
     return y.reshape(b, g, t, c)
 
 
@@ -110,13 +88,13 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
     if positions.length is None:
         return jnp.concatenate([tail, x], axis=2)[:, :, t:]
 
-    def take(x: jax.Array, at: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, jnp.clip(at, 0, x.shape[2] - 1)[..., None], axis=2)
+    def take(x: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[2] - 1)[..., None], axis=2)
 
-    # `at` contains indices into the concatenation of the tail and the unpadded tokens.
-    at = jnp.broadcast_to(positions.length[..., None] + jnp.arange(width)[None, None], (b, g, width))
-    of_tokens = take(x, at - width - jnp.broadcast_to(positions.position[..., :1], at.shape))
-    return jnp.where((at < width)[..., None], take(tail, at), of_tokens)
+    # `index` contains indices into the concatenation of the tail and the unpadded tokens.
+    index = jnp.broadcast_to(positions.length[..., None] + jnp.arange(width)[None, None], (b, g, width))
+    from_tokens = take(x, index - width - jnp.broadcast_to(positions.position[..., :1], index.shape))
+    return jnp.where((index < width)[..., None], take(tail, index), from_tokens)
 
 
 def _state_before(
@@ -135,13 +113,26 @@ def _state_before(
         zeros = None if memory is None else jnp.zeros((b, *memory), jnp.float32)
         prompt = RecurrentState(zeros, jnp.zeros((b, *tail), mixed.dtype))
     if positions.segments is not None:
-        state = jax.tree.map(positions.of_blocks, prompt)
+        index = positions.segments.prompt
+
+        def of_blocks(x: jax.Array) -> jax.Array:
+            x = x.reshape((len(index), -1, *x.shape[1:]))
+            return jax.vmap(lambda x, index: jnp.take(x, index, axis=0))(x, index)
+
+        state = jax.tree.map(of_blocks, prompt)
         return positions, state.memory, state.tail[:, :, 0]
+
+    def select(prompt: jax.Array, cached: jax.Array) -> jax.Array:
+        """Return the initial state [B, X, G, …]: `prompt` [B, X, …] for a first token, else `cached`."""
+        assert positions.fresh is not None
+        cached = cached.reshape((b, prompt.shape[1], g, *prompt.shape[2:]))
+        fresh = jnp.expand_dims(positions.fresh, (1, *range(3, cached.ndim)))
+        return jnp.where(fresh, prompt[:, :, None], cached)
+
     if context.cache is None:
         state = jax.tree.map(lambda x: x[:, :, None], prompt)
     else:
-        own = jax.tree.map(lambda x, like: x.reshape((b, like.shape[1], g, *like.shape[2:])), context.cache, prompt)
-        state = jax.tree.map(positions.begin, prompt, own)
+        state = jax.tree.map(select, prompt, context.cache)
     return positions, state.memory, state.tail[:, 0]
 
 
@@ -151,8 +142,8 @@ def _state_after(
     """Return the layer's state after the last token, or () for a packed sequence."""
     if positions.segments is not None:
         return ()
-    after = RecurrentState(memory, last_tokens(mixed, tail, positions)[:, None])
-    return after if context.cache is None else jax.tree.map(lambda x, old: x.reshape(old.shape), after, context.cache)
+    state = RecurrentState(memory, last_tokens(mixed, tail, positions)[:, None])
+    return state if context.cache is None else jax.tree.map(lambda x, old: x.reshape(old.shape), state, context.cache)
 
 
 def _kernel(module: nn.Module, shape: DeltaShape | ConvShape, channels: int) -> jax.Array:
@@ -219,7 +210,7 @@ class GatedDeltaNet(nn.Module):
         q, k = (jnp.repeat(unit(heads(x, shape.key_dim)), h // shape.key_heads, axis=1) for x in (q, k))
         decay, beta = (x.transpose(0, 3, 1, 2) for x in (decay, beta))
         rows = (q * shape.key_dim**-0.5, k, heads(v, shape.value_dim), decay, beta)
-        y, memory = self._read(rows, positions, memory)
+        y, memory = self._apply_rule(rows, positions, memory)
         y = RMSNorm(c.rms_norm_eps, name="norm")(context.pick(y.transpose(0, 2, 3, 1, 4)))
         y = y * nn.silu(context.pick(z).reshape(y.shape).astype(jnp.float32))
         y = linear(c, "out_proj", c.hidden_size)(y.reshape((*y.shape[:3], -1)).astype(c.dtype))
@@ -244,7 +235,9 @@ class GatedDeltaNet(nn.Module):
         beta, a = project("in_proj_ba", sum(narrow), [shape.value_heads // shape.key_heads])
         return jnp.concatenate([q, k, v], axis=-1), z, beta, a
 
-    def _read(self, rows: Sequence[jax.Array], positions: Positions, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _apply_rule(
+        self, rows: Sequence[jax.Array], positions: Positions, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Apply the delta rule. Returns outputs [B, H, G, T, d_v] and the final memory [B, H, G, d_k, d_v]."""
         q, k, v, decay, beta = rows
         b, h, g, t, _ = q.shape
@@ -269,13 +262,13 @@ def delta_step(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, memory: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `delta_rule` to one token. Arrays do not have the axis N."""
-    fade = jnp.exp(decay)[..., None]
+    alpha = jnp.exp(decay)[..., None]
     # Reading the memory is most of the cost of a step, so both reads share one pass.
-    both = jnp.einsum("...xk,...kv->...xv", jnp.stack([k, q], axis=-2), memory)
-    known, read = both[..., 0, :] * fade, both[..., 1, :] * fade
-    new = (v - known) * beta[..., None]
-    memory = memory * fade[..., None] + k[..., :, None] * new[..., None, :]
-    return read + jnp.sum(q * k, axis=-1, keepdims=True) * new, memory
+    reads = jnp.einsum("...xk,...kv->...xv", jnp.stack([k, q], axis=-2), memory)
+    stored, out = reads[..., 0, :] * alpha, reads[..., 1, :] * alpha
+    new = (v - stored) * beta[..., None]
+    memory = memory * alpha[..., None] + k[..., :, None] * new[..., None, :]
+    return out + jnp.sum(q * k, axis=-1, keepdims=True) * new, memory
 
 
 def delta_rule(
@@ -322,45 +315,44 @@ def delta_rule(
         visible = visible & (j >= first[..., None])
     product = functools.partial(jnp.einsum, precision=precision)
     # d[i, j]: decay between token j's write and token i's read. inward: decay from the start of the chunk or segment.
-    fading = jnp.where(i > j, decay[..., None], 0.0)
-    d = jnp.where(visible, jnp.exp(jnp.cumsum(fading, axis=-2)), 0.0)
+    log_decay = jnp.where(i > j, decay[..., None], 0.0)
+    d = jnp.where(visible, jnp.exp(jnp.cumsum(log_decay, axis=-2)), 0.0)
     inward = jnp.exp(jnp.sum(jnp.where(visible, decay[..., None, :], 0.0), axis=-1))[..., None]
     among = jnp.where(i > j, product("...id,...jd->...ij", k, k) * d * beta[..., None], 0.0)
     solve = inverse_of_unit_lower(among, precision)
     new = product("...ij,...jd->...id", solve, v * beta[..., None])
-    known = product("...ij,...jd->...id", solve, k * beta[..., None] * inward)
+    stored = product("...ij,...jd->...id", solve, k * beta[..., None] * inward)
     scores, reads = product("...id,...jd->...ij", q, k) * d, q * inward
     write, keep = k * d[..., -1, :, None], inward[..., -1:, :]
-    read = added = None
+    from_begins = added = None
     if first is not None:
         assert begins is not None
-        own = (first >= 0)[..., None]
-        new = new - product("...ik,...kv->...iv", jnp.where(own, known, 0.0), begins)
-        read = product("...ik,...kv->...iv", jnp.where(own, reads, 0.0), begins)
-        known, reads = jnp.where(own, 0.0, known), jnp.where(own, 0.0, reads)
-        added, keep = jnp.where(own[..., -1:, :], keep * begins, 0.0), jnp.where(own[..., -1:, :], 0.0, keep)
+        begun = (first >= 0)[..., None]  # whether a token's segment starts in its chunk
+        new = new - product("...ik,...kv->...iv", jnp.where(begun, stored, 0.0), begins)
+        from_begins = product("...ik,...kv->...iv", jnp.where(begun, reads, 0.0), begins)
+        stored, reads = jnp.where(begun, 0.0, stored), jnp.where(begun, 0.0, reads)
+        added, keep = jnp.where(begun[..., -1:, :], keep * begins, 0.0), jnp.where(begun[..., -1:, :], 0.0, keep)
 
-    def one(memory: jax.Array, of_chunk: Sequence[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        new, known, reads, write, keep, added = of_chunk
-        new = new - product("...ik,...kv->...iv", known, memory)
-        read = product("...ik,...kv->...iv", reads, memory)
+    def add_chunk(memory: jax.Array, chunk: Sequence[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        new, stored, reads, write, keep, added = chunk
+        new = new - product("...ik,...kv->...iv", stored, memory)
+        from_memory = product("...ik,...kv->...iv", reads, memory)
         memory = memory * keep + product("...ik,...iv->...kv", write, new)
-        return memory if added is None else memory + added, (new, read)
+        return memory if added is None else memory + added, (new, from_memory)
 
-    along = len(rows)
-    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, along, 0), (new, known, reads, write, keep, added))
-    memory, after = jax.lax.scan(one, memory, chunks)
-    new, carried = (jnp.moveaxis(x, 0, along) for x in after)
-    out = carried + product("...ij,...jd->...id", scores, new)
-    out = out if read is None else out + read
+    axis = len(rows)
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (new, stored, reads, write, keep, added))
+    memory, results = jax.lax.scan(add_chunk, memory, chunks)
+    new, from_memory = (jnp.moveaxis(x, 0, axis) for x in results)
+    out = from_memory + product("...ij,...jd->...id", scores, new)
+    out = out if from_begins is None else out + from_begins
     return out.reshape((*rows, n + pad, -1))[..., :n, :], memory
 
 
 def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> jax.Array:
     """Compute (I + L)⁻¹ for a strictly lower triangular matrix L [..., n, n], where n is a power of two.
 
-    Inverts blocks of doubling size with [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. This is as accurate as
-    substitution, and takes log n batched products, which can be sharded along the batch axes.
+    Inverts blocks of doubling size: [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]], as accurate as substitution.
     """
     *rows, n, _ = x.shape
     inverse, size = jnp.ones((*rows, n, 1, 1), x.dtype), 1
