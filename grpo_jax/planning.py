@@ -1,7 +1,6 @@
 """The compiler's estimates of a run's memory and FLOPs, without weights or devices.
 
-The programs are lowered for abstract arrays, so no weights are read. For devices that are not available on this machine
-(`models.devices`), they are compiled in a separate process.
+For devices that are not available on this machine (`models.devices`), programs are compiled in a separate process.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Batch, Json, Params, PromptImages, as_argument
+from grpo_jax.types import Batch, Json, PromptImages, as_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.summary import short_number
 
@@ -89,14 +88,13 @@ class Plan:
         ]
         for name, x in self.programs.items():
             flops = "?" if math.isnan(x.flops) else short_number(x.flops, "")
-            held = size(x.arguments), size(x.temporaries), size(x.results), size(x.peak)
-            lines.append(row(name, *held, flops, f"{x.seconds:.0f} s"))
+            sizes = size(x.arguments), size(x.temporaries), size(x.results), size(x.peak)
+            lines.append(row(name, *sizes, flops, f"{x.seconds:.0f} s"))
         for name, x in self.programs.items():
             if x.collectives:
-                sent = " · ".join(f"{kind} {size(n)}" for kind, n in x.collectives.items())
-                lines.append(f"collectives, {name}: {sent}")
+                lines.append(f"collectives, {name}: " + " · ".join(f"{k} {size(n)}" for k, n in x.collectives.items()))
             if x.kernels:
-                lines.append(f"kernels, {name}: " + " · ".join(f"{kind} × {n}" for kind, n in x.kernels.items()))
+                lines.append(f"kernels, {name}: " + " · ".join(f"{k} × {n}" for k, n in x.kernels.items()))
         if self.memory is not None:
             lines.append(f"{'fits' if self.fits else 'does not fit'} in {size(self.memory)} per device")
         return "\n".join([self.note, *lines] if self.note else lines)
@@ -112,7 +110,7 @@ def programs(
 ) -> dict[str, jax.stages.Lowered]:
     """Lower the largest program of each phase that `train` or `sft` would run on the given devices.
 
-    The devices may be abstract (`models.devices`, `jax.experimental.topologies`). `compile()` then returns the program
+    The devices may be absent (`models.devices`, `jax.experimental.topologies`). `compile()` then returns the program
     for that hardware, with its memory (`memory_analysis`) and its kernels (`as_text`). No weights are read.
 
     Args:
@@ -198,38 +196,27 @@ def plan(
         raise ValueError(f"config.mesh = {config.mesh} needs {needed} devices; got device = {device!r}")
     if target.missing:
         raise ValueError(f"device = {device!r}: the compiler is not installed; run pip install {target.missing}")
-    request: dict[str, Any] = {
-        "device": device,
-        "model": raw,
-        "config": config.to_dict(),
-        "prompt_length": prompt_length,
-    }
-    request |= {"loading": dataclasses.astuple(loading), "memory": memory, "donate": donate, "images": images}
+    memory = target.memory if memory is None else memory
+    request = device, raw, config.to_dict(), prompt_length, dataclasses.astuple(loading), memory, images, donate
     code = "import sys; from grpo_jax import planning; print(planning.answer(sys.stdin.read()))"
+    command, environment = [sys.executable, "-c", code], os.environ | ENVIRONMENT
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(request),
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, input=json.dumps(request), env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        ended = f", ended by signal {-done.returncode}" if done.returncode < 0 else ""
-        raise ValueError(f"the run could not be planned{ended}: {_last_error(done.stderr)}")
+        signal = f", ended by signal {-done.returncode}" if done.returncode < 0 else ""
+        raise ValueError(f"the run could not be planned{signal}: {_last_error(done.stderr)}")
     fields = json.loads(done.stdout.splitlines()[-1])
     fields["programs"] = {phase: ProgramCost(*values) for phase, values in fields["programs"].items()}
     return Plan(**fields)
 
 
 def answer(request: str) -> str:
-    """Compute a plan for abstract devices from a JSON request and return it as JSON. Called in a separate process."""
-    fields = json.loads(request)
-    target, config = Target.read(fields["device"]), config_class(fields["config"]).from_dict(fields["config"])
-    memory = target.memory if fields["memory"] is None else fields["memory"]
-    loading, length = Loading(*fields["loading"]), fields["prompt_length"]
-    run = AbstractRun.of(target.devices(), fields["model"], config, length, loading, memory, images=fields["images"])
-    return json.dumps(vars(run.plan(target.kind, donate=fields["donate"])))
+    """Compute a plan for absent devices from a JSON request and return it as JSON. Called in a separate process."""
+    device, raw, fields, prompt_length, loading, memory, images, donate = json.loads(request)
+    target, config = Target.read(device), config_class(fields).from_dict(fields)
+    run = AbstractRun.of(target.devices(), raw, config, prompt_length, Loading(*loading), memory, images=images)
+    return json.dumps(vars(run.plan(target.kind, donate=donate)))
 
 
 def _last_error(stderr: str) -> str:
@@ -291,8 +278,8 @@ class AbstractRun:
         """Lower the largest program of each phase."""
         calls = update_calls(self.run.updater, self.state, self.batch)
         reference = calls.score if self.run.config.beta else None
-        found = {"images": self.encode, "rollout": self.rollout, "update": calls.update, "reference": reference}
-        return {phase: lower_call(call) for phase, call in found.items() if call is not None}
+        phases = {"images": self.encode, "rollout": self.rollout, "update": calls.update, "reference": reference}
+        return {phase: lower_call(call) for phase, call in phases.items() if call is not None}
 
     def plan(self, device: str, *, donate: bool) -> Plan:
         """Compile the programs and build the plan. `device` is the device kind that it reports."""
@@ -318,11 +305,11 @@ class AbstractRun:
             "policy": None if donate else state.params,
             "tower": self.encode and self.encode.args[1],
         }
-        return {name: size for name, tree in parts.items() if (size := device_bytes(tree, self.run.mesh))}
+        return {name: size for name, tree in parts.items() if (size := device_bytes(tree))}
 
     def _params_size(self) -> int:
         """Return the bytes per device of the params and the adapters' frozen base model."""
-        return device_bytes((as_argument(self.run.policy.model), self.state.params), self.run.mesh)
+        return device_bytes((as_argument(self.run.policy.model), self.state.params))
 
     def added(self, phase: str, cost: ProgramCost) -> int:
         """Return the bytes per device that a phase needs in addition to `held`."""
@@ -333,14 +320,8 @@ class AbstractRun:
         if phase == "update":
             return added_bytes(self.run, self.state, self.batch, cost)
         # Decoding reads rounded copies of some params, while the params themselves remain in memory.
-        kept, given = (_shard_bytes(tree) for tree in copies(self.run.policy.model, self.state.params))
-        return max(given, cost.arguments - self._params_size() + kept) + cost.temporaries
-
-
-def _shard_bytes(tree: Params) -> int:
-    """Return the bytes per device of abstract arrays, according to their shardings."""
-    shapes = [(x.sharding.shard_shape(x.shape) if x.sharding else x.shape, x) for x in jax.tree.leaves(tree)]
-    return sum(math.prod(shape) * x.dtype.itemsize for shape, x in shapes)
+        originals, rounded = (device_bytes(tree) for tree in copies(self.run.policy.model, self.state.params))
+        return max(rounded, cost.arguments - self._params_size() + originals) + cost.temporaries
 
 
 def _derive(policy: Policy, config: Config, mesh: jax.sharding.Mesh, prompt_length: int | None) -> BaseRun:

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 import jax
 
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
-"""Mount point of Linux control groups, which limit a container's memory."""
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Memory limit of a Linux container (control groups v2)."""
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
@@ -43,10 +43,7 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
 
 
 def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
-    """Return whether products of bfloat16 matrices are fastest with float32 sums (`models.matmul`).
-
-    This is true on CPUs with jax 0.10 or newer, which uses the CPU's matrix units. Older versions compute them slowly.
-    """
+    """Return whether products of bfloat16 matrices are fastest with float32 sums: on CPUs, from jax 0.10 on."""
     return platform_of(devices)[0] == "cpu" and jax.__version_info__ >= (0, 10)
 
 
@@ -55,14 +52,12 @@ def memory_of(device: jax.Device) -> int | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
         return limit
-    found = []
+    limits = []
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups v2 and v1
-        path = CONTROL_GROUPS / name
-        if path.is_file() and (text := path.read_text(encoding="utf-8").strip()).isdigit():
-            found.append(int(text))
-    return min(found, default=None)
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if MEMORY_LIMIT.is_file() and (text := MEMORY_LIMIT.read_text(encoding="utf-8").strip()).isdigit():
+        limits.append(int(text))
+    return min(limits, default=None)
 
 
 CHIPS = {
@@ -75,21 +70,18 @@ CHIPS = {
 
 
 class GPU(NamedTuple):
-    """Specification of an NVIDIA GPU, from the vendor's data sheets. Sizes are in bytes, bandwidth in bytes per second.
-
-    float32 `lanes`, `threads` and `shared` memory are per core. A block may use up to `opt_in` bytes of shared memory.
-    """
+    """Specification of an NVIDIA GPU, from the vendor's data sheets. Sizes are in bytes."""
 
     cores: int
-    bandwidth: int
+    bandwidth: int  # bytes per second
     l2: int
     ghz: float
     memory: float
     capability: tuple[int, int]
-    lanes: int = 128
-    threads: int = 2048
-    shared: int = 233472
-    opt_in: int = 232448
+    lanes: int = 128  # float32 lanes per core
+    threads: int = 2048  # per core
+    shared: int = 233472  # shared memory per core
+    opt_in: int = 232448  # maximum shared memory per block
 
 
 GPUS = {
@@ -120,8 +112,8 @@ class Target:
     @classmethod
     def read(cls, name: str) -> Target:
         """Parse a name such as H100 or v5e-8. Raises ValueError if the kind or the count is not supported."""
-        found = re.fullmatch(r"(\w+?)(?:-(\d+))?", name)
-        kind, count = (found[1], int(found[2] or 1)) if found else (name, 0)
+        match = re.fullmatch(r"(\w+?)(?:-(\d+))?", name)
+        kind, count = (match[1], int(match[2] or 1)) if match else (name, 0)
         counts = {1, 2, *CHIPS[kind][1]} if kind in CHIPS else range(1, 9)
         if kind not in (*GPUS, *CHIPS) or count not in counts:
             known = ", ".join((*GPUS, *CHIPS))
@@ -159,9 +151,10 @@ def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
     from jax._src.lib import xla_client
 
     library: Any = xla_client
-    for step in (xla_bridge._discover_and_register_pjrt_plugins, lambda: library._xla.initialize_pjrt_plugin("cuda")):
-        with contextlib.suppress(Exception):  # already registered or initialized
-            step()
+    with contextlib.suppress(Exception):  # already registered
+        xla_bridge._discover_and_register_pjrt_plugins()
+    with contextlib.suppress(Exception):  # already initialized
+        library._xla.initialize_pjrt_plugin("cuda")
     gpu = GPUS[kind]
     major, minor = gpu.capability
     config = f"""gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -172,8 +165,8 @@ def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
       cuda_compute_capability {{ major: {major} minor: {minor} }} registers_per_core_limit: 65536
       registers_per_block_limit: 65536 }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
       device_description_str: "NVIDIA {kind}" """
-    make = library._xla.get_default_c_api_topology
-    return make("cuda", "", {"target_config": config, "topology": f"1x1x{count}"})._make_compile_only_devices()
+    options = {"target_config": config, "topology": f"1x1x{count}"}
+    return library._xla.get_default_c_api_topology("cuda", "", options)._make_compile_only_devices()
 
 
 class ProgramCost(NamedTuple):
@@ -209,14 +202,13 @@ def _compile(lowered: jax.stages.Lowered, arguments: int) -> ProgramCost:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         # Sizes in a TPU compiler's error about a program that does not fit. Some versions count its arguments.
-        beyond = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
-        taken = beyond or re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", str(error))
-        if "RESOURCE_EXHAUSTED" not in str(error) or taken is None:
+        without_arguments = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
+        match = without_arguments or re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or match is None:
             raise
-        size = int(float(taken[1]) * 1024 ** ("KMGT".index(taken[2]) + 1))
-        counted = 0 if beyond else arguments
-        seconds = time.monotonic() - begin
-        return ProgramCost(counted, max(0, size - counted), 0, math.nan, seconds, {}, {})
+        size = int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
+        counted = 0 if without_arguments else arguments
+        return ProgramCost(counted, max(0, size - counted), 0, math.nan, time.monotonic() - begin, {}, {})
     seconds, stats = time.monotonic() - begin, compiled.memory_analysis()
     assert stats is not None, "memory_analysis must be available on CPUs, GPUs and TPUs"
     text, flops = "", math.nan

@@ -116,10 +116,7 @@ def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) ->
 def parse_mesh(text: str) -> dict[str, int] | None:
     """Parse mesh sizes from the command line, such as data=2,fsdp=4. Returns None for an empty string."""
     try:
-        sizes = [(name, int(size)) for name, size in (item.split("=") for item in text.split(",") if item)]
-        if len(dict(sizes)) < len(sizes):
-            raise ValueError("an axis is given twice")
-        return dict(sizes) or None
+        return {name: int(size) for name, size in (item.split("=") for item in text.split(",") if item)} or None
     except ValueError as error:
         raise ValueError(f"mesh must be a list of axes and sizes such as data=2,fsdp=4; got {text!r}") from error
 
@@ -127,18 +124,21 @@ def parse_mesh(text: str) -> dict[str, int] | None:
 def tree_sharding(tree: Params, mesh: Mesh) -> Params:
     """Return the sharding for each leaf in params, or in a state that contains params."""
 
-    def at(path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
+    def sharding_of(path: tuple[object, ...], leaf: jax.Array) -> NamedSharding:
         return parameter_sharding(_name(path).split("/"), leaf.shape, mesh)
 
-    return jax.tree_util.tree_map_with_path(at, tree)
+    return jax.tree_util.tree_map_with_path(sharding_of, tree)
 
 
-def device_bytes(tree: Params, mesh: Mesh | None) -> int:
-    """Return the size of concrete or abstract params in bytes, per device on a mesh, or in total without a mesh."""
-    leaves = jax.tree.leaves(tree)
-    at = [None] * len(leaves) if mesh is None else jax.tree.leaves(tree_sharding(tree, mesh))
-    shapes = [x.shape if here is None else here.shard_shape(x.shape) for x, here in zip(leaves, at, strict=True)]
-    return sum(math.prod(shape) * x.dtype.itemsize for x, shape in zip(leaves, shapes, strict=True))
+def device_bytes(tree: Params) -> int:
+    """Return the size of concrete or abstract arrays in bytes per device, according to their shardings."""
+
+    def size(x: jax.Array) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def _name(path: tuple[object, ...]) -> str:
@@ -147,7 +147,7 @@ def _name(path: tuple[object, ...]) -> str:
 
 
 def place(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Put params on the devices of a mesh according to `TABLE`. Without a mesh, return them unchanged."""
+    """Put params on the devices of a mesh according to `TABLE`. No-op without a mesh."""
     return tree if mesh is None else jax.tree.map(_put, tree, tree_sharding(tree, mesh))
 
 
@@ -173,25 +173,23 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 def fetch(tree: Params) -> Params:
     """Copy full arrays to NumPy arrays. If they span several processes, all processes must call it."""
 
-    def one(x: jax.Array | np.ndarray) -> np.ndarray:
+    def fetch_array(x: jax.Array | np.ndarray) -> np.ndarray:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return np.asarray(x)
         if x.is_fully_replicated:
             return np.asarray(x.addressable_data(0))
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(fetch_array, tree)
 
 
-def gather_objects(own: Any) -> list[Any]:
-    """Gather a JSON object from each process, in process order.
-
-    Data is padded to a power of two, so at most 21 gathers are compiled for sizes up to 1 GiB.
-    """
+def gather_objects(local: Any) -> list[Any]:
+    """Gather a JSON object from each process, in process order."""
     if jax.process_count() == 1:
-        return [own]
-    data = np.frombuffer(json.dumps(own).encode(), np.uint8)
+        return [local]
+    data = np.frombuffer(json.dumps(local).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.array([data.size])))
+    # Pad to a power of two, so that at most 21 gathers are compiled for sizes up to 1 GiB.
     padded = np.zeros(max(1024, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes.ravel()), -1)
@@ -210,10 +208,10 @@ def constrain_params(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
-    """Replicate the embedding over "fsdp", inside a compiled function.
+    """Replicate the embedding over "fsdp" for a rollout, inside a compiled function.
 
-    Otherwise, each device would process all devices' prompts, since tokens are also sharded over "fsdp". Use this only
-    in rollouts. In an update, each device would store all devices' activations.
+    Otherwise, each device would process all devices' prompts, since tokens are also sharded over "fsdp". In an update,
+    each device would then store all devices' activations.
     """
 
     def spec(name: str, sharding: NamedSharding) -> PartitionSpec | None:
@@ -241,11 +239,11 @@ def _constrain_by_name(
 ) -> Tree:
     """Constrain params to `spec(path, sharding from TABLE)`, unless the result is None."""
 
-    def at(path: tuple[object, ...], leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-        found = spec(_name(path), sharding)
-        return leaf if found is None else jax.lax.with_sharding_constraint(leaf, NamedSharding(sharding.mesh, found))
+    def constrain_leaf(path: tuple[object, ...], x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        new = spec(_name(path), sharding)
+        return x if new is None else jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, new))
 
-    return tree if mesh is None else jax.tree_util.tree_map_with_path(at, tree, tree_sharding(tree, mesh))
+    return tree if mesh is None else jax.tree_util.tree_map_with_path(constrain_leaf, tree, tree_sharding(tree, mesh))
 
 
 def _prompts(mesh: Mesh) -> tuple[str, ...]:
@@ -271,17 +269,17 @@ def split(tree: Params, mesh: Mesh | None) -> Params:
 def split_sharding(tree: Params, mesh: Mesh) -> Params:
     """Return the sharding that `split` applies to each array in a tree."""
 
-    def at(x: jax.Array) -> NamedSharding:
+    def sharding_of(x: jax.Array) -> NamedSharding:
         divisible = x.ndim > 0 and x.shape[0] % shard_count(mesh) == 0
         return NamedSharding(mesh, PartitionSpec(_prompts(mesh)) if divisible else PartitionSpec())
 
-    return jax.tree.map(at, tree)
+    return jax.tree.map(sharding_of, tree)
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
     """Shard an array [B, ...] along B, and its other dimensions over `axes`, inside a compiled function.
 
-    An axis that does not divide its dimension is ignored. Without a mesh, x is returned unchanged.
+    An axis that does not divide its dimension is ignored. No-op without a mesh.
     """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, constrained_sharding(x.shape, mesh, *axes))
 
@@ -298,24 +296,24 @@ def constrained_sharding(shape: Sequence[int], mesh: Mesh, *axes: str | None) ->
 def abstract(tree: Params) -> Params:
     """Convert arrays to `ShapeDtypeStruct`s for compilation. Shardings are kept only for committed arrays."""
 
-    def one(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        named = not isinstance(x, jax.Array) or x.committed
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) if named else None)
+    def shape_of(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        committed = not isinstance(x, jax.Array) or x.committed
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) if committed else None)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(shape_of, tree)
 
 
 def placed_shapes(tree: Tree, shardings: Params) -> Tree:
     """Convert arrays to `ShapeDtypeStruct`s with the given shardings."""
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings)
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)
 
 
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
     """Lower a jitted function with bound arguments, which may be abstract and on absent devices (`models.devices`)."""
     function: Any = call.func
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    at = place_of((call.args, call.keywords))
-    device: Any = None if at is None else next(iter(at.device_set))
+    sharding = place_of((call.args, call.keywords))
+    device: Any = None if sharding is None else next(iter(sharding.device_set))
     absent_gpu = device is not None and device.platform == "gpu" and jax.default_backend() != "gpu"
     if absent_gpu and jax.__version_info__ >= (0, 11):  # Pallas needs the GPU model to lower its kernels
         target = jax.sharding.AbstractDevice(device.device_kind, None, device.platform)
@@ -326,14 +324,15 @@ def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
 
 def place_of(tree: Params) -> jax.sharding.Sharding | None:
     """Return the sharding of arrays computed from a tree (replicated on its mesh), or None if it is unknown."""
-    at = next((at for x in jax.tree.leaves(tree) if (at := getattr(x, "sharding", None)) is not None), None)
-    return NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
+    first = next((sharding for sharding in shardings if sharding is not None), None)
+    return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
 
 
 def abstract_from(tree: Tree, source: object) -> Tree:
     """Convert a tree to `ShapeDtypeStruct`s with the sharding of arrays computed from `source` (see `place_of`)."""
-    at = place_of(source)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree)
+    sharding = place_of(source)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def mesh_of(tree: Params) -> Mesh | None:

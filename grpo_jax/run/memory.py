@@ -64,10 +64,10 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
 def compiled_peak_bytes(run: Run) -> int:
     """Return an update's peak memory per device in bytes, as reported by the compiler."""
     state, batch = abstract_arrays(run)
-    held = device_bytes(state, run.mesh) + device_bytes((as_argument(run.policy.model), run.policy.params), run.mesh)
+    held = device_bytes(state) + device_bytes((as_argument(run.policy.model), run.policy.params))
     if run.distillation is not None:
-        held += device_bytes(run.distillation.teacher, run.mesh)
-    arguments = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
+        held += device_bytes(run.distillation.teacher)
+    arguments = device_bytes((as_argument(run.policy.model), state.params))
     cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
     return held + added_bytes(run, state, batch, cost)
 
@@ -77,7 +77,7 @@ def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost
 
     If a minibatch is split, this includes the accumulated gradients, which are passed as an argument.
     """
-    params = device_bytes((as_argument(run.policy.model), state.params), run.mesh)
+    params = device_bytes((as_argument(run.policy.model), state.params))
     return max(0, cost.arguments + cost.results - params) + cost.temporaries
 
 

@@ -38,8 +38,8 @@ class DryRun:
 
     Attributes:
       sizes: description of the run's sizes.
-      memory: bytes per part: the training state, the caller's policy, and each program (its arguments, results and
-        temporaries).
+      memory: bytes per device, by part: the training state, the caller's policy, and each program (its arguments,
+        results and temporaries).
       seconds: duration of each phase, including compilation.
       suspicious: likely problems, one sentence each.
       rows: the sampled group, in the format of `completions.jsonl`.
@@ -123,8 +123,8 @@ def rehearse(
         cause = describe_non_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
         suspicious.append(f"the update was skipped: {cause}")
     persistent = {
-        "training state": device_bytes(after, None),
-        "policy": device_bytes((as_argument(policy.model), () if donate else policy.params), None),
+        "training state": device_bytes(after),
+        "policy": device_bytes((as_argument(policy.model), () if donate else policy.params)),
     }
     with phase("memory analysis"):
         programs = _programs(run, after)

@@ -41,15 +41,9 @@ def test_memory_of_a_device_and_of_a_cpu(monkeypatch, tmp_path):
     assert memory_of(Device("tpu")) is None
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < memory_of(jax.devices()[0]) <= machine
-    for name, text, limit in (
-        ("memory.max", "1000\n", 1000),
-        ("memory.max", "max\n", machine),
-        ("memory/memory.limit_in_bytes", "2000", 2000),
-    ):
-        groups = tmp_path / f"{limit}"
-        (groups / name).parent.mkdir(parents=True)
-        (groups / name).write_text(text)
-        monkeypatch.setattr(devices, "CONTROL_GROUPS", groups)
+    monkeypatch.setattr(devices, "MEMORY_LIMIT", tmp_path / "memory.max")
+    for text, limit in (("1000\n", 1000), ("max\n", machine)):
+        devices.MEMORY_LIMIT.write_text(text)
         assert memory_of(jax.devices()[0]) == limit
 
 
