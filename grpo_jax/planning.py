@@ -47,26 +47,19 @@ from grpo_jax.watch.summary import short_number
 class Plan:
     """Memory and FLOPs for a run's programs.
 
-    Attributes:
-      device: device kind.
-      devices: number of devices in the mesh.
-      memory: memory of one device in bytes, or None if unknown.
-      held: bytes per device that are in use during the whole run, keyed by part: "base" (the adapters' frozen
-        base model), "params", "master params", "optimizer", "reference", "old params", "initial params", and "policy"
-        (the caller's params, unless donated) and "tower" (the frozen vision tower).
-      programs: largest program of each phase: "images" (encoding a few images), "rollout" (one burst of decoding),
-        "reference", and "update" (one packed sequence).
-      recomputes: whether the backward pass recomputes activations (`gradient_checkpointing`).
-      note: memory that the plan does not include, or an empty string.
+    The keys of `held` are "base" (the adapters' frozen base model), "params", "master params", "optimizer",
+    "reference", "old params", "initial params", "policy" (the caller's params, unless donated) and "tower" (the frozen
+    vision tower). The keys of `programs` are "images" (encoding a few images), "rollout" (one burst of decoding),
+    "reference", and "update" (one packed sequence).
     """
 
-    device: str
-    devices: int
-    memory: float | None
-    held: dict[str, int]
-    programs: dict[str, ProgramCost]
-    recomputes: bool
-    note: str = ""
+    device: str  # device kind
+    devices: int  # number of devices in the mesh
+    memory: float | None  # memory of one device in bytes, or None if unknown
+    held: dict[str, int]  # bytes per device that are in use during the whole run, keyed by part
+    programs: dict[str, ProgramCost]  # largest program of each phase
+    recomputes: bool  # whether the backward pass recomputes activations (`gradient_checkpointing`)
+    note: str = ""  # memory that the plan does not include, or an empty string
 
     @property
     def peak(self) -> int:
@@ -90,11 +83,6 @@ class Plan:
             flops = "?" if math.isnan(x.flops) else short_number(x.flops, "")
             sizes = size(x.arguments), size(x.temporaries), size(x.results), size(x.peak)
             lines.append(row(name, *sizes, flops, f"{x.seconds:.0f} s"))
-        for name, x in self.programs.items():
-            if x.collectives:
-                lines.append(f"collectives, {name}: " + " · ".join(f"{k} {size(n)}" for k, n in x.collectives.items()))
-            if x.kernels:
-                lines.append(f"kernels, {name}: " + " · ".join(f"{k} × {n}" for k, n in x.kernels.items()))
         if self.memory is not None:
             lines.append(f"{'fits' if self.fits else 'does not fit'} in {size(self.memory)} per device")
         return "\n".join([self.note, *lines] if self.note else lines)
@@ -227,19 +215,14 @@ def _last_error(stderr: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRun:
-    """A run of `train` or `sft` with abstract arrays, which have shapes and shardings but no values.
-
-    `memory` is the memory of a device in bytes, or None if unknown. `batch` is an update's batch. `rollout` is the
-    largest decode program, or None for `sft`. `encode` is the program that encodes images, or None for text-only
-    prompts.
-    """
+    """A run of `train` or `sft` with abstract arrays, which have shapes and shardings but no values."""
 
     run: BaseRun
-    memory: float | None
+    memory: float | None  # memory of a device in bytes, or None if unknown
     state: TrainState
-    batch: Batch
-    rollout: functools.partial[object] | None
-    encode: functools.partial[Any] | None
+    batch: Batch  # an update's batch
+    rollout: functools.partial[object] | None  # largest decode program, or None for `sft`
+    encode: functools.partial[Any] | None  # program that encodes images, or None for text-only prompts
 
     @classmethod
     def of(

@@ -182,10 +182,10 @@ def make_tile_mask(
     windows: Iterable[int | None],
     queries_per_kv: int,
 ) -> TileMask:
-    """Build the `TileMask` for completions or packed sequences.
+    """Build the `TileMask` for completions or packed sequences of shape `tokens`, (B, G, T) or (A, 1, N).
 
-    `tokens` is their shape, (B, G, T) or (A, 1, N). `windows` contains the attention windows of the decoder's layers,
-    and `queries_per_kv` is R, the number of query heads that share a key head. "splash" needs a prefix and segments.
+    `windows` contains the attention windows of the decoder's layers, and `queries_per_kv` is R, the number of query
+    heads that share a key head. "splash" needs a prefix and segments.
     """
     splash = kernel.implementation == "splash"
     b, g, t = tokens
@@ -282,33 +282,33 @@ def mosaic_error(device: jax.Device, head_dim: int) -> str | None:
     Some versions of CUDA's assembler, such as 12.8.0 to 12.9.0, miscompile attention masks. The packed sequences are
     long enough that several programs share the prompts' keys.
     """
-    a, heads, r, size, each = 2, 2, 8, 100, 96  # two sequences with two prompts of 11 completions each
-    n, lengths = 22 * each, jnp.array([37, size, 1, 64])
+    a, heads, r, size, t = 2, 2, 8, 100, 96  # two sequences with two prompts of 11 completions each
+    n, lengths = 22 * t, jnp.array([37, size, 1, 64])
     index = jnp.broadcast_to(jnp.arange(n)[None], (a, n))
-    segments = Segments(index // each, index % each, jnp.broadcast_to(jnp.arange(2)[None], (a, 2)), each, 1)
+    segments = Segments(index // t, index % t, jnp.broadcast_to(jnp.arange(2)[None], (a, 2)), t, 1)
     wide, narrow = (a, heads, 1, n, r, head_dim), (a, heads, 1, n, head_dim)
     prompts = (2 * a, heads, head_dim, size), (2 * a, heads, size, head_dim)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def gradients(name: str, given: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    def gradients(name: str, arrays: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         kernel = Kernel.of(name, head_dim, "bfloat16")._replace(scale=head_dim**-0.5)
 
-        def weighted(given: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            q, k, v, prompt_k, prompt_v, weights = given
+        def loss(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            q, k, v, prompt_k, prompt_v, weights = arrays
             prefix = Prefix(((prompt_k, prompt_v),), lengths)
             tile_mask = make_tile_mask((a, 1, n), prefix, segments, kernel, windows={None}, queries_per_kv=r)
             out = tiled_attention(q, k, v, (prompt_k, prompt_v, lengths), tile_mask, kernel)
             return (out * weights).sum().astype(jnp.float32), out
 
-        return jax.grad(weighted, has_aux=True)(given)
+        return jax.grad(loss, has_aux=True)(arrays)
 
     try:
         with jax.default_device(device):
             shapes: tuple[tuple[int, ...], ...] = (wide, narrow, narrow, *prompts, wide)
             keys = jax.random.split(jax.random.key(0), len(shapes))
-            given = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
-            found, expected = (jax.tree.leaves(gradients(name, given)) for name in ("mosaic", "tiles"))
-            errors = [jnp.abs(x - y).max() / jnp.abs(y).max() for x, y in zip(found, expected, strict=True)]
+            arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+            actual, expected = (jax.tree.leaves(gradients(name, arrays)) for name in ("mosaic", "tiles"))
+            errors = [jnp.abs(x - y).max() / jnp.abs(y).max() for x, y in zip(actual, expected, strict=True)]
             largest = float(jnp.stack(errors).max())  # NaN if any is NaN
     except Exception as error:
         return one_line(error)

@@ -81,21 +81,19 @@ class Attention(nn.Module):
         c = self.config
         rope, (cos, sin) = self._rope(context)
 
-        def prepared(name: str, x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+        def prepare(name: str, x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
             x = norm(c, name)(x) if c.qk_norm == "head" else x
             return rotate(x, table, pairs=rope.pairs) if self.kind.rotary else x
 
-        k = None if k is None else prepared("k_norm", k, (cos, sin))
-        q = prepared("q_norm", q, (context.pick(cos), context.pick(sin)))
+        k = None if k is None else prepare("k_norm", k, (cos, sin))
+        q = prepare("q_norm", q, (context.pick(cos), context.pick(sin)))
         return q if context.q_factors is None else q * context.pick(context.q_factors).astype(q.dtype), k
 
     def _kernel(self, context: Context) -> Kernel:
         c, (_, d) = self.config, self.config.heads_of(self.kind)
-        chosen = implementation(c.attention) if context.tile_mask is None else context.tile_mask.implementation
+        name = implementation(c.attention) if context.tile_mask is None else context.tile_mask.implementation
         scale = d**-0.5 if c.query_scale is None else c.query_scale
-        return Kernel.of(chosen, d, c.dtype)._replace(
-            scale=scale, window=self.kind.window, soft_cap=c.attention_soft_cap
-        )
+        return Kernel.of(name, d, c.dtype)._replace(scale=scale, window=self.kind.window, soft_cap=c.attention_soft_cap)
 
     def _sinks(self) -> jax.Array | None:
         c = self.config
@@ -263,9 +261,9 @@ class Layer(nn.Module):
 def apply_layer(
     layer: Layer, written: tuple[str, ...], variables: Params, x: jax.Array, context: Context
 ) -> tuple[tuple[jax.Array, LayerCache], Params]:
-    """Apply a layer. The layer is a static argument to `jit`, so that JAX traces each kind of layer only once.
+    """Apply a layer, and return its result and the updated variable collections that `written` names.
 
-    Returns the layer's result and its updated variable collections, which `written` names.
+    The layer is a static argument to `jit`, so that JAX traces each kind of layer only once.
     """
     apply = functools.partial(layer.apply, mutable=written)
     recompute = layer.config.remat and layer.config.remat_on_cpu
@@ -275,8 +273,8 @@ def apply_layer(
 def cpu_remat(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable[[Params, jax.Array, Context], Result]:
     """Wrap a layer's `apply` to store only its arguments for the backward pass, like `jax.checkpoint`, but on CPUs.
 
-    XLA's CPU compiler drops `jax.checkpoint`'s optimization barriers, and would then merge the recomputation with the
-    forward pass. Adding 0 · (cotangents) to its arguments prevents this. Only first-order reverse mode works.
+    XLA's CPU compiler drops `jax.checkpoint`'s optimization barriers and would merge the recomputation with the forward
+    pass. Adding 0 · (cotangents) to the arguments prevents this. Only first-order reverse mode is supported.
     """
 
     @jax.custom_vjp
@@ -290,10 +288,10 @@ def cpu_remat(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable
         variables, *others = arguments
         zero = functools.reduce(jnp.add, [0 * x.reshape(-1)[0] for x in jax.tree.leaves(cotangents)])
 
-        def tied(x: jax.Array) -> jax.Array:
+        def add_zero(x: jax.Array) -> jax.Array:
             return x + zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
-        x, context = jax.tree.map(tied, others)
+        x, context = jax.tree.map(add_zero, others)
         return jax.vjp(apply, variables, x, context)[1](cotangents)
 
     call.defvjp(forward, backward)

@@ -238,11 +238,9 @@ def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Cost model for a decode step, in bytes read, for completions with the layout [groups, width].
+    """Cost model for a decode step, in bytes read, for completions with the layout [groups, width]:
 
     cost = weights + groups · (prompt + width · (own + state + products))
-
-    All weights are read once per step, so a small batch costs nearly as much as a batch twice its size.
     """
 
     weights: float
@@ -274,5 +272,5 @@ class StepCost:
         )
 
     def cost(self, groups: int, width: int) -> float:
-        """Compute the cost of a step with the layout [groups, width]."""
+        """Compute the cost of a step."""
         return self.weights + groups * (self.prompt + width * (self.own + self.state + self.products))

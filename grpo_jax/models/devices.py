@@ -1,9 +1,6 @@
 """Device memory and preferred dtypes, and ahead-of-time compilation for TPUs and NVIDIA GPUs without the hardware.
 
-`compile_program` returns a program's memory use, collectives and kernels on absent devices. It needs a compiler:
-
-    pip install libtpu             # for TPUs: the extra `plan-tpu`
-    pip install jax-cuda12-plugin  # for NVIDIA GPUs: the extra `plan-gpu`; must have the same version as jax
+A `Target` needs a compiler: the package libtpu (the extra `plan-tpu`) or jax-cuda12-plugin (`plan-gpu`).
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import math
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -177,8 +173,6 @@ class ProgramCost(NamedTuple):
     results: int  # size of the results that do not reuse an argument's memory
     flops: float  # floating-point operations per call, without custom kernels; NaN if unknown
     seconds: float  # time to compile
-    collectives: dict[str, int]  # bytes received from other devices, by kind; loops count as one iteration
-    kernels: dict[str, int]  # number of custom calls, by name
     peak: int = 0  # peak device memory while the program runs, including the run's other arrays
 
 
@@ -208,12 +202,11 @@ def _compile(lowered: jax.stages.Lowered, arguments: int) -> ProgramCost:
             raise
         size = int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
         counted = 0 if without_arguments else arguments
-        return ProgramCost(counted, max(0, size - counted), 0, math.nan, time.monotonic() - begin, {}, {})
+        return ProgramCost(counted, max(0, size - counted), 0, math.nan, time.monotonic() - begin)
     seconds, stats = time.monotonic() - begin, compiled.memory_analysis()
     assert stats is not None, "memory_analysis must be available on CPUs, GPUs and TPUs"
-    text, flops = "", math.nan
+    flops = math.nan
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib older than the compiler cannot parse its program
-        text = compiled.as_text() or ""
         flops = (compiled.cost_analysis() or {}).get("flops", math.nan)
     return ProgramCost(
         stats.argument_size_in_bytes,
@@ -221,21 +214,4 @@ def _compile(lowered: jax.stages.Lowered, arguments: int) -> ProgramCost:
         stats.output_size_in_bytes - stats.alias_size_in_bytes,
         flops,
         seconds,
-        collectives(text),
-        dict(Counter(re.findall(r'custom_call_target="([^"]*)"', text))),
     )
-
-
-_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1, "s64": 8, "u64": 8, "f64": 8}
-_COLLECTIVE = re.compile(
-    r"= (\(?[^=]*?\)?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
-
-
-def collectives(text: str) -> dict[str, int]:
-    """Return the total size in bytes of the results for each kind of collective. Loops count as one iteration."""
-    total: Counter[str] = Counter()
-    for shapes, kind in _COLLECTIVE.findall(text):
-        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-            total[kind] += _BYTES.get(dtype, 4) * math.prod(int(n or 1) for n in dims.split(","))
-    return dict(total)

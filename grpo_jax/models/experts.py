@@ -25,9 +25,9 @@ ExpertWeights = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Arr
 class Experts(nn.Module):
     """Gated MLPs, combined with a router's weights: Σ_e weight_e · expert_e(x) over each token's chosen experts.
 
-    Tokens are sorted by expert, so that each expert is one block of a ragged matrix product. Experts have no capacity
-    limit: tokens are never dropped, and outputs do not depend on other tokens. If "fsdp" shards the kernels, devices
-    either gather the kernels or exchange tokens, whichever transfers fewer bytes.
+    Tokens are sorted by expert, so that each expert is one block of a ragged matrix product. Experts do not have a
+    capacity limit, so tokens are never dropped, and outputs do not depend on other tokens. If "fsdp" shards the
+    kernels, devices either gather the kernels or exchange tokens, whichever transfers fewer bytes.
     """
 
     config: TransformerConfig
@@ -40,10 +40,8 @@ class Experts(nn.Module):
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
 
         def kernel(name: str, fan_in: int, fan_out: int) -> jax.Array:
-            held = kernel_of(self, name, (c.num_experts, fan_in, fan_out), c.initializer_range)
-            return (
-                rows_for(x.astype(dtype), held).swapaxes(-1, -2) if isinstance(held, Quantized) else held.astype(dtype)
-            )
+            w = kernel_of(self, name, (c.num_experts, fan_in, fan_out), c.initializer_range)
+            return rows_for(x.astype(dtype), w).swapaxes(-1, -2) if isinstance(w, Quantized) else w.astype(dtype)
 
         def bias(name: str, size: int) -> jax.Array | None:
             if not c.expert_bias:
@@ -58,8 +56,8 @@ class Experts(nn.Module):
         if down_bias is None:
             return y
         # Computing Σ weight_e · bias_e does not require sorted tokens.
-        each = jax.nn.one_hot(chosen, c.num_experts, dtype=dtype) * weights.astype(dtype)[..., None]
-        return y + each.sum(axis=1) @ down_bias
+        by_expert = jax.nn.one_hot(chosen, c.num_experts, dtype=dtype) * weights.astype(dtype)[..., None]
+        return y + by_expert.sum(axis=1) @ down_bias
 
     def _sums(
         self, groups: int, x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: ExpertWeights
@@ -126,10 +124,8 @@ def _expert_sums(
     experts: ExpertWeights,
     across: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Compute Σ weight · expert(x) over the chosen experts for tokens x [N, D], without the down projection's bias.
-
-    `across` names the mesh axes that shard the D channels of tokens and kernels.
-    """
+    """Compute Σ weight · expert(x) over the chosen experts for tokens x [N, D], without the down projection's bias."""
+    # `across` names the mesh axes that shard the D channels of tokens and kernels.
     gate_kernel, up_kernel, down_kernel, gate_bias, up_bias = experts
     kernels = implementation(config.attention)
     order = jnp.argsort(chosen.reshape(-1), stable=True)
@@ -184,12 +180,12 @@ class ScaledRouter(nn.Module):
         """Return the weights and indices [..., k] of the chosen experts for tokens [..., D]."""
         c, ones = self.config, nn.initializers.ones
         factor = self.param("input_scale", ones, (c.hidden_size,)).astype(jnp.float32) * c.hidden_size**-0.5
-        of_expert = self.param("per_expert_scale", ones, (c.num_experts,)).astype(jnp.float32)
-        seen = (unit_rms(x, c.rms_norm_eps) * jnp.expand_dims(factor, tuple(range(x.ndim - 1)))).astype(x.dtype)
-        logits = linear(c, "proj", c.num_experts)(seen).astype(jnp.float32)
+        expert_scale = self.param("per_expert_scale", ones, (c.num_experts,)).astype(jnp.float32)
+        x = (unit_rms(x, c.rms_norm_eps) * jnp.expand_dims(factor, tuple(range(x.ndim - 1)))).astype(x.dtype)
+        logits = linear(c, "proj", c.num_experts)(x).astype(jnp.float32)
         self.sow("router", "logits", logits)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), c.num_experts_per_token)
-        return weights / weights.sum(axis=-1, keepdims=True) * jnp.take(of_expert, chosen), chosen
+        return weights / weights.sum(axis=-1, keepdims=True) * jnp.take(expert_scale, chosen), chosen
 
 
 def router_loss(router: Params, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
@@ -200,12 +196,12 @@ def router_loss(router: Params, mask: jax.Array, *, num_experts_per_token: int) 
     the "router" collection returned by `model.apply(variables, ..., mutable=["router"])`.
     """
     layers = jax.tree.leaves(router)
-    used = wanted = jnp.zeros(layers[0].shape[-1:])
+    counts = totals = jnp.zeros(layers[0].shape[-1:])
     flat = mask.reshape(-1, 1).astype(jnp.float32)
     for logits in layers:
         probs = jax.nn.softmax(logits.astype(jnp.float32).reshape(-1, logits.shape[-1]))
         _, chosen = jax.lax.top_k(probs, num_experts_per_token)
-        used += (jax.nn.one_hot(chosen, probs.shape[-1]).sum(axis=1) * flat).sum(axis=0)
-        wanted += (probs * flat).sum(axis=0)
-    count = jnp.maximum(len(layers) * flat.sum(), 1.0)
-    return len(used) * jnp.sum(jax.lax.stop_gradient(used / count) * (wanted / count))
+        counts += (jax.nn.one_hot(chosen, probs.shape[-1]).sum(axis=1) * flat).sum(axis=0)
+        totals += (probs * flat).sum(axis=0)
+    tokens = jnp.maximum(len(layers) * flat.sum(), 1.0)
+    return len(counts) * jnp.sum(jax.lax.stop_gradient(counts / tokens) * (totals / tokens))

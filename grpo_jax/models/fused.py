@@ -1,11 +1,8 @@
 """Fused attention, with memory use linear in the length: scores are computed for one tile at a time.
 
-The `attention` module stores all scores [queries, keys], which is fastest while they are small. Here, each tile of
-queries iterates over its visible tiles of keys with a running maximum and sum of the scores (Milakov & Gimelshein 2018;
-Dao et al. 2022). The backward pass recomputes the weights from the log-sum-exp.
-
-The "tiles" implementation uses JAX on any platform; "triton" is a kernel for NVIDIA GPUs (Ampere and later), and
-"mosaic" (in the `mosaic` module) for Hopper.
+Each tile of queries iterates over its visible tiles of keys with a running maximum and sum of the scores (Milakov &
+Gimelshein 2018; Dao et al. 2022). The backward pass recomputes the weights from the log-sum-exp. "tiles" uses JAX on
+any platform, "triton" kernels for NVIDIA GPUs (Ampere and later), and "mosaic" the kernels for Hopper in `mosaic`.
 """
 
 from __future__ import annotations
@@ -221,10 +218,9 @@ def _call(
     count: int | None = None,
     parts: int = 1,
 ) -> list[jax.Array]:
-    """Run a kernel on `count` tiles of queries or keys, starting at tile `first`.
+    """Run a kernel on `count` tiles of queries or keys, by default all, from tile `first` on.
 
-    If `count` is None, all tiles are used. If `parts` > 1, `parts` programs share each tile, and outputs have a leading
-    axis [parts, ...].
+    If `parts` > 1, `parts` programs share each tile, and outputs have a leading axis [parts, ...].
     """
     a, h, m, _ = inputs[0][0].shape
     whole = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns

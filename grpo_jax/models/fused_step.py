@@ -1,16 +1,8 @@
 """Attention kernel for decode steps: each new token attends to its prompt and to its completion so far.
 
-XLA runs a dozen programs per layer, stores scores, maxima, weights and sums in memory, and reads all slots of the
-cache. Here, one program per completion and key head normalizes and rotates the token's queries and key, writes its key
-and value to the cache, and iterates over the tiles of filled slots:
-
-```
-    keys of the prompt    keys of the completion (ring buffer)
-    │ ■ │ ■ │ ■ │ · │     │ · │ ■ │ ■ │ ■ │ · │ · │       ■ read   · skipped
-                 length      start     slot
-```
-
-The token's own score starts the sums, so that no program reads what it has just written.
+One program per completion and key head normalizes and rotates the token's queries and key, writes its key and value to
+the cache, and iterates over the tiles of filled slots. The sums start with the token's own score, so that no program
+reads what it has just written.
 """
 
 from __future__ import annotations
@@ -57,7 +49,7 @@ class NormAndRope(NamedTuple):
 
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
-    """Return whether a kernel supports the decode step. `keys` contains the slot counts of cache and prompts."""
+    """Return whether a kernel supports the decode step. `keys` contains the numbers of slots of cache and prompts."""
     if not has_triton(implementation) or min(keys) < MIN_TILE_SIDE:
         return False
     supported = MIN_TILE_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0

@@ -1,8 +1,4 @@
-"""Matrix products with gradients that are also fast on CPUs.
-
-Each product defines its value and its tangent. JAX derives the gradient by transposition, so the products support
-forward mode, reverse mode, combinations of both, and `jax.vmap`.
-"""
+"""Matrix products with gradients that are also fast on CPUs, in forward and reverse mode and under `jax.vmap`."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ def matmul(
 
     The result is accumulated and returned in `dtype`, by default the dtype of x and w, which gradients always use. With
     `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded. If w is wider
-    than x, it is rounded to the dtype of x, but its gradient is not rounded.
+    than x, w is rounded to the dtype of x, but the gradient of w is not rounded.
     """
     w = w.astype(x.dtype)
     if float32_sums:
@@ -49,11 +45,8 @@ def tile_product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.A
 def matmul_by_columns(
     x: jax.Array, columns: jax.Array, dtype: DTypeLike | None = None, float32_sums: bool = False
 ) -> jax.Array:
-    """Compute x w as (wᵀ xᵀ)ᵀ for x [N, I] and columns = wᵀ [O, I], which is faster for few rows on CPU.
-
-    The barriers keep XLA from merging the product with the transposes, which would be about as slow as x w.
-    """
-    barrier = jax.lax.optimization_barrier
+    """Compute x w as (wᵀ xᵀ)ᵀ for x [N, I] and columns = wᵀ [O, I], which is faster for few rows on CPU."""
+    barrier = jax.lax.optimization_barrier  # otherwise, XLA would merge the product with the transposes
     if float32_sums:
         return barrier(dot_float32(columns, x, (1, 1))).T.astype(dtype or x.dtype)
     return barrier(jnp.matmul(columns, barrier(x.T), preferred_element_type=dtype)).T
@@ -66,11 +59,8 @@ def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _store_transpose(w: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Return an identity function for x [N, M]. On CPU, it stores x's transpose in memory if w [I, O] has I ≥ O.
-
-    XLA's CPU backend computes xᵀ g, with a transposed left operand, at half the speed of (gᵀ x)ᵀ with stored
-    transposes. Tangents apply this identity before and after the operation that is linear in the weights.
-    """
+    """Return an identity function for x [N, M]. On CPU, it stores x's transpose in memory if w [I, O] has I ≥ O."""
+    # XLA's CPU backend computes xᵀ g, with a transposed left operand, at half the speed of (gᵀ x)ᵀ with transposes.
     return _stored_p.bind if w.shape[0] >= w.shape[1] else lambda x: x
 
 

@@ -1,15 +1,9 @@
 """Fused attention on NVIDIA's Hopper GPUs (H100, H200), with Pallas Mosaic GPU kernels.
 
-A block of threads has one tile of queries and iterates over tiles of keys, or the other way round. Two warpgroups (of
-128 threads) compute, each for half of the block's own tile. A third one copies the tiles that they read into a ring of
-two slots in shared memory. Barriers tell them that a slot is `ready`, and the third that both have read it (`free`):
-
-```
-copies       step 0 → slot 0   step 1 → slot 1   step 2 → slot 0, when free   step 3 → slot 1, when free   …
-computes                       slot 0, when ready   slot 1, when ready        slot 0, when ready           …
-```
-
-The prompts' keys fill whole tiles, so that only one of the two ranges in `Tiles.bounds` applies to a tile of keys.
+A block of threads has one tile of queries and iterates over tiles of keys, or vice versa. Two warpgroups of 128 threads
+each compute half of the block's own tile. A third warpgroup copies the tiles that they read into a ring of two slots in
+shared memory. The barrier `ready` signals that a slot is filled, and `free` that both warpgroups have read it. The
+prompts' keys fill whole tiles, so that only one of the two ranges in `Tiles.bounds` applies to a tile of keys.
 """
 
 from __future__ import annotations
@@ -133,7 +127,7 @@ def _pipeline(
 ) -> None:
     """Copy `sources(step)` to the ring's slots, while two warpgroups run `compute(warpgroup, own, loop)`.
 
-    Before that, each of the two copies `own_sources(rows)` for its half of the tile's rows to its own buffers.
+    First, each of the two copies `own_sources(rows)` for its half of the tile's rows to its own buffers.
     """
     arrived, ready, free = barriers
     warpgroup = lax.axis_index("warpgroup")

@@ -1,8 +1,7 @@
 """Sequence packing: completions of different lengths are concatenated to avoid computation on padding.
 
-A batch [B, G, T] of short completions is mostly padding. Here, completions are truncated to their lengths and
-concatenated into packed sequences of N tokens. All sequences for a batch have the same shape, and few shapes are used,
-so that few programs are compiled.
+All packed sequences of a batch have the same number of tokens N, and few shapes are used, so that few programs are
+compiled.
 """
 
 from __future__ import annotations
@@ -28,25 +27,18 @@ class PackedSequence(flax.struct.PyTreeNode):
     """Concatenated completions from a batch [B, G, T]: S segments in N tokens, on each of A devices.
 
     Each device holds completions for B / A prompts.
-
-    Attributes:
-      tokens: [A, N] int32, token ids; 0 in padding.
-      segments: segment, position and prompt of each token.
-      completions: [A, S] int32, index b·G + g of each segment's completion in the device's shard of the batch.
-      starts: [A, S] int32, index of the first token of each segment.
-      lengths: [A, S] int32, number of tokens in each segment; 0 for unused segments.
     """
 
-    tokens: jax.Array
-    segments: Segments
-    completions: jax.Array
-    starts: jax.Array
-    lengths: jax.Array
+    tokens: jax.Array  # [A, N] int32 token ids; 0 in padding
+    segments: Segments  # segment, position and prompt of each token
+    completions: jax.Array  # [A, S] int32 index b·G + g of each segment's completion in the device's shard of the batch
+    starts: jax.Array  # [A, S] int32 index of the first token of each segment
+    lengths: jax.Array  # [A, S] int32 number of tokens in each segment; 0 for unused segments
 
     def by_segment(self, x: jax.Array) -> jax.Array:
         """Convert per-token values [A, N] to [A, S, T]. Values past the end of a segment belong to other segments."""
-        at = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
-        return jax.vmap(lambda x, at: x[at])(x, jnp.minimum(at, x.shape[1] - 1))
+        index = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
+        return jax.vmap(lambda x, index: x[index])(x, jnp.minimum(index, x.shape[1] - 1))
 
     def by_token(self, x: jax.Array) -> jax.Array:
         """Convert per-segment values [A, S, T, ...] to [A, N, ...], 0 in padding. The inverse of `by_segment`."""
@@ -56,14 +48,14 @@ class PackedSequence(flax.struct.PyTreeNode):
 
     def take(self, x: jax.Array) -> jax.Array:
         """Gather values for each segment from an array [B, G] or [B, G, T, ...]: [A, S] or [A, S, longest, ...]."""
-        taken = jax.vmap(lambda x, at: x[at])(x.reshape((len(self.tokens), -1, *x.shape[2:])), self.completions)
-        return taken if x.ndim == 2 else taken[:, :, : self.segments.longest]
+        values = jax.vmap(lambda x, i: x[i])(x.reshape((len(self.tokens), -1, *x.shape[2:])), self.completions)
+        return values if x.ndim == 2 else values[:, :, : self.segments.longest]
 
     def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
         """Add segment values [A, S, T] to `whole` [B, G, T]. Inverts `take` if `whole` is zero."""
         devices, t = self.tokens.shape[0], self.segments.longest
         parts = whole.reshape(devices, -1, whole.shape[-1])
-        return jax.vmap(lambda part, at, x: part.at[at, :t].add(x))(parts, self.completions, x).reshape(whole.shape)
+        return jax.vmap(lambda part, i, x: part.at[i, :t].add(x))(parts, self.completions, x).reshape(whole.shape)
 
     @property
     def mask(self) -> jax.Array:
@@ -100,16 +92,11 @@ class SequenceShape(NamedTuple):
 def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
     """Return the shapes that packed sequences for completions [B, G, T] may have.
 
-    There are few shapes, since each shape needs a compiled program. Fused attention uses two sizes. The cost of
-    attention with stored scores depends on the block size and on the number of previous blocks that a block reads. It
-    uses one shape for completions of any length, a second if all completions have T tokens, a third for short
-    completions, and, for batches with few sequences, a fourth with half the size and half the block size.
-
-    Args:
-      tokens: maximum number of tokens in a packed sequence, unless the longest completion needs more.
-      t: T, maximum number of tokens in a completion.
-      fused: whether attention is fused.
-      batch_tokens: number of tokens in a device's shard of the batch if all completions have T tokens.
+    Fused attention uses two sizes. The cost of attention with stored scores depends on the block size and on the number
+    of previous blocks that a block reads. It uses one shape for completions of any length, a second if all completions
+    have T tokens, a third for short completions, and, for batches with few sequences, a fourth with half the size and
+    half the block size. A sequence has up to `tokens` tokens, unless the longest completion needs more. `batch_tokens`
+    is the number of tokens in a device's shard of the batch if all completions have T tokens.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
     shapes = [SequenceShape(size, BLOCK, t, whole=False)]
@@ -201,10 +188,9 @@ def balanced_order(tokens: np.ndarray, devices: int) -> np.ndarray:
 
 
 def order_prompts(work: np.ndarray, has_gradient: np.ndarray, *, bins: int, bin_size: int) -> np.ndarray:
-    """Return prompt indices: consecutive bins of `bin_size` prompts, in which −1 marks an empty position.
+    """Return prompt indices in consecutive bins of `bin_size` prompts, where −1 marks an empty position.
 
-    Prompts with a gradient (`has_gradient` [B]) come first. The `bins` bins that run in parallel have similar total
-    `work` [B].
+    Prompts with a gradient (`has_gradient` [B]) come first. `bins` bins that run in parallel have similar total `work`.
     """
     order = np.argsort(~has_gradient, kind="stable")
     order = np.pad(order, (0, -len(order) % (bins * bin_size)), constant_values=-1).reshape(-1, bins * bin_size)

@@ -1,7 +1,7 @@
 """Grouped matrix multiplication for mixtures of experts: each row is multiplied by the matrix of its group.
 
-`jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs, XLA multiplies every row by every group's matrix: with 128
-experts, it does 128 times the work and stores all rows for each expert. This module provides kernels for GPUs.
+`jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs, XLA multiplies every row by every group's matrix and stores
+all rows for each expert. This module provides kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ def ragged_dot(
     """Multiply each row of x [N, I] by its group's matrix in w [E, I, O], with float32 accumulation.
 
     Returns x_n w_e(n), [N, O]. Rows are sorted by group, and `sizes` [E] int32 is the number of rows in each group.
-    "triton" uses kernels for NVIDIA GPUs (Ampere and later), and "interpreted" runs them on any platform. Neither
-    supports forward-mode differentiation. `jax.lax.ragged_dot` is used for all other implementations, and also if I or
-    O is not a multiple of 16 or an array has 2³¹ or more elements.
+    Kernels do not support forward-mode differentiation. `jax.lax.ragged_dot` is used for implementations without
+    kernels (`tiles.has_triton`), and also if I or O is not a multiple of 16 or an array has 2³¹ or more elements.
     """
     e, inner, outer = w.shape
     chex.assert_shape([x, sizes], [(None, inner), (e,)])
@@ -68,10 +67,7 @@ _ragged_dot.defvjp(_forward, _backward)
 def _by_rows(
     implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, transposed: bool
 ) -> jax.Array:
-    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by the transposes if `transposed`. Runs a program per tile.
-
-    A tile may contain rows from several consecutive groups, and each row is multiplied by its group's matrix.
-    """
+    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by the transposes if `transposed`. A program has one tile."""
     n, inner = x.shape
     outer = w.shape[1 if transposed else 2]
     most = _longest_side(x)

@@ -100,10 +100,7 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
 def _state_before(
     context: Context, shape: DeltaShape | ConvShape, mixed: jax.Array
 ) -> tuple[Positions, jax.Array | None, jax.Array]:
-    """Return positions for inputs [B, G, T, C], and the memory [B, H, G or 1, …] and tail before these inputs.
-
-    For packed sequences, memory and tail [A, M, …] come from each block's prompt.
-    """
+    """Return positions for inputs [B, G, T, C], and the memory [B, H, G or 1, …] or [A, M, …] and tail before them."""
     b, g, t, _ = mixed.shape
     positions = Positions.of(context, (b, g, t))
     memory, tail = shape.state

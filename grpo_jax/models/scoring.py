@@ -1,12 +1,7 @@
 """Log-probs of completions, without storing logits [B, G, T, V].
 
 Logits are computed for one chunk of tokens at a time and recomputed in the backward pass. Each prompt is processed once
-for its whole group, and the output layer is applied at completion positions only:
-
-```
-input token      p3 (last)   c0    c1    c2      hidden states: the prompt's last state, then the completion's
-predicted token     c0       c1    c2    c3
-```
+for its whole group. Its last hidden state predicts a completion's first token.
 """
 
 from __future__ import annotations
@@ -85,7 +80,7 @@ def score_chunks(
         x = jnp.pad(x, [(0, 0), (0, chunks * size - n)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape((b, chunks, size, *x.shape[2:])).swapaxes(0, 1)
 
-    # The loop sums the chunks' gradients in float32, the dtype of `wide`, whose values are neither used nor stored.
+    # The loop sums the chunks' gradients in float32, the dtype of `wide`. The values of `wide` are not used or stored.
     frozen, wide = jax.lax.stop_gradient(params), jax.tree.map(_widened, params)
 
     def score_wide(wide: Params, chunk: tuple[jax.Array, jax.Array, Arrays]) -> Scores:
@@ -141,11 +136,9 @@ def score_completions(
 ) -> Scores:
     """Compute `Scores` [B, G, T] for completion tokens under the sampling distribution.
 
-    With the sampler's settings and params, the result equals its log-probs. top_k, top_p and min_p always keep these
-    tokens, so that their log-probs remain finite when the params change.
-
-    If `with_entropy` is False, entropies are 0, which saves a pass over the vocabulary. `with_router` computes the
-    router loss over tokens with mask 1. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays in
+    top_k, top_p and min_p always keep these tokens, so that their log-probs remain finite when the params change. If
+    `with_entropy` is False, entropies are 0, which saves a pass over the vocabulary. `with_router` computes the router
+    loss over tokens with mask 1. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays in
     `statistic` are [B, G, T, X].
     """
     b, g, t = tokens.shape

@@ -1,8 +1,8 @@
 """Sharding of parameters, with a table that maps paths to mesh axes, and of batches along the prompt axis.
 
 A mesh has the axes "data" (shards prompts), "fsdp" (shards prompts, and parameters along one dimension) and "tensor"
-(shards parameters along the other dimension: heads and MLP channels). Modules do not depend on the sharding: XLA's
-partitioner (GSPMD) propagates the arguments' shardings. Batches are sharded by prompt, so groups stay whole.
+(shards parameters along the other dimension: heads and MLP channels). XLA's partitioner propagates the arguments'
+shardings.
 """
 
 from __future__ import annotations

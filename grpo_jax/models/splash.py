@@ -1,12 +1,7 @@
 """Attention of packed sequences on TPUs, with JAX's splash attention kernels.
 
 The kernels take lists of tiles, segment ids, and a function of an int32 for each query and of the key's index. A prompt
-and its completions have one segment id, and the function separates the completions. Neither is copied or padded:
-
-```
-key        p0 p0  · │ p1 p1 p1 │ c0 c0 c0 c1 c1 c2 c2 c2
-query c1   ■  ■   · │          │          ■  ■                own keys: index 4 and the key before it (reach 1)
-```
+and its completions have the same segment id, and the function separates the completions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Threads for independent parts of a batch, to keep all CPU cores busy.
+"""Threads for independent parts of a batch on CPUs, and for device work in parallel with reward functions.
 
-XLA's CPU backend parallelizes only large operations, but the operations in a decode step are small. Two threads with
-half of the groups each draw the same samples in less time. On GPUs and TPUs, batches are not split. `in_background`
-runs device work in a thread, in parallel with reward functions.
+XLA's CPU backend parallelizes only large operations, but the operations in a decode step are small. On GPUs and TPUs,
+batches are not split.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def devices_of(params: Params) -> set[jax.Device]:
 def count_threads(params: Params, parts: int) -> int:
     """Return the number of threads for a batch with `parts` parts: one per core, but at most one per part.
 
-    Returns 1 unless the parameters are small and on a single CPU device. The matrix products of a large model already
-    use all cores, and each additional thread would read the weights again.
+    Returns 1 unless the params are small and on a single CPU device. The matrix products of a large model already use
+    all cores, and each additional thread would read the weights again.
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
@@ -71,8 +70,7 @@ def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) ->
 class compile_once:
     """Wrapper for a jitted function that several threads may call, so that each program is compiled only once.
 
-    Without a lock, two threads that need a new program at the same time would both compile it. The lock is released
-    when the call is dispatched, so dispatched programs run in parallel.
+    A lock is held until the call is dispatched. Dispatched programs run in parallel.
     """
 
     def __init__(self, jitted: Any):
@@ -89,8 +87,8 @@ class compile_once:
 def wait_on_cpu(tree: Result) -> Result:
     """Return arrays that the next program in a sequence needs. On CPUs, wait until they are computed.
 
-    XLA's CPU backend allocates a program's memory at dispatch, not when it starts to run. If the host dispatched
-    several parts of a batch ahead of time, their memory would be allocated at once. Other backends reuse the memory.
+    XLA's CPU backend allocates a program's memory at dispatch, so programs that are dispatched together would all be
+    allocated at once. Other backends reuse the memory.
     """
     if any(device.platform == "cpu" for device in devices_of(tree)):
         jax.block_until_ready(tree)
@@ -101,8 +99,8 @@ def wait_on_cpu(tree: Result) -> Result:
 def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
     """Run a function in a thread during the `with` block, yield its future, and wait for it at the end of the block.
 
-    JAX's context managers are thread-local. The current `jax.default_matmul_precision` and `jax.default_device` affect
-    results, so they are also set in the new thread.
+    JAX's context managers are thread-local, so `jax.default_matmul_precision` and `jax.default_device` are also set in
+    the new thread.
     """
     settings: Any = jax.config
     precision, device = settings.jax_default_matmul_precision, settings.jax_default_device

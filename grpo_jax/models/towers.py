@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -47,16 +48,8 @@ class SiglipTower(nn.Module):
     """Encodes square images with SigLIP (Zhai et al. 2023) and projects them to the text model's width.
 
     `inputs` contains `pixels` [tiles, H, W, 3], and the result is [tiles, M, D], with a feature for each block of r × r
-    patches in raster order:
-
-        Gemma 3:    norm(mean(x over the block)) W
-        Idefics 3:  concat(x over the block) W       (pixel shuffle; Shi et al. 2016)
-
-    Patches have learned positions in raster order. For a few grid sizes (19, 25, 29, … patches per side), transformers
-    assigns some of Idefics 3's positions twice because of rounding, but not for the published 26, 27 and 32.
-
-    Raises:
-      ValueError: if the images do not have the config's size.
+    patches in raster order: norm(mean(x over the block)) W for Gemma 3, and concat(x over the block) W for Idefics 3
+    (pixel shuffle; Shi et al. 2016). Patches have learned positions in raster order.
     """
 
     config: SiglipConfig
@@ -65,8 +58,7 @@ class SiglipTower(nn.Module):
     def __call__(self, inputs: Mapping[str, jax.Array]) -> jax.Array:
         c, encoder, pixels = self.config, self.config.encoder, inputs["pixels"]
         n, side, p, width = len(pixels), c.side, c.patch_size, encoder.hidden_size
-        if pixels.shape[1:] != c.inputs["pixels"].shape[1:]:
-            raise ValueError(f"pixels must have shape [tiles, {c.image_size}, {c.image_size}, 3]; got {pixels.shape}.")
+        chex.assert_shape(pixels, (n, c.image_size, c.image_size, 3))
         patches = pixels[:, : side * p, : side * p].reshape(n, side, p, side, p, 3).transpose(0, 1, 3, 5, 2, 4)
         x = linear(encoder, "patch_embedding", width, True)(patches.reshape(n, side**2, 3 * p**2))
         positions = nn.Embed(side**2, width, name="position_embedding").embedding
@@ -189,17 +181,12 @@ def window_inputs(pixel_values: np.ndarray, grid: tuple[int, int], config: QwenV
       For W windows of S patches, some of which are padding: `patches` [1, W, S, F] float32; `positions` [1, W, S, 2]
       int32, the row and column of each patch; `valid` [1, W, S] bool, False for padding; and `raster_index` [1, M]
       int32, the index of each feature among the M = W · S / merge_size² squares, in raster order, followed by zeros.
-
-    Raises:
-      ValueError: if the number of patches does not match the grid.
     """
     m, size = config.merge_size, config.window_size
-    if len(pixel_values) != grid[0] * grid[1] or grid[0] % m or grid[1] % m:
-        raise ValueError(f"grid must be two multiples of {m} with product {len(pixel_values)}; got {grid}.")
     height, width = grid[0] // m, grid[1] // m
     rows, columns = -(-height // size), -(-width // size)
 
-    def grouped(x: np.ndarray) -> np.ndarray:
+    def group(x: np.ndarray) -> np.ndarray:
         x = x.reshape(height, width, m * m, -1)
         x = np.pad(x, [(0, rows * size - height), (0, columns * size - width), (0, 0), (0, 0)])
         x = x.reshape(rows, size, columns, size, m * m, -1).swapaxes(1, 2)
@@ -209,8 +196,8 @@ def window_inputs(pixel_values: np.ndarray, grid: tuple[int, int], config: QwenV
     slots = np.arange(rows * columns * size**2, dtype=np.int32).reshape(rows, columns, size, size).swapaxes(1, 2)
     raster_index = slots.reshape(rows * size, columns * size)[:height, :width].ravel()
     return {
-        "patches": grouped(pixel_values.astype(np.float32)),
-        "positions": grouped(positions),
-        "valid": grouped(np.ones(len(pixel_values), bool))[..., 0],
+        "patches": group(pixel_values.astype(np.float32)),
+        "positions": group(positions),
+        "valid": group(np.ones(len(pixel_values), bool))[..., 0],
         "raster_index": np.pad(raster_index, (0, slots.size - len(raster_index)))[None],
     }

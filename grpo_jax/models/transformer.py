@@ -1,8 +1,7 @@
 """One Flax decoder for all model families.
 
-Inputs are either whole sequences or completions that share their prompt's keys and values (`context.Prefix`). Each
-layer has a separate subtree of params, so names map one to one to Hugging Face's, and weights need not be sliced from a
-stack. Softmax, norms and logits are computed in float32 regardless of the compute dtype.
+Each layer has a separate subtree of params, so names map one to one to Hugging Face's, and weights need not be sliced
+from a stack. Softmax, norms and logits are computed in float32 regardless of the compute dtype.
 """
 
 from __future__ import annotations
@@ -136,21 +135,22 @@ class Transformer(nn.Module):
         x = x if cache is not None else jax.lax.optimization_barrier(x)
         x = x if images is None else insert_features(x, images)
         prompts = None if prefix is None else prefix.layers
-        x, kept = self._apply_layers(x, context, self._layer_inputs(tokens, x), prompts, cache)
-        return self.norm(x), kept
+        x, new_cache = self._apply_layers(x, context, self._layer_inputs(tokens, x), prompts, cache)
+        return self.norm(x), new_cache
 
     def _tables(
         self, positions: jax.Array, longest: int, prefix: Prefix | None, *, cached: bool
     ) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """Build rotary tables for layers with full attention and, if they differ, for layers with a window."""
         c = self.config
-        ropes = [(c.rope, c.heads_of(LayerKind())[1]), (c.local_rope, c.head_dim)]
-        used = [(rope, width) for rope, width in ropes if rope is not None]
+        ropes = [(c.rope, c.heads_of(LayerKind())[1])]
+        if c.local_rope is not None:
+            ropes.append((c.local_rope, c.head_dim))
         if cached:
             longest += 0 if prefix is None else num_slots(prefix.layers)
-            for rope, _ in used:
+            for rope, _ in ropes:
                 check_rope_length(rope, longest)
-        return tuple(rope_table(positions, rope, width, longest) for rope, width in used)
+        return tuple(rope_table(positions, rope, width, longest) for rope, width in ropes)
 
     def _tile_mask(
         self, tokens: tuple[int, int, int], prefix: Prefix | None, segments: Segments | None
@@ -172,24 +172,21 @@ class Transformer(nn.Module):
         return masks[0].replace(tiles={window: tiles for mask in masks for window, tiles in mask.tiles.items()})
 
     def _layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
-        """Compute per-layer embeddings [B, G, T, layers, ·] for tokens (Gemma 4), or return None without such layers.
-
-        They are (RMSNorm(W x / √D) + e) / √2, with token embeddings x and e from a second embedding table.
-        """
+        """Compute per-layer embeddings (RMSNorm(W x / √D) + e) / √2 [B, G, T, layers, ·] (Gemma 4), or return None."""
         c = self.config
         if not c.layer_input_size:
             return None
         shape = (*tokens.shape, c.num_layers, c.layer_input_size)
         projected = self.per_layer_model_projection(x) * jnp.asarray(c.hidden_size**-0.5, x.dtype)
-        own = constrain(self.embed_tokens_per_layer(tokens), c.mesh)
-        both = self.per_layer_projection_norm(projected.reshape(shape)) + own.reshape(shape)
-        return both * jnp.asarray(2.0**-0.5, x.dtype)
+        embedded = constrain(self.embed_tokens_per_layer(tokens), c.mesh)
+        total = self.per_layer_projection_norm(projected.reshape(shape)) + embedded.reshape(shape)
+        return total * jnp.asarray(2.0**-0.5, x.dtype)
 
     def _apply_layers(
         self, x: jax.Array, context: Context, inputs: jax.Array | None, prompts: Cache | None, cache: Cache | None
     ) -> tuple[jax.Array, Cache]:
         """Apply all layers. Returns the hidden states after the last layer, and each layer's new cache."""
-        c, last, i, kept = self.config, context.last, 0, list[LayerCache]()
+        c, last, i, caches = self.config, context.last, 0, list[LayerCache]()
         # The last layer that computes keys and values (`last_kv`) computes them for all tokens, but its output only for
         # token `last`. Therefore, it cannot be part of a loop with the layers before it.
         last_kv = c.num_layers - c.shared_kv_layers - 1
@@ -201,7 +198,7 @@ class Transformer(nn.Module):
             return context.replace(
                 prefix=None if prompts is None else prompts[source],
                 cache=None if cache is None else cache[i],
-                shared=None if source == i else kept[source],
+                shared=None if source == i else caches[source],
                 layer_input=None if inputs is None else inputs[..., i, :],
                 last=last if i == last_kv else None,
             )
@@ -210,17 +207,17 @@ class Transformer(nn.Module):
             stop = last_kv if last is not None and i <= last_kv else c.num_layers
             period, times = repeating_pattern(c.layer_kinds[i:stop]) if looped else (1, 1)
             if times > 1:
-                x, more = self._loop(i, period, times, x, context_of)
-                kept, i = kept + more, i + period * times
+                x, loop_caches = self._loop(i, period, times, x, context_of)
+                caches, i = caches + loop_caches, i + period * times
                 continue
             ctx = context_of(i)
-            x, own = self._layer(i, x, ctx if ctx.last is None else ctx.replace(tile_mask=None))
-            kept.append(own)
+            x, layer_cache = self._layer(i, x, ctx if ctx.last is None else ctx.replace(tile_mask=None))
+            caches.append(layer_cache)
             if ctx.last is not None and i < c.num_layers - 1:
                 inputs = None if inputs is None else context.pick(inputs)
                 context, last = context.of_last().replace(tile_mask=None, present=None), None
             i += 1
-        return x, tuple(kept)
+        return x, tuple(caches)
 
     def _is_pure(self) -> bool:
         """Return whether layers write only router logits. False during initialization and with dropout."""
@@ -242,23 +239,20 @@ class Transformer(nn.Module):
         if not self._is_pure():
             return layer(x, context)
         # Without its name and parent, a layer compares equal to all layers of its kind.
-        alone = layer.clone(parent=None, name=None)
+        unbound = layer.clone(parent=None, name=None)
         variables = layer.variables
         if self.config.mesh is not None and context.cache is None:
             # Without this order, XLA would gather the sharded weights of all layers before the first layer, and compute
             # the gradients of all layers' weights after the last one, with all their activations in memory.
             variables, x = jax.lax.optimization_barrier((variables, x))
-        result, written = apply_layer(alone, self._written(), variables, x, context)
+        result, written = apply_layer(unbound, self._written(), variables, x, context)
         self._sow(written)
         return result
 
     def _loop(
         self, first: int, period: int, times: int, x: jax.Array, context_of: Callable[[int], Context]
     ) -> tuple[jax.Array, list[LayerCache]]:
-        """Apply `times` × `period` layers, starting at layer `first`, in a `lax.scan`, so that they compile once.
-
-        The layers' weights are stacked in the compute dtype, so the running program holds a copy of them.
-        """
+        """Apply `times` × `period` layers, starting at layer `first`, in a `lax.scan` over copies of their weights."""
         layers = [self.layers[first + j].clone(parent=None, name=None) for j in range(period)]
         # Layers of the same kind that share keys and values have the same source layer.
         contexts = [context_of(first + j) for j in range(period)]
@@ -268,19 +262,19 @@ class Transformer(nn.Module):
             return self._cast(self.layers[i].variables), ctx.prefix if ctx.shared is None else None, ctx.layer_input
 
         def body(x: jax.Array, stacked: Sequence[tuple[Params, LayerCache | None, jax.Array | None]]) -> Params:
-            own, logits = [], []
+            caches, logits = [], []
             for layer, ctx, (variables, prefix, layer_input) in zip(layers, contexts, stacked, strict=True):
                 ctx = ctx.replace(layer_input=layer_input, prefix=ctx.prefix if prefix is None else prefix)
-                (x, kept), written = layer.apply(variables, x, ctx, mutable=self._written())
-                own.append(kept)
+                (x, cache), written = layer.apply(variables, x, ctx, mutable=self._written())
+                caches.append(cache)
                 logits.append(written)
-            return x, (own, logits)
+            return x, (caches, logits)
 
         indices = [range(first + j, first + period * times, period) for j in range(period)]
         parts = [jax.tree.map(lambda *x: jnp.stack(x), *map(variables_of, repeated)) for repeated in indices]
-        x, (own, logits) = jax.lax.scan(body, x, parts)
+        x, (caches, logits) = jax.lax.scan(body, x, parts)
         self._sow([[stacked[r] for r in range(times)] for stacked in jax.tree.leaves(logits)])
-        return x, [jax.tree.map(lambda x, r=r: x[r], kept) for r in range(times) for kept in own]
+        return x, [jax.tree.map(lambda x, r=r: x[r], cache) for r in range(times) for cache in caches]
 
     def _cast(self, variables: Params) -> Params:
         """Cast the kernels in a layer's variables to the compute dtype."""
@@ -296,21 +290,21 @@ class Transformer(nn.Module):
         images = prompts.images
         if images is not None and isinstance(images.features, ImageTiles):
             images = images.replace(features=self._encode(images.features))
-        hidden, kept = self.hidden(prompts.tokens[:, None], last=prompts.lengths - 1, images=images)
+        hidden, cache = self.hidden(prompts.tokens[:, None], last=prompts.lengths - 1, images=images)
 
-        def transposed(layer: LayerCache) -> LayerCache:
+        def prefix_of(layer: LayerCache) -> LayerCache:
             if isinstance(layer, RecurrentState) or not layer:
                 return jax.tree.map(lambda x: x[:, :, 0], layer)
             keys, values = layer
             return keys[:, :, 0].swapaxes(-1, -2), values[:, :, 0]
 
-        return hidden[:, 0, 0], Prefix(tuple(map(transposed, kept)), prompts.lengths)
+        return hidden[:, 0, 0], Prefix(tuple(map(prefix_of, cache)), prompts.lengths)
 
     def _encode(self, tiles: ImageTiles) -> jax.Array:
         """Compute features [B, N, D] for the images in B prompts with the vision tower."""
         assert self.tower is not None, "image tiles are passed only to models with a tower"
-        call = nn.remat(operator.call) if self.config.remat else operator.call
-        features = call(self.tower, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tiles.inputs))
+        encode = nn.remat(operator.call) if self.config.remat else operator.call
+        features = encode(self.tower, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tiles.inputs))
         features = features.reshape(len(tiles.feature_index), -1, features.shape[-1])
         return jnp.take_along_axis(features, tiles.feature_index[..., None], axis=1)
 
@@ -337,12 +331,12 @@ class Transformer(nn.Module):
 def insert_features(x: jax.Array, images: PromptImages) -> jax.Array:
     """Replace the embeddings of image tokens in x [B, 1, P, D] with image features."""
     assert not isinstance(images.features, ImageTiles), "images.features must be an array; `prefill` encodes tiles"
-    chosen = jnp.take_along_axis(images.features, jnp.maximum(images.feature_index, 0)[..., None], axis=1)
-    return jnp.where((images.feature_index >= 0)[:, None, :, None], chosen[:, None].astype(x.dtype), x)
+    features = jnp.take_along_axis(images.features, jnp.maximum(images.feature_index, 0)[..., None], axis=1)
+    return jnp.where((images.feature_index >= 0)[:, None, :, None], features[:, None].astype(x.dtype), x)
 
 
 def last_of_image(feature_index: jax.Array) -> jax.Array:
-    """Return the index of the last token in each token's image, [B, P] int32. Text tokens return their own index.
+    """Return the index of the last token in each token's image, [B, P] int32. Text tokens have their own index.
 
     Consecutive image tokens count as one image.
 
@@ -373,12 +367,9 @@ def projections(params: Params) -> Iterator[tuple[tuple[str, ...], Params]]:
 
 
 def kernels_by_columns(params: Params, dtype: DTypeLike) -> Params:
-    """Build the "columns" collection: each linear layer's kernel [in, out] transposed to [out, in], in `dtype`.
-
-    Quantized kernels are omitted, since unquantized copies would use the memory that quantization saves.
-    """
-    kernels = ((at, x) for at, x in projections(params) if not isinstance(x, Quantized))
-    return unflatten_dict({(*at, "kernel"): x.astype(dtype).T for at, x in kernels})
+    """Build the "columns" collection: each kernel [in, out] transposed to [out, in], except quantized kernels."""
+    kernels = ((path, x) for path, x in projections(params) if not isinstance(x, Quantized))
+    return unflatten_dict({(*path, "kernel"): x.astype(dtype).T for path, x in kernels})
 
 
 def count_parameters(params: Params) -> int:
