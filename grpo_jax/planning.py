@@ -47,19 +47,26 @@ from grpo_jax.watch.summary import short_number
 class Plan:
     """Memory and FLOPs for a run's programs.
 
-    The keys of `held` are "base" (the adapters' frozen base model), "params", "master params", "optimizer",
-    "reference", "old params", "initial params", "policy" (the caller's params, unless donated) and "tower" (the frozen
-    vision tower). The keys of `programs` are "images" (encoding a few images), "rollout" (one burst of decoding),
-    "reference", and "update" (one packed sequence).
+    Attributes:
+      device: device kind.
+      devices: number of devices in the mesh.
+      memory: memory of one device in bytes, or None if unknown.
+      held: bytes per device that are in use during the whole run, keyed by part: "base" (the adapters' frozen
+        base model), "params", "master params", "optimizer", "reference", "old params", "initial params", "policy"
+        (the caller's params, unless donated) and "tower" (the frozen vision tower).
+      programs: largest program of each phase: "images" (encoding a few images), "rollout" (one burst of decoding),
+        "reference", and "update" (one packed sequence).
+      recomputes: whether the backward pass recomputes activations (`gradient_checkpointing`).
+      note: memory that the plan does not include, or an empty string.
     """
 
-    device: str  # device kind
-    devices: int  # number of devices in the mesh
-    memory: float | None  # memory of one device in bytes, or None if unknown
-    held: dict[str, int]  # bytes per device that are in use during the whole run, keyed by part
-    programs: dict[str, ProgramCost]  # largest program of each phase
-    recomputes: bool  # whether the backward pass recomputes activations (`gradient_checkpointing`)
-    note: str = ""  # memory that the plan does not include, or an empty string
+    device: str
+    devices: int
+    memory: float | None
+    held: dict[str, int]
+    programs: dict[str, ProgramCost]
+    recomputes: bool
+    note: str = ""
 
     @property
     def peak(self) -> int:
