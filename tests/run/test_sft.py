@@ -255,5 +255,5 @@ def test_blocks_are_counted_at_the_start_of_a_run(monkeypatch):
         run = prepare_sft(tiny_policy(), rows, config)
     with open_session(run, None, None) as session:
         session.start(new_state(run), "auto", donate=False)
-    assert f"{run.total_steps} optimizer steps" in said[0]
+    assert f"optimizer steps: {run.total_steps}" in said[0]
     assert not any("max_prompt_length" in text for text in said)
