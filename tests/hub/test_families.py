@@ -455,9 +455,7 @@ def test_missing_keys_and_unsupported_architectures_are_named():
     with pytest.raises(ValueError, match="'hidden_size' is missing; a Qwen2ForCausalLM"):
         read_config({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 8})
     for names in (["BertForMaskedLM"], [], None):
-        with pytest.raises(
-            ValueError, match=r"'architectures' must contain one of .*Qwen2ForCausalLM.*Qwen3MoeForCausalLM"
-        ):
+        with pytest.raises(ValueError, match=r"'architectures' must contain one of .*Qwen2ForCausalLM.*Qwen3MoeFor"):
             family_of({"architectures": names})
 
 

@@ -23,14 +23,6 @@ PREFIXES = {
 """Published prefixes of tensor names, and the names in files that transformers writes instead."""
 
 
-def images(sizes, seed=3):
-    """Return images of random pixels with the given heights and widths."""
-    from PIL import Image
-
-    rng = np.random.default_rng(seed)
-    return [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_keep_names_shapes_and_dtypes(tmp_path, family):
     """A tower converts back to the bytes of its tensors, with published names and with those of other versions."""
@@ -50,11 +42,8 @@ def test_tensors_keep_names_shapes_and_dtypes(tmp_path, family):
         assert found.keys() == policy.extra_tensors.keys()
         assert len(found) == len(tower_shapes(family))
         for name, x in found.items():
-            assert (x.dtype, x.shape, x.tobytes()) == (
-                tensors[name].dtype,
-                tensors[name].shape,
-                tensors[name].tobytes(),
-            )
+            stored = tensors[name]
+            assert (x.dtype, x.shape, x.tobytes()) == (stored.dtype, stored.shape, stored.tobytes())
         trained = jax.tree.map(lambda x: x + 1, loaded[-1])
         changed = policy.replace(extra_tensors={**policy.extra_tensors, **tower_tensors(policy, trained)})
         save_pretrained(tmp_path / "trained", changed)

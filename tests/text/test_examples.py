@@ -21,7 +21,7 @@ TAGGED = CHAT.replace(
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>{% endgeneration %}"
     "{% else %}{{ m['content'] }}<eos>{% endif %}",
 )
-FORGETS = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'] | replace('s', '') }}")
+FORGETS = "{{ m['content'] if loop.last else m['content'] | replace('s', '') }}"  # changes earlier turns
 TALK = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": "yes"},
@@ -52,9 +52,8 @@ def test_learned_part_of_text_and_token_rows():
     assert learned(rows, completion_only_loss=False) == [("abcd<eos>", "abcd<eos>")]
     assert learned([{"text": "abc"}]) == [("abc<eos>", "abc<eos>")]
     assert learned([{"text": "abc<eos>"}]) == [("abc<eos>", "abc<eos>")]
-    assert learned([{"input_ids": [70, 71, EOS], "labels": [-100, 71, EOS]}])[0][1] == tiny_tokenizer().decode(
-        [71, EOS]
-    )
+    tokens = {"input_ids": [70, 71, EOS], "labels": [-100, 71, EOS]}
+    assert learned([tokens])[0][1] == tiny_tokenizer().decode([71, EOS])
     with pytest.raises(ValueError, match="row 0 has 'labels' that differ from 'input_ids' at index 1"):
         load_examples([{"input_ids": [1, 2], "labels": [1, 3]}])
 
@@ -92,15 +91,14 @@ def test_learned_part_of_messages():
     assert learned([row], plain, completion_only_loss=False, assistant_only_loss=True) == [(whole, "yes<eos>ok<eos>")]
     assert learned([row], tagged, assistant_only_loss=True) == [(whole, "ok<eos>")]
     # One of several templates is selected by its name; its tags are used although it changes earlier turns.
-    forgets = "{{ m['content'] if loop.last else m['content'] | replace('s', '') }}"
-    several = chatting({"default": CHAT, "tags": TAGGED.replace("{{ m['content'] }}", forgets)})
+    several = chatting({"default": CHAT, "tags": TAGGED.replace("{{ m['content'] }}", FORGETS)})
     by_name = {"assistant_only_loss": True, "chat_template_kwargs": {"chat_template": "tags"}}
     assert learned([{"messages": TALK}], several, **by_name)[0][1] == "ye<eos>ok<eos>"
 
 
 def test_unsupported_templates_and_rows_are_refused():
     with pytest.raises(ValueError, match=r"up to message 1 differently on their own .*generation %\} … "):
-        learned([{"messages": TALK}], chatting(FORGETS), assistant_only_loss=True)
+        learned([{"messages": TALK}], chatting(CHAT.replace("{{ m['content'] }}", FORGETS)), assistant_only_loss=True)
     assert learned([{"messages": TALK, "tools": ""}], chatting(CHAT))
     with pytest.raises(ValueError, match="dataset row 0 has 'add' as 'tools'; use a list of schemas, or one as JSON"):
         learned([{"messages": TALK, "tools": "add"}], chatting(CHAT))
@@ -116,10 +114,7 @@ CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
 
 
 @pytest.mark.parametrize(("row", "said"), [
-    (
-        {"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "ok"}]},
-        "message 0 with role 'human'",
-    ),
+    ({"messages": [{"role": "human", "content": "hi"}]}, "message 0 with role 'human'"),
     ({"prompt": TALK[:1], "completion": [{"role": "function", "content": "3"}]}, "message 1 with role 'function'"),
     ({"messages": [TALK[0], {**TALK[1], "tool_calls": [CALL]}]}, "the call to the tool 'add' in message 1"),
 ])  # fmt: skip

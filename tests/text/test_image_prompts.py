@@ -248,7 +248,6 @@ def test_strings_and_templates_need_a_placeholder_per_image(load):
     for prompt, count in (("Hi", 0), ("<start_of_image>" * 2, 2)):
         with pytest.raises(ValueError, match=rf"row 0 has 1 images.* '<start_of_image>' {count} times; write it once"):
             encode_prompts([{"prompt": prompt, "image": noise(9, 9)}], policy.tokenizer, processor=processor)
-    _, _, processor = load("gemma3")
     tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(ValueError, match=r"row 0 has 1 images, but .*'<start_of_image>' 0 times.*template that"):
         encode_prompts([{"prompt": user("Hi"), "image": noise(9, 9)}], tokenizer, processor=processor)
@@ -294,9 +293,8 @@ def test_examples_learn_only_after_their_images(load):
         rows = load_examples([row])
         return encode_examples(rows, policy.tokenizer, SFTConfig(**fields), eos_token_ids=(2,), processor=processor)
 
-    tagged = policy.tokenizer.chat_template.replace("{{ part['text'] }}", "{{ part['text'] }}").replace(
-        "{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}"
-    )
+    tags = "{% generation %}{{ m['content'] }}{% endgeneration %}"
+    tagged = policy.tokenizer.chat_template.replace("{{ m['content'] }}", tags)
     cases = [(chat, {"assistant_only_loss": True}), (pair, {}), (string, {})]
     cases.append((chat, {"assistant_only_loss": True, "chat_template_kwargs": {"chat_template": tagged}}))
     for row, fields in cases:

@@ -81,9 +81,8 @@ def test_omitted_message_is_refused_with_its_row_and_role(role):
     fine = {"prompt": [{"role": "system", "content": " be kind "}, user("hi")]}
     asked = {"prompt": [{"role": "system", "content": "be kind"}, {"role": role, "content": "1 + 1?"}]}
     for rows in ([fine, fine, asked], [fine, asked, asked]):
-        with pytest.raises(
-            ValueError, match=rf"eval_dataset row {rows.index(asked)}: .* '1 \+ 1\?' of message 1 with role '{role}'"
-        ):
+        message = rf"eval_dataset row {rows.index(asked)}: .* '1 \+ 1\?' of message 1 with role '{role}'"
+        with pytest.raises(ValueError, match=message):
             lib.encode_prompts(rows, tokenizer, argument="eval_dataset")
     shown = make_tokenizer()  # this template renders any role
     if role != "tool":
@@ -129,9 +128,7 @@ def test_template_may_drop_whitespace_thoughts_and_empty_messages():
     ]
     texts = [tokenizer.decode(ids) for ids in lib.encode_prompts(rows, tokenizer).token_ids]
     assert texts[0] == "<s>user:hi</s><s>assistant:yes?</s><s>user:bye</s><s>assistant:"
-    strict = make_tokenizer(
-        chat_template="{% if 'hi' not in messages[0].content %}{{ raise_exception('?') }}{% endif %}x"
-    )
+    strict = make_tokenizer(chat_template="{{ 'x' if 'hi' in messages[0].content else raise_exception('?') }}")
     assert len(lib.encode_prompts([{"prompt": [user("hi")]}], strict).rows) == 1
 
 

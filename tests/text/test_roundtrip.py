@@ -65,19 +65,17 @@ def test_unsupported_call_format_is_refused_with_the_difference():
     tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
     with pytest.raises(ValueError, match="the chat template renders a call") as caught:
         make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], GRPOConfig(), tools=[add])
-    assert "to add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function>" in str(caught.value)
-    assert "the 'llama3' parser finds no call (A tool call could not be read: it is enclosed in <function=" in str(
-        caught.value
-    )
+    message = str(caught.value)
+    assert "to add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function>" in message
+    assert "'llama3' parser finds no call (A tool call could not be read: it is enclosed in <function=" in message
 
 
 def test_arguments_must_be_parsed_back_unchanged():
     written = "{{ call.function.arguments | tojson }}"
     assert written in HERMES
     ends = tokenizer_of(HERMES).convert_tokens_to_ids(["<|im_end|>"])
-    fault_of = lambda tokenizer, tool: lib.call_fault(
-        ChatTemplate(tokenizer, None, schemas(tool), ends), FORMATS["hermes"]
-    )
+    template_of = lambda tokenizer, tool: ChatTemplate(tokenizer, None, schemas(tool), ends)
+    fault_of = lambda *args: lib.call_fault(template_of(*args), FORMATS["hermes"])
     as_text = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments }}"))  # for a dict, this is not JSON
     assert fault_of(as_text, add) == ""
     escaped = tokenizer_of(HERMES.replace(written, "{{ call.function.arguments | tojson | replace('3', '4') }}"))
