@@ -51,7 +51,7 @@ class DecodeState(flax.struct.PyTreeNode):
     token: jax.Array  # [B, G] last token of each completion, not yet in the cache
     ended: jax.Array  # [B, G] True if the completion or its turn has ended
     keys: jax.Array  # [B, G] typed PRNG keys
-    start: jax.Array  # int32 first slot of each completion: [B] with one turn, [B, G] with several
+    start: jax.Array | None = None  # [B, G] int32 first slot of each completion; None for single-turn completions
     stop_state: jax.Array | None = None  # [B, G] int32 state of the automaton for stop strings
 
 
@@ -71,23 +71,29 @@ def _unsqueeze_cache(state: DecodeState) -> Cache:
     """Restore the axes that `_squeeze_cache` squeezed."""
     b, g = state.token.shape
 
-    def whole(x: jax.Array, of_prompts: jax.Array) -> jax.Array:
-        return x.reshape(b, of_prompts.shape[1], g, x.shape[-2], x.shape[-1])
+    def unsqueeze(x: jax.Array, prompt_cache: jax.Array) -> jax.Array:
+        return x.reshape(b, prompt_cache.shape[1], g, x.shape[-2], x.shape[-1])
 
-    return jax.tree.map(whole, state.cache, state.prefix.layers)
+    return jax.tree.map(unsqueeze, state.cache, state.prefix.layers)
 
 
-def _prefill_prompts(
+@compile_once
+@functools.partial(jax.jit, static_argnames=("settings", "slots", "first_slot"))
+def prefill(
     model: BuiltinModel,
     params: Params,
     prompts: Prompts,
     keys: jax.Array,
-    slot: jax.Array | int,
     *,
     settings: DecodeSettings,
-    multi_turn: bool = False,
+    slots: int,
+    first_slot: int | None = None,
 ) -> tuple[DecodeState, Drawn]:
-    """Prefill the prompts, once per group, and draw the first tokens. The returned state does not have a cache yet."""
+    """Prefill the prompts, once per group, and draw the first token of each completion.
+
+    `first_slot` is the first slot of completions with several turns, and None for single-turn completions. On a mesh,
+    the cached keys and values are sharded over prompts and heads.
+    """
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
     last, prefix = model.apply({"params": params}, prompts, method="prefill")
@@ -95,55 +101,14 @@ def _prefill_prompts(
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, settings.sampling)
     ended, stop_state = ended_by(tokens, first_state((b, g), settings), settings)
-    start = jnp.full((b, g) if multi_turn else b, slot, jnp.int32)
-    state = DecodeState(prefix, (), tokens, ended, keys, start, stop_state)
-    return state, (tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool))
-
-
-@compile_once
-@functools.partial(jax.jit, static_argnames=("settings", "slots", "multi_turn"))
-def prefill(
-    model: BuiltinModel,
-    params: Params,
-    prompts: Prompts,
-    keys: jax.Array,
-    slot: jax.Array | int,
-    *,
-    settings: DecodeSettings,
-    slots: int,
-    multi_turn: bool = False,
-) -> tuple[DecodeState, Drawn]:
-    """Prefill the prompts and draw the first token of each completion.
-
-    The completions start at `slot`. `multi_turn` is True for completions with several turns. On a mesh, the cached keys
-    and values are sharded over prompts and heads.
-    """
-    state, drawn = _prefill_prompts(model, params, prompts, keys, slot, settings=settings, multi_turn=multi_turn)
-    cache = empty_cache(state.prefix.layers, keys.shape[1], slots)
-    state = state.replace(cache=cache if multi_turn or settings.mesh is not None else _squeeze_cache(cache))
+    cache, start = empty_cache(prefix.layers, g, slots), None
+    if first_slot is not None:
+        start = jnp.full((b, g), first_slot, jnp.int32)
+    elif settings.mesh is None:
+        cache = _squeeze_cache(cache)
+    state = DecodeState(prefix, cache, tokens, ended, keys, start, stop_state)
+    drawn = tokens[..., None], log_probs[..., None], jnp.ones((b, g, 1), bool)
     return place_state(state, settings.mesh, constrain), drawn
-
-
-@compile_once
-@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
-def refill(
-    model: BuiltinModel,
-    params: Params,
-    state: DecodeState,
-    prompts: Prompts,
-    keys: jax.Array,
-    indices: jax.Array,
-    slot: jax.Array | int,
-    *,
-    settings: DecodeSettings,
-) -> tuple[DecodeState, Drawn]:
-    """Replace the ended groups at `indices` [B'] with new prompts.
-
-    `state` is passed without its cache, which does not need to be reset: slots before a new group's first slot are
-    never read, and a recurrent layer starts from the prompt's state when it processes a completion's first token.
-    """
-    new, drawn = _prefill_prompts(model, params, prompts, keys, slot, settings=settings)
-    return jax.tree.map(lambda old, x: old.at[indices].set(x), state, new), drawn
 
 
 @compile_once
@@ -168,9 +133,9 @@ def decode_burst(
     """
     b, g = state.token.shape
     chex.assert_shape([state.ended, state.keys], (b, g))
-    multi_turn = state.start.ndim == 2
+    multi_turn = state.start is not None
     chex.assert_shape(count, (b, g) if multi_turn else ())
-    u = step_uniforms(state.keys, slot - state.start + 1, steps)
+    u = step_uniforms(state.keys, slot + 1 if state.start is None else slot - state.start + 1, steps)
     tokens = jnp.full((steps, b, g), settings.pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
@@ -200,11 +165,11 @@ def decode_burst(
         tokens = tokens.at[i].set(drawn)
         log_probs = log_probs.at[i].set(jnp.where(ended, 0.0, log_prob))
         mask = mask.at[i].set(~ended)
-        after, (last, stop_state) = i + 1, ended_by(drawn, stop_state, settings)
-        ended |= last
+        just_ended, stop_state = ended_by(drawn, stop_state, settings)
+        ended |= just_ended
         if multi_turn:
-            ended |= after >= count
-        return after, cache, drawn, ended, stop_state, tokens, log_probs, mask
+            ended |= i + 1 >= count
+        return i + 1, cache, drawn, ended, stop_state, tokens, log_probs, mask
 
     carry = (jnp.int32(0), cache, state.token, state.ended, state.stop_state, tokens, log_probs, mask)
     if fixed:
@@ -255,6 +220,7 @@ def prefill_chunk(
     `valid` [B, G, N] is False on padding. Returns the cache, and the next tokens and their log-probs [B, G]; the tokens
     are valid only after the last chunk, and only where the last entry of `valid` is True.
     """
+    assert state.start is not None
     hidden, cache = model.apply(variables, tokens, state.prefix, cache, slot, state.start, write=valid, method="hidden")
     u = step_uniforms(state.keys, slot + tokens.shape[-1] - state.start, 1)[0]
     token, log_prob = draw_next(model, variables, u, hidden[:, :, -1], settings)
@@ -281,27 +247,27 @@ def rearrange(
 
     `groups` [B'] contains the indices of the groups to keep, and `order` [B', G'] the indices of the completions within
     each group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] is each completion's
-    new first slot, for a single state with several turns. If `start` is None, the slots are unchanged.
+    new first slot, for a single state with several turns; None for single-turn completions, whose slots do not change.
     """
-    whole = concatenate([x.replace(cache=_unsqueeze_cache(x)) for x in states])
+    state = concatenate([x.replace(cache=_unsqueeze_cache(x)) for x in states])
 
     def pick(x: jax.Array) -> jax.Array:
         """Gather [B', G', …] from [B, G, …]."""
-        return jax.vmap(lambda group, at: group[at])(x, order) if groups is None else x[groups[:, None], order]
+        return jax.vmap(lambda group, i: group[i])(x, order) if groups is None else x[groups[:, None], order]
 
-    cache = jax.tree.map(lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2), whole.cache)
-    cache = pad_slots(cache, slots) if start is None else rotate_ring(cache, pick(whole.start) - start, slots)
-    prefix, starts = whole.prefix, whole.start
-    if groups is not None:
-        prefix, starts = jax.tree.map(lambda x: x[groups], (prefix, starts))
-    token, ended, keys = (pick(x) for x in (whole.token, whole.ended, whole.keys))
-    stop_state = jax.tree.map(pick, whole.stop_state)
-    chosen = DecodeState(prefix, cache, token, ended, keys, starts if start is None else start, stop_state)
+    cache = jax.tree.map(lambda x: pick(x.swapaxes(1, 2)).swapaxes(1, 2), state.cache)
+    if start is None or state.start is None:
+        cache = pad_slots(cache, slots)
+    else:
+        cache = rotate_ring(cache, pick(state.start) - start, slots)
+    prefix = state.prefix if groups is None else jax.tree.map(lambda x: x[groups], state.prefix)
+    token, ended, keys, stop_state = jax.tree.map(pick, (state.token, state.ended, state.keys, state.stop_state))
+    chosen = DecodeState(prefix, cache, token, ended, keys, start, stop_state)
     if start is not None or mesh is not None:
         return (place_state(chosen, mesh, constrain),)
     size = len(order) // parts
-    parts_of = (jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
-    return tuple(part.replace(cache=_squeeze_cache(part.cache)) for part in parts_of)
+    split_states = (jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
+    return tuple(part.replace(cache=_squeeze_cache(part.cache)) for part in split_states)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
@@ -330,7 +296,7 @@ def generate_traced(
     model: BuiltinModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
     """Generate single-turn completions in one compiled loop. `generate` calls this function under `jit`."""
-    state, drawn = prefill(model, params, prompts, keys, 0, settings=settings, slots=max(1, length - 1))
+    state, drawn = prefill(model, params, prompts, keys, settings=settings, slots=max(1, length - 1))
     if length > 1:
         steps = length - 1
         state, rest = decode(model, {"params": params}, state, 0, steps, settings=settings, steps=steps)
@@ -348,23 +314,23 @@ def generate_uncached(
 
     def step(t: jax.Array, carry: UncachedCarry) -> UncachedCarry:
         tokens, log_probs, mask, ended, stop_state = carry
-        whole, start = join_rows(prompts, tokens)
-        logits = model.apply({"params": params}, whole)
-        at = (start - 1 + t)[:, None, None]
-        logits = jnp.take_along_axis(logits, at, axis=1)[:, 0].reshape(b, g, -1)
+        rows, start = join_rows(prompts, tokens)
+        logits = model.apply({"params": params}, rows)
+        index = (start - 1 + t)[:, None, None]
+        logits = jnp.take_along_axis(logits, index, axis=1)[:, 0].reshape(b, g, -1)
         drawn, log_prob = draw(step_uniforms(keys, t, 1)[0], logits, settings.sampling)
         drawn = jnp.where(ended, settings.pad_token_id, drawn)
         tokens = tokens.at[:, :, t].set(drawn)
         log_probs = log_probs.at[:, :, t].set(jnp.where(ended, 0.0, log_prob))
-        last, stop_state = ended_by(drawn, stop_state, settings)
-        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | last, stop_state
+        just_ended, stop_state = ended_by(drawn, stop_state, settings)
+        return tokens, log_probs, mask.at[:, :, t].set(~ended), ended | just_ended, stop_state
 
-    start = (
+    initial = (
         jnp.full((b, g, length), settings.pad_token_id, jnp.int32),
         jnp.zeros((b, g, length), jnp.float32),
         jnp.zeros((b, g, length), bool),
         jnp.zeros((b, g), bool),
         first_state((b, g), settings),
     )
-    tokens, log_probs, mask, ended, _ = jax.lax.fori_loop(0, length, step, start)
+    tokens, log_probs, mask, ended, _ = jax.lax.fori_loop(0, length, step, initial)
     return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)

@@ -3,17 +3,8 @@
 Token t of completion (b, g) is drawn with the key fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). A sample
 therefore does not depend on the other completions, the batch or the number of devices.
 
-The device decodes bursts of a few steps (`decode`). Between bursts, the host (`_SingleTurnRollout`) replaces ended
-completions with waiting prompts. If no prompts are waiting, it moves the remaining completions to a smaller layout
-(`layouts`). The cache grows in a few steps, or is a ring buffer if prompts are waiting. At each step, all completions
-write to the same slot, so a group that starts later has a later first slot:
-
-```
-slot        0 1 2 3 4 5 6 7
-group 0     a b c d e · · ·     start 0
-group 1     · · x y z · · ·     start 2; replaces a group that ended in slot 1
-group 2     s t u · · · q r     start 6; slots 8, 9 and 10 wrap around to 0, 1 and 2
-```
+The device decodes bursts of a few steps (`decode`). Between bursts, the host (`_SingleTurnRollout`) moves the active
+completions to a smaller layout (`layouts`) or a larger cache.
 
 Completions with several turns use the same compiled functions in a different loop (`turns`). There, each thread runs
 a separate loop, so that one thread decodes while another waits for answers, and each completion has its own start
@@ -45,7 +36,6 @@ from grpo_jax.rollout.decode import (
     grow,
     prefill,
     rearrange,
-    refill,
 )
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import decode_settings
@@ -112,14 +102,14 @@ def generate(
       pad_token_id: id of the token that pads a completion after its end.
       prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A prompt with a given index has the same
         samples in any batch.
-      batch_size: maximum number of completions that are decoded at the same time, in whole groups, over all devices.
-        The other prompts wait. This does not change the samples. If None, there is no limit. Not supported under `jit`.
+      batch_size: maximum number of completions that are decoded together, in whole groups, over all devices. Batches of
+        this size run one after another, with the same samples. If None, there is no limit. Not supported under `jit`.
       answer_turn: function that returns the tokens after a turn, or None after the last turn. If `answer_turn` is None,
         completions have one turn. Needs a built-in model; not supported under `jit`.
       interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
         supported under `jit`.
-      on_tokens: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. On a mesh, it
-        receives only the prompts that are decoded together. Supported only for single-turn completions.
+      on_tokens: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. Supported only
+        for single-turn completions.
       on_host: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
 
     Returns:
@@ -186,49 +176,42 @@ def generate(
 
 
 def _sample_one_turn(job: SamplingJob, at_once: int, on_tokens: OnTokens | None) -> Completions:
-    """Sample single-turn completions as NumPy arrays. At most `at_once` groups are decoded at the same time."""
+    """Sample single-turn completions as NumPy arrays. `at_once` groups are decoded together."""
     (b, g), table = job.keys.shape, job.table
-    if job.mesh is not None and at_once < b:  # groups cannot change devices, so batches run one after another
-        parts = [job.part(first, first + at_once) for first in range(0, b, at_once)]
-        return concatenate([_sample_one_turn(part, at_once, on_tokens) for part in parts], np)
-    batch = _SingleTurnRollout(job, at_once)
-    while True:
-        job.interrupt()
-        if on_tokens is not None:
-            on_tokens(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
-        if not batch.refill():
-            if batch.empty.all():
-                batch.record(in_flight=0)
-                return table.to_completions(b)
-            if not batch.prompts_wait:
-                batch.compact()
-        if not batch.empty.all():  # the first token may have ended all new completions
+    for first in range(0, b, at_once):
+        batch = _SingleTurnRollout(job, np.arange(first, first + at_once))
+        while True:
+            job.interrupt()
+            if on_tokens is not None:
+                on_tokens(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
+            if not batch.active.any():
+                break
+            batch.compact()
             batch.decode()
+        batch.record(in_flight=0)
+    return table.to_completions(b)
 
 
 class _SingleTurnRollout:
-    """State of a single-turn rollout between bursts."""
+    """Single-turn completions that are decoded together, between bursts."""
 
-    def __init__(self, job: SamplingJob, groups: int):
-        (b, g), p = job.keys.shape, job.prompts.tokens.shape[1]
-        self.job, self.next_group = job, groups  # index of the first waiting prompt
-        length, mesh, waiting = job.table.length, job.mesh, groups < b
-        self.layouts = choose_layouts(job.model, job.params, p, groups, g, length, mesh=mesh, prompts_wait=waiting)
+    def __init__(self, job: SamplingJob, groups: np.ndarray):
+        self.job, g, p = job, job.keys.shape[1], job.prompts.tokens.shape[1]
+        self.layouts = choose_layouts(job.model, job.params, p, len(groups), g, job.table.length, mesh=job.mesh)
         self.layout, self.slots = 0, self.layouts.slots[0]  # index of the layout; cache size
-        self.slot = 0  # next slot, before reduction modulo the ring size
-        # [B', G'] table row of the completion at each position, −1 if empty; [B'] number of tokens drawn in each group
-        self.rows, self.drawn = job.rows(np.arange(groups)), np.ones(groups, int)
+        self.slot = 0  # next slot; `slot + 1` tokens have been drawn
+        self.rows = job.rows(groups)  # [B', G'] table row of the completion at each position, −1 if it has ended
         self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # bursts not yet recorded in the table
         self._on_cpu = on_cpu(job.params, job.mesh)
 
-        def begin(part: np.ndarray) -> DecodeResult:
+        def prefill_part(part: np.ndarray) -> DecodeResult:
             prompts, keys = job.inputs(part)
-            return prefill(job.model, job.params, prompts, keys, 0, settings=job.settings, slots=self.slots)
+            return prefill(job.model, job.params, prompts, keys, settings=job.settings, slots=self.slots)
 
         job.interrupt()
-        parts = np.split(np.arange(groups), decode_threads(job.params, groups, g))
+        parts = np.split(groups, decode_threads(job.params, len(groups), g))
         with in_background(functools.partial(self._compile, parts[0])):
-            self.states, drawn = self._run(begin, parts)
+            self.states, drawn = self._run(prefill_part, parts)
         self._queue(self.rows, drawn)
 
     def _compile(self, part: np.ndarray) -> None:
@@ -236,83 +219,44 @@ class _SingleTurnRollout:
         job, layouts = self.job, self.layouts
         if job.mesh is None:
             model, params, settings = job.model, job.params, job.settings
-            shapes, _ = prefill.eval_shape(model, params, *job.inputs(part), 0, settings=settings, slots=self.slots)
+            shapes, _ = prefill.eval_shape(model, params, *job.inputs(part), settings=settings, slots=self.slots)
             state = abstract_from(shapes, (params, model))
             burst = functools.partial(decode_burst.lower, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
             burst(model, job.decode_variables, state.cache, state.replace(cache=()), 0, 0).compile()
 
     @property
-    def empty(self) -> np.ndarray:
-        """[B'] bool, True for groups in which all completions have ended, according to the recorded bursts."""
-        return np.logical_not((self.rows >= 0).any(axis=1))
-
-    @property
-    def prompts_wait(self) -> bool:
-        """Whether some prompts have not been prefilled yet."""
-        return self.next_group < len(self.job.keys)
-
-    def refill(self) -> bool:
-        """Refill states that have enough ended groups with waiting prompts. Returns whether any were refilled."""
-        job, size = self.job, len(self.rows) // len(self.states)
-        count = max(1, size // 4)  # number of prompts per refill; with fewer, the call costs more than it saves
-        self.rows = self.rows.copy()  # `bursts` holds references to the old array
-        refills = []
-        for i, empty in enumerate(np.split(self.empty, len(self.states))):
-            if empty.sum() >= count and self.prompts_wait:
-                groups, indices = np.arange(self.next_group, self.next_group + count), np.flatnonzero(empty)[:count]
-                self.rows[i * size + indices], self.drawn[i * size + indices] = job.rows(groups), 1
-                self.next_group += count
-                refills.append((i, groups, indices))
-
-        def refill_state(entry: tuple[int, np.ndarray, np.ndarray]) -> DecodeResult:
-            i, groups, indices = entry
-            prompts, keys = job.inputs(groups)
-            cache, state = self.states[i].cache, self.states[i].replace(cache=())
-            state, drawn = refill(
-                job.model, job.params, state, prompts, keys, indices, self.slot, settings=job.settings
-            )
-            return state.replace(cache=cache), drawn
-
-        if not refills:
-            return False
-        job.interrupt()
-        refilled, drawn = self._run(refill_state, refills)
-        new = {i: state for (i, _, _), state in zip(refills, refilled, strict=True)}
-        self.states = tuple(new.get(i, state) for i, state in enumerate(self.states))
-        self._queue(self.rows[np.concatenate([i * size + indices for i, _, indices in refills])], drawn)
-        return True
+    def active(self) -> np.ndarray:
+        """[B', G'] bool, False for completions that have ended, according to the recorded bursts."""
+        return self.rows >= 0
 
     def compact(self) -> None:
         """Move to a smaller layout if it can hold all active completions and is sufficiently cheaper."""
-        move = self.layouts.smaller(self.layout, self.slots, self.rows >= 0)
+        move = self.layouts.smaller(self.layout, self.slots, self.active)
         if move is None:
             return
         self.layout, self.slots, (groups, order) = move
-        self.rows, self.drawn = self.rows[groups[:, None], order], self.drawn[groups]
+        self.rows = self.rows[groups[:, None], order]
         parts, mesh = decode_threads(self.job.params, len(groups), order.shape[1]), self.job.mesh
         kept = groups if mesh is None else None  # on a mesh, groups stay on their devices
         self.states = rearrange(self.states, kept, order, slots=self.slots, parts=parts, mesh=mesh)
 
     def decode(self) -> None:
-        """Decode one burst, after growing a full cache. A burst is shorter near the cache's end or the length T."""
-        job, layouts, last, settings = self.job, self.layouts, self.layouts.slots[-1], self.job.settings
-        if self.slot >= self.slots < last:
+        """Decode one burst, after growing a full cache. On a CPU, a burst does not exceed the cache."""
+        job, layouts = self.job, self.layouts
+        if self.slot >= self.slots < layouts.slots[-1]:
             self.slots = layouts.slots[layouts.slots.index(self.slots) + 1]
             self.states = tuple(grow(state, slots=self.slots, mesh=job.mesh) for state in self.states)
-        count = layouts.steps
-        if not layouts.fixed:
-            left = job.table.length - int(self.drawn[~self.empty].min())
-            count = min(count, left if self.slots == last else min(left, self.slots - self.slot))
+        count = layouts.steps if layouts.fixed else min(layouts.steps, self.slots - self.slot)
 
-        def draw(state: DecodeState) -> DecodeResult:
-            burst = functools.partial(decode, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
+        def decode_state(state: DecodeState) -> DecodeResult:
+            burst = functools.partial(decode, settings=job.settings, steps=layouts.steps, fixed=layouts.fixed)
             return burst(job.model, job.decode_variables, state, self.slot, count)
 
-        self.states, drawn = self._run(draw, self.states)
-        before = self.rows
-        self.drawn, self.slot = self.drawn + count, self.slot + count
-        self.rows = np.where(self.drawn[:, None] < job.table.length, self.rows, -1)
-        self._queue(before, drawn)
+        self.states, drawn = self._run(decode_state, self.states)
+        rows, self.slot = self.rows, self.slot + count
+        if self.slot + 1 >= job.table.length:
+            self.rows = np.full_like(rows, -1)
+        self._queue(rows, drawn)
 
     def _run(
         self, program: Callable[[Item], DecodeResult], items: Sequence[Item]
@@ -332,7 +276,7 @@ class _SingleTurnRollout:
         self.record(in_flight=0 if self._on_cpu else 1)
 
     def record(self, *, in_flight: int = 0) -> None:
-        """Record all bursts except the last `in_flight`, and mark the positions of ended completions as empty."""
+        """Record all bursts except the last `in_flight`, and mark the completions that have ended."""
         table = self.job.table
         while len(self.bursts) > in_flight:
             rows, drawn = self.bursts.popleft()

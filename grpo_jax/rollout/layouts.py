@@ -88,14 +88,12 @@ class Layouts:
         step: StepCost,
         *,
         shards: int = 1,
-        prompts_wait: bool = False,
         multi_turn: bool = False,
         fixed: bool = False,
         grows: bool = True,
     ) -> Layouts:
         """Compute the layouts for [groups, width] completions of at most `length` tokens.
 
-        With `prompts_wait` (more prompts are waiting), the cache is a ring buffer with its final size from the start.
         `multi_turn` is True if completions have several turns, each with any number of bursts. `grows` is True if steps
         also read empty slots, so that a smaller cache is faster.
         """
@@ -104,14 +102,14 @@ class Layouts:
         # run after all completions have ended.
         steps = BURST if tokens > MIN_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [last]
-        if grows and not prompts_wait:
+        if grows:
             first = max(MIN_SLOTS, -(-length // 4))
             first = -(-first // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else first
             slots = [*(n for n in (first, 2 * first) if n < last), last]
         shapes = [(groups, width)]
         # Completions move at most once between bursts.
         bursts = -(-tokens // steps)
-        max_smaller = MAX_SMALLER if prompts_wait or multi_turn else min(MAX_SMALLER, bursts - 1)
+        max_smaller = MAX_SMALLER if multi_turn else min(MAX_SMALLER, bursts - 1)
         while len(shapes) <= max_smaller and (smaller := _next(shapes[-1], groups * width, step, shards)) is not None:
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
@@ -214,22 +212,14 @@ def groups_at_once(groups: int, num_generations: int, batch_size: int | None, sh
 
 
 def choose_layouts(
-    model: BuiltinModel,
-    params: Params,
-    prompt_length: int,
-    groups: int,
-    width: int,
-    length: int,
-    *,
-    mesh: Mesh | None,
-    prompts_wait: bool,
+    model: BuiltinModel, params: Params, prompt_length: int, groups: int, width: int, length: int, *, mesh: Mesh | None
 ) -> Layouts:
     """Return the `Layouts` for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = whole_cache(length, fixed=not cpu)
     step = decode_step_cost(model, params, prompt_length, slots, cpu=cpu)
     grows = not _reads_full_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
-    return Layouts.of(groups, width, length, step, shards=shards, prompts_wait=prompts_wait, fixed=not cpu, grows=grows)
+    return Layouts.of(groups, width, length, step, shards=shards, fixed=not cpu, grows=grows)
 
 
 def _reads_full_slots(model: BuiltinModel, completions: int, keys: tuple[int, int], devices: int) -> bool:

@@ -118,15 +118,13 @@ def decode_call(
     if "columns" in variables:
         variables["columns"] = abstract_from(variables["columns"], (shapes, argument))
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
-    # On a mesh, waiting prompts form the next batch instead of replacing finished groups.
-    waits = at_once < groups and mesh is None
     layouts = choose_layouts(
-        argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh, prompts_wait=waits
+        argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh
     )
     settings = settings._replace(mesh=mesh)
     prefill_fn = functools.partial(prefill, settings=settings, slots=layouts.slots[-1])
     prompts, keys = _inputs(at_once, num_generations, prompt_length, mesh)
-    state: DecodeState = jax.eval_shape(prefill_fn, argument, shapes, prompts, keys, 0)[0]
+    state: DecodeState = jax.eval_shape(prefill_fn, argument, shapes, prompts, keys)[0]
     state = abstract_from(state, (shapes, argument)) if mesh is None else place_state(state, mesh, _at)
     cache, rest = state.cache, state.replace(cache=())
     burst = functools.partial(decode_burst, settings=settings, steps=layouts.steps, fixed=layouts.fixed)

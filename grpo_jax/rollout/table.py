@@ -102,9 +102,3 @@ class SamplingJob:
         at = np.minimum(groups, len(self.keys) - 1)
         prompts, keys = jax.tree.map(lambda x: x[at], (self.prompts, self.keys))
         return split((prompts, keys), self.mesh)
-
-    def part(self, first: int, last: int) -> SamplingJob:
-        """Return a rollout that contains only groups first … last − 1 and has a new table."""
-        prompts, keys = jax.tree.map(lambda x: x[first:last], (self.prompts, self.keys))
-        table = Table(keys.size, self.table.length, self.settings.pad_token_id)
-        return dataclasses.replace(self, prompts=prompts, keys=keys, table=table)

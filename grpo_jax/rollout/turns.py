@@ -102,7 +102,7 @@ class _MultiTurnDecoder:
         self.bursts_waited = 0  # number of bursts since enough completions have been waiting
         prompts, keys = job.inputs(groups)
         self.device_state, drawn = prefill(
-            job.model, job.params, prompts, keys, FIRST_SLOT, settings=job.settings, slots=self.slots, multi_turn=True
+            job.model, job.params, prompts, keys, settings=job.settings, slots=self.slots, first_slot=FIRST_SLOT
         )
         self._record(self.rows, drawn)
 

@@ -66,7 +66,7 @@ def test_counts_of_weights_and_states():
 
 
 def assert_scored_as_drawn(model, params):
-    """Assert that sampled log-probs equal scores, with more prompts than slots, compaction, and a growing cache."""
+    """Assert that sampled log-probs equal scores, with two batches, compaction, and a growing cache."""
     prompts = make_prompts([[3, 4, 5, 6, 7], [6], [7, 8], [9, 3, 2, 1], [1, 1], [2, 5]])
     how = {"num_generations": 4, "max_completion_length": 3 * BURST, "eos_token_ids": (3, 5)}
     some = generate(model, params, prompts, jax.random.key(0), batch_size=8, **how)

@@ -4,21 +4,17 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import random_params, tiny_model
+from tiny import random_params
 
-from grpo_jax import Prompts
 from grpo_jax.maths.sampling import draw_tokens
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.sharding import lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.rollout.decode import prefill, refill
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.layouts import BURST
 from grpo_jax.rollout.programs import decode_call
-from grpo_jax.types import as_argument
 
 V = 4096
 COLLECTIVE = re.compile(r"= \(?([^=]*?)\)? (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
@@ -61,23 +57,3 @@ def test_block_found_by_sum_equals_block_found_by_index(vocab, axis):
     plain, summed = (jax.jit(one)(u, given) for one in (draw, functools.partial(draw, all_gather=lambda x: x)))
     np.testing.assert_array_equal(plain[0], summed[0])
     np.testing.assert_allclose(plain[1], summed[1], atol=1e-6)
-
-
-def state_of(model, params, groups=4, width=2, slots=20):
-    prompts = Prompts(jnp.ones((groups, 4), jnp.int32), jnp.full(groups, 4))
-    keys = jax.random.split(jax.random.key(0), (groups, width))
-    state, _ = prefill(as_argument(model), params, prompts, keys, 0, slots=slots, settings=DecodeSettings())
-    return prompts, keys, state
-
-
-def test_refill_keeps_the_cache_and_other_groups_in_place():
-    model, params = tiny_model(layers=1)
-    prompts, keys, state = state_of(model, params)
-    some = jax.tree.map(lambda x: x[:1], (prompts, keys))
-    given = (as_argument(model), params, state.replace(cache=()), *some, np.array([2]), 7)
-    program = refill.lower(*given, settings=DecodeSettings()).compile()
-    arrays = sum(x.nbytes for x in jax.tree.leaves(state.replace(cache=(), keys=None)))
-    assert program.memory_analysis().alias_size_in_bytes >= arrays, "the other groups' prompts must not be copied"
-    new, _ = program(*given)
-    assert new.start.tolist() == [0, 0, 7, 0]
-    assert new.cache == ()

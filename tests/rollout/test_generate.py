@@ -11,7 +11,6 @@ from tiny import scored, tiny_model
 
 from grpo_jax import Completions, Prompts, generate, make_prompts
 from grpo_jax.models.lora import LoraModel, init_adapters
-from grpo_jax.rollout import decode as decode_module
 from grpo_jax.rollout.programs import decode_variables
 
 generate_module = importlib.import_module("grpo_jax.rollout.generate")
@@ -97,23 +96,13 @@ def test_kernels_by_columns_are_used_and_decode_the_same(monkeypatch):
     assert np.abs(changed.log_probs[..., 1:] - by_columns.log_probs[..., 1:]).max() > 1e-3
 
 
-MANY = [[3 + (i * 5 + j) % 20 for j in range(1 + i % 5)] for i in range(12)]
-
-
-def test_queued_prompts_get_the_same_completions(monkeypatch):
-    """Twelve prompts decoded four at a time, so that groups start at different steps, get the same completions."""
-    expected, steps, plain = sample(MANY, num_generations=3, max_completion_length=60), [], decode_module.decode
-
-    def decode(*arguments, **settings):
-        new, drawn = plain(*arguments, **settings)
-        steps.append((drawn[0].shape[:2], np.asarray(arguments[2].start)))
-        return new, drawn
-
-    monkeypatch.setattr(generate_module, "decode", decode)
-    completions = sample(MANY, batch_size=14, num_generations=3, max_completion_length=60)
-    assert_same(completions, expected)
-    assert all(shape[0] <= 4 for shape, _ in steps if shape[1] == 3), "too many groups"
-    assert any(np.unique(start).size > 1 for _, start in steps), "all groups started at the same step"
+def test_batches_of_prompts_get_the_same_completions(monkeypatch):
+    """Five prompts decoded two at a time, with an empty position in the last batch, get the same completions."""
+    groups, plain = [], generate_module.prefill
+    monkeypatch.setattr(generate_module, "prefill", lambda *x, **how: groups.append(len(x[3])) or plain(*x, **how))
+    assert_same(sample(batch_size=23), sampled())
+    assert sum(groups) == 6
+    assert max(groups) <= 2
 
 
 def test_samples_depend_on_the_key_and_the_prompt_index_only():

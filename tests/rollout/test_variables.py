@@ -85,7 +85,7 @@ def test_shapes_without_a_sharding_use_the_default_device(monkeypatch):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def chosen(of):
-        return choose_layouts(as_argument(model), of, 5, 4, 2, 20, mesh=None, prompts_wait=False)
+        return choose_layouts(as_argument(model), of, 5, 4, 2, 20, mesh=None)
 
     assert not chosen(shapes).fixed
     monkeypatch.setattr(layouts, "platform_of", lambda: ("gpu", 9.0))
