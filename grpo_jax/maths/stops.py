@@ -8,7 +8,7 @@ stop "</a>"       tokens   x      </      a>       .
                   state    ""  →  "</" →  found →  found
 ```
 
-Tokens with the same effect on every state share a kind. The table is small because it has one row per kind.
+Tokens with the same transitions from all states share a kind. The table is small because it has one row per kind.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = TypeVar("Array", jax.Array, np.ndarray)
-
-_TEXTS = 1 << 13
-"""Number of tokens processed at a time, to limit memory use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +50,18 @@ class Stops:
     def after(self, state: Array, tokens: Array) -> Array:
         """Advance states [...] int32 by tokens [...]. Each turn starts in state 0."""
         if isinstance(state, np.ndarray) and isinstance(tokens, np.ndarray):
-            found: np.ndarray = self.table[self.kinds[np.minimum(tokens, len(self.kinds) - 1)], state]
-            return found
+            next_state: np.ndarray = self.table[self.kinds[np.minimum(tokens, len(self.kinds) - 1)], state]
+            return next_state
         kinds = jnp.asarray(self.kinds)[jnp.minimum(tokens, len(self.kinds) - 1)].astype(jnp.int32)
         return jnp.asarray(self.table)[kinds, state]
 
     def end_of(self, tokens: np.ndarray) -> int | None:
         """Return the number of tokens through the end of the first stop string, or None if no stop string occurs."""
         state = np.zeros(1, np.int32)
-        for at in range(len(tokens)):
-            state = self.after(state, tokens[at : at + 1])
+        for i in range(len(tokens)):
+            state = self.after(state, tokens[i : i + 1])
             if state[0] == self.found:
-                return at + 1
+                return i + 1
         return None
 
 
@@ -80,34 +77,28 @@ def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
       (4, None)
     """
     encoded = [string.encode() for string in strings]
-    alone = [_tables([string], pieces) for string in encoded]
-    missing = [string for string, (_, table) in zip(strings, alone, strict=True) if not _is_reachable(table)]
+    missing = [string for string in strings if not _is_reachable(_tables([string.encode()], pieces)[1])]
     if missing:
         raise ValueError(f"the tokens of this vocabulary cannot form {', '.join(map(repr, missing))}")
-    kinds, table = alone[0] if len(alone) == 1 else _tables(encoded, pieces)
+    kinds, table = _tables(encoded, pieces)
     return Stops(tuple(strings), hashlib.sha256(kinds.tobytes() + table.tobytes()).digest(), kinds, table)
 
 
 def _tables(strings: Sequence[bytes], pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Build the `kinds` and `table` arrays for `Stops`."""
-    steps, rows = _byte_steps(strings), dict[bytes, int]()
-    # Replace bytes that occur in no string with 255 (unused in UTF-8), so that few distinct pieces remain.
-    same = bytes(byte if byte in b"".join(strings) else 255 for byte in range(256))
-    texts = [re.sub(b"\xff+", b"\xff", piece.translate(same)) for piece in (*pieces, b"")]
-    different = sorted(set(texts), key=len, reverse=True)
-    kind_of = dict[bytes, int]()
-    for first in range(0, len(different), _TEXTS):
-        some = different[first : first + _TEXTS]
-        lengths = np.array([*map(len, some)])
-        there = np.frombuffer(b"".join(text.ljust(lengths[0]) for text in some), np.uint8).reshape(len(some), -1)
-        states = np.tile(np.arange(len(steps)), (len(some), 1))
-        for at in range(lengths[0]):
-            count = int((lengths > at).sum())  # texts are sorted longest first
-            states[:count] = steps[states[:count], there[:count, at, None]]
-        for text, row in zip(some, states.astype(np.int32), strict=True):
-            kind_of[text] = rows.setdefault(row.tobytes(), len(rows))
-    kinds = np.array([kind_of[text] for text in texts], np.min_scalar_type(len(rows)))
-    return kinds, np.frombuffer(b"".join(rows), np.int32).reshape(len(rows), -1)
+    next_states = _byte_transitions(strings)
+    # Replace bytes that occur in no string with 255 (unused in UTF-8), so that few distinct texts remain.
+    translation = bytes(byte if byte in b"".join(strings) else 255 for byte in range(256))
+    texts = [re.sub(b"\xff+", b"\xff", piece.translate(translation)) for piece in (*pieces, b"")]
+    row_of_text = {}
+    for text in dict.fromkeys(texts):
+        states = np.arange(next_states.shape[1], dtype=np.int32)
+        for byte in text:
+            states = next_states[byte][states]
+        row_of_text[text] = states.tobytes()
+    kind_of_row = {row: kind for kind, row in enumerate(dict.fromkeys(row_of_text.values()))}
+    kinds = np.array([kind_of_row[row_of_text[text]] for text in texts], np.min_scalar_type(len(kind_of_row)))
+    return kinds, np.frombuffer(b"".join(kind_of_row), np.int32).reshape(len(kind_of_row), -1)
 
 
 def _is_reachable(table: np.ndarray) -> bool:
@@ -118,15 +109,17 @@ def _is_reachable(table: np.ndarray) -> bool:
     return bool(reached[-1] == table.shape[1] - 1)
 
 
-def _byte_steps(strings: Sequence[bytes]) -> np.ndarray:
-    """Compute the next state for each state and byte, [S + 1, 256]. Non-final states are prefixes sorted by length."""
-    states = sorted({string[:n] for string in strings for n in range(len(string))}, key=len)
-    number, found = {text: i for i, text in enumerate(states)}, len(states)
-    steps = np.zeros((found + 1, 256), np.int64)
-    steps[found] = found
-    for i, state in enumerate(states):
+def _byte_transitions(strings: Sequence[bytes]) -> np.ndarray:
+    """Compute the next state for each byte and state, [256, S + 1] int32. State i < S is the i-th shortest prefix."""
+    prefixes = {string[:n] for string in strings for n in range(len(string))}
+    ordered = sorted(prefixes, key=lambda prefix: (len(prefix), prefix))  # the same order in each process
+    state_of, found = {prefix: i for i, prefix in enumerate(ordered)}, len(prefixes)
+    next_states = np.zeros((256, found + 1), np.int32)
+    next_states[:, found] = found
+    for prefix, state in state_of.items():
         for byte in set(b"".join(strings)):
-            text = state + bytes([byte])
-            ends = (number.get(text[n:]) for n in range(len(text) + 1))
-            steps[i, byte] = found if text.endswith(tuple(strings)) else next(n for n in ends if n is not None)
-    return steps
+            text = prefix + bytes([byte])
+            suffixes = (text[n:] for n in range(len(text) + 1))
+            longest = next(state_of[suffix] for suffix in suffixes if suffix in state_of)
+            next_states[byte, state] = found if text.endswith(tuple(strings)) else longest
+    return next_states

@@ -79,3 +79,8 @@ def test_large_vocabulary_has_few_kinds_of_tokens():
     assert stops.end_of(turn) == searched(stops.strings, pieces, turn)
     assert hash(stops) == hash(make_stops(["</answer>", "."], pieces))
     assert stops == make_stops(["</answer>", "."], pieces) != make_stops(["</answer>", "."], pieces[::-1])
+
+
+def test_automaton_is_the_same_in_each_process():
+    """Bytes have a different hash in each process, but the tables are constants of programs that are cached."""
+    assert make_stops(["aaba", "ab", "b a", "bab"], PIECES).digest.hex().startswith("5105542e")
