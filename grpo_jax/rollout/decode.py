@@ -112,11 +112,10 @@ def prefill(
 
 
 @compile_once
-@functools.partial(jax.jit, static_argnames=("settings", "steps", "fixed"), donate_argnames=("cache",))
-def decode_burst(
+@functools.partial(jax.jit, static_argnames=("settings", "steps", "fixed"), donate_argnames=("state",))
+def decode(
     model: BuiltinModel,
     variables: Variables,
-    cache: Cache,
     state: DecodeState,
     slot: jax.Array | int,
     count: jax.Array | int,
@@ -124,12 +123,11 @@ def decode_burst(
     settings: DecodeSettings,
     steps: int,
     fixed: bool = False,
-) -> tuple[tuple[Cache, jax.Array, jax.Array, jax.Array | None], Drawn]:
+) -> tuple[DecodeState, Drawn]:
     """Draw up to `steps` tokens for each completion, starting at `slot`, until all completions have ended.
 
-    The cache is a separate argument because only the cache is donated. `count` is the maximum number of tokens to draw:
-    a scalar for one turn, [B, G] for several. If `fixed`, all `steps` run: on a GPU or a mesh, a data-dependent loop
-    would wait for the host. Returns the state's new cache, token, ended and stop_state, and the drawn tokens.
+    `count` is the maximum number of tokens to draw: a scalar for one turn, [B, G] for several. If `fixed`, all `steps`
+    run: on a GPU or a mesh, a data-dependent loop would wait for the host.
     """
     b, g = state.token.shape
     chex.assert_shape([state.ended, state.keys], (b, g))
@@ -171,60 +169,41 @@ def decode_burst(
             ended |= i + 1 >= count
         return i + 1, cache, drawn, ended, stop_state, tokens, log_probs, mask
 
-    carry = (jnp.int32(0), cache, state.token, state.ended, state.stop_state, tokens, log_probs, mask)
+    carry = (jnp.int32(0), state.cache, state.token, state.ended, state.stop_state, tokens, log_probs, mask)
     if fixed:
         carry = jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), carry)
     else:
         carry = jax.lax.while_loop(unfinished, step, carry)
     _, cache, token, ended, stop_state, *drawn = carry
     tokens, log_probs, mask = (jnp.moveaxis(x, 0, -1) for x in drawn)
-    cache = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), cache)
-    stop_state = jax.tree.map(lambda x: constrain(x, mesh), stop_state)
-    return (cache, constrain(token, mesh), constrain(ended, mesh), stop_state), (tokens, log_probs, mask)
-
-
-def decode(
-    model: BuiltinModel,
-    variables: Variables,
-    state: DecodeState,
-    slot: int,
-    count: int | jax.Array,
-    *,
-    settings: DecodeSettings,
-    steps: int,
-    fixed: bool = False,
-) -> tuple[DecodeState, Drawn]:
-    """Call `decode_burst` and return the updated state and the drawn tokens."""
-    cache, rest = state.cache, state.replace(cache=())
-    (cache, token, ended, stop_state), drawn = decode_burst(
-        model, variables, cache, rest, slot, count, settings=settings, steps=steps, fixed=fixed
-    )
-    return state.replace(cache=cache, token=token, ended=ended, stop_state=stop_state), drawn
+    new_state = state.replace(cache=cache, token=token, ended=ended, stop_state=stop_state)
+    return place_state(new_state, mesh, constrain), (tokens, log_probs, mask)
 
 
 @compile_once
-@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
 def prefill_chunk(
     model: BuiltinModel,
     variables: Variables,
-    cache: Cache,
     state: DecodeState,
     slot: jax.Array | int,
     tokens: jax.Array,
     valid: jax.Array,
     *,
     settings: DecodeSettings,
-) -> tuple[Cache, jax.Array, jax.Array]:
+) -> tuple[DecodeState, jax.Array, jax.Array]:
     """Prefill right-aligned tokens [B, G, N], starting at `slot`, and draw the next token.
 
-    `valid` [B, G, N] is False on padding. Returns the cache, and the next tokens and their log-probs [B, G]; the tokens
-    are valid only after the last chunk, and only where the last entry of `valid` is True.
+    `valid` [B, G, N] is False on padding. Returns the state with the new cache, and the next tokens and their log-probs
+    [B, G]. The tokens are valid only after the last chunk, and only where the last entry of `valid` is True.
     """
     assert state.start is not None
-    hidden, cache = model.apply(variables, tokens, state.prefix, cache, slot, state.start, write=valid, method="hidden")
+    hidden, cache = model.apply(
+        variables, tokens, state.prefix, state.cache, slot, state.start, write=valid, method="hidden"
+    )
     u = step_uniforms(state.keys, slot + tokens.shape[-1] - state.start, 1)[0]
     token, log_prob = draw_next(model, variables, u, hidden[:, :, -1], settings)
-    return cache, token, log_prob
+    return place_state(state.replace(cache=cache), settings.mesh, constrain), token, log_prob
 
 
 def concatenate(trees: Sequence[Tree], xp: ModuleType = jnp) -> Tree:

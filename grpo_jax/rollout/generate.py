@@ -30,7 +30,6 @@ from grpo_jax.rollout.decode import (
     Drawn,
     concatenate,
     decode,
-    decode_burst,
     generate_traced,
     generate_uncached,
     grow,
@@ -221,8 +220,8 @@ class _SingleTurnRollout:
             model, params, settings = job.model, job.params, job.settings
             shapes, _ = prefill.eval_shape(model, params, *job.inputs(part), settings=settings, slots=self.slots)
             state = abstract_from(shapes, (params, model))
-            burst = functools.partial(decode_burst.lower, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
-            burst(model, job.decode_variables, state.cache, state.replace(cache=()), 0, 0).compile()
+            burst = functools.partial(decode.lower, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
+            burst(model, job.decode_variables, state, 0, 0).compile()
 
     @property
     def active(self) -> np.ndarray:

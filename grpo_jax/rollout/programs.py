@@ -20,7 +20,7 @@ from grpo_jax.models.layers import Quantized
 from grpo_jax.models.sharding import abstract, abstract_from, constrained_sharding, mesh_of, shard_count, split_sharding
 from grpo_jax.models.threads import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
-from grpo_jax.rollout.decode import DecodeState, decode_burst, place_state, prefill
+from grpo_jax.rollout.decode import DecodeState, decode, place_state, prefill
 from grpo_jax.rollout.draw import DecodeSettings, Variables, completion_keys
 from grpo_jax.rollout.layouts import choose_layouts, groups_at_once
 from grpo_jax.types import BuiltinModel, Model, Params, Prompts, as_argument, is_builtin
@@ -107,7 +107,7 @@ def decode_call(
     batch_size: int | None = None,
     settings: DecodeSettings,
 ) -> functools.partial[Any] | None:
-    """Bind abstract arguments to `decode_burst`, for the largest number of completions and the largest cache.
+    """Bind abstract arguments to `decode`, for the largest number of completions and the largest cache.
 
     `generate` documents the arguments. Returns None for a model without a cache.
     """
@@ -126,9 +126,8 @@ def decode_call(
     prompts, keys = _inputs(at_once, num_generations, prompt_length, mesh)
     state: DecodeState = jax.eval_shape(prefill_fn, argument, shapes, prompts, keys)[0]
     state = abstract_from(state, (shapes, argument)) if mesh is None else place_state(state, mesh, _at)
-    cache, rest = state.cache, state.replace(cache=())
-    burst = functools.partial(decode_burst, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
-    return functools.partial(burst, argument, variables, cache, rest, 0, 0)
+    burst = functools.partial(decode, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
+    return functools.partial(burst, argument, variables, state, 0, 0)
 
 
 def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> tuple[Prompts, jax.Array]:

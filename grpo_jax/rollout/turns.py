@@ -211,11 +211,9 @@ class _MultiTurnDecoder:
             padded[at][width - len(ids) :] = ids
         for start in range(0, width, size):
             ids, present = split((padded[..., start : start + size], valid[..., start : start + size]), job.mesh)
-            cache, state, slot = self.device_state.cache, self.device_state.replace(cache=()), first + start
-            cache, token, log_prob = prefill_chunk(
-                job.model, job.decode_variables, cache, state, slot, ids, present, settings=job.settings
+            self.device_state, token, log_prob = prefill_chunk(
+                job.model, job.decode_variables, self.device_state, first + start, ids, present, settings=job.settings
             )
-            self.device_state = self.device_state.replace(cache=cache)
         self.slot, old = first + width, self.device_state.token
         self.device_state = self.device_state.replace(token=jnp.where(split(answered, job.mesh), token, old))
         drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))

@@ -14,7 +14,7 @@ from tiny import tiny_model
 
 from grpo_jax import generate, make_prompts
 from grpo_jax.models import threads
-from grpo_jax.rollout.decode import decode_burst, prefill
+from grpo_jax.rollout.decode import decode, prefill
 from grpo_jax.rollout.layouts import decode_threads
 
 generate_module = importlib.import_module("grpo_jax.rollout.generate")
@@ -69,7 +69,7 @@ def test_threads_that_share_a_program_compile_it_once():
     results = threads.run_in_threads(program, [jnp.zeros(3), jnp.ones(3), jnp.zeros(3)])
     assert [x.tolist() for x in results] == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
     assert traced == [(3,)]
-    assert all(isinstance(of_a_rollout, threads.compile_once) for of_a_rollout in (prefill, decode_burst))
+    assert all(isinstance(of_a_rollout, threads.compile_once) for of_a_rollout in (prefill, decode))
 
 
 @pytest.mark.quick

@@ -85,7 +85,7 @@ def test_all_processes_recompute_if_one_lacks_memory(monkeypatch):
 def test_cache_of_the_decode_program_holds_all_turns_of_a_completion():
     """`max_turn_length` does not make it smaller, since the cache is kept from the first turn to the last."""
     run = run_of(gradient_checkpointing=False, max_turn_length=2)
-    assert num_slots(rollout_call(run, run.policy.params).args[2]) == 15
+    assert num_slots(rollout_call(run, run.policy.params).args[2].cache) == 15
 
 
 def test_resumed_run_recomputes_activations_as_before(tmp_path):

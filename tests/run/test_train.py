@@ -53,7 +53,7 @@ def test_runs_with_different_seeds_differ_and_leave_the_policy_unchanged():
 def test_no_compilation_after_warm_up(tmp_path):
     """After warm-up an iteration compiles nothing, and neither does a resumed run in the same process."""
     programs = [packed.add_gradients, packed.apply_update, packed.score_part]
-    programs += [decode_module.prefill, decode_module.decode_burst, decode_module.rearrange]
+    programs += [decode_module.prefill, decode_module.decode, decode_module.rearrange]
     sizes = []
 
     def note(step, metrics):
@@ -87,9 +87,9 @@ def test_programs_compiled_in_advance_are_the_ones_that_run(monkeypatch):
     monkeypatch.setattr(packed, "add_gradients", slow)
     monkeypatch.setattr(packed, "count_threads", lambda *_: 1)
     run(only_ab, rows=ROWS[:2], max_steps=1, max_completion_length=5)
-    names = ("add_gradients", "decode_burst", "sum_metrics", "apply_gradients")
+    names = ("add_gradients", "decode", "sum_metrics", "apply_gradients")
     at = {name: [background for found, background in compiled if found == f"jit({name})"] for name in names}
-    assert at == {"add_gradients": [False], "decode_burst": [True], "sum_metrics": [True], "apply_gradients": [True]}
+    assert at == {"add_gradients": [False], "decode": [True], "sum_metrics": [True], "apply_gradients": [True]}
 
 
 def test_state_holds_only_what_the_objective_reads():
