@@ -19,8 +19,6 @@ resumed run reproduces the same results bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol, TypeVar
@@ -80,10 +78,6 @@ class AnswerTurn(Protocol):
         ...
 
 
-class _OtherThreadFailed(Exception):
-    """Raised in a thread because another thread has failed."""
-
-
 class _MultiTurnDecoder:
     """Decoding state of one thread's completions."""
 
@@ -96,7 +90,6 @@ class _MultiTurnDecoder:
         self.layouts = Layouts.of(len(groups), g, length, step_cost, shards=shard_count(job.mesh), multi_turn=True)
         self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index of the layout; ring size
         self.slot = FIRST_SLOT  # next slot of the active completions
-        self.start_slots = np.full(self.rows.shape, FIRST_SLOT)  # [B', G'] slot of each completion's first token
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
         self.waiting: dict[int, Answer | None] = {}  # pending answers, keyed by table row
         self.bursts_waited = 0  # number of bursts since enough completions have been waiting
@@ -145,20 +138,21 @@ class _MultiTurnDecoder:
         self.slot += self._record(self.rows, drawn)
 
     def _record(self, rows: np.ndarray, drawn: Drawn) -> int:
-        """Record the tokens drawn for table rows [B', G'] (−1: none). Returns the number of steps that drew any tokens.
+        """Record the tokens drawn for table rows [B', G'], where −1 marks an empty position.
 
-        Requests answers to turns that have just ended, and ends completions that have no space for more tokens.
+        Requests answers to turns that have just ended, and ends completions that have no space for more tokens. Returns
+        the number of steps that drew any tokens.
         """
         table, drawn = self.table, fetch(drawn)
         mask = drawn[2]
         ended = table.record(rows, drawn, self.job.settings)
-        lengths, drew = table.lengths[rows], (rows >= 0) & mask.any(axis=-1)  # row −1 would select the last row
-        ended |= drew & (lengths - self.turn_starts[rows] == self.max_turn_length) & (lengths < table.length)
+        lengths, has_drawn = table.lengths[rows], (rows >= 0) & mask.any(axis=-1)  # row −1 would select the last row
+        ended |= has_drawn & (lengths - self.turn_starts[rows] == self.max_turn_length) & (lengths < table.length)
         for row in map(int, rows[ended]):
             length = int(table.lengths[row])
             turn = table.tokens[row, self.turn_starts[row] : length]
             self.waiting[row] = self.answer_turn(row, turn, table.length - length - 1)
-        finished = drew & ~ended & (lengths == table.length)
+        finished = has_drawn & ~ended & (lengths == table.length)
         self.rows = np.where(finished, -1, self.rows)
         return int(mask.sum(axis=-1).max())
 
@@ -187,8 +181,9 @@ class _MultiTurnDecoder:
         if not observed:
             return
         job, table = self.job, self.table
-        last = {row: int(table.tokens[row, table.lengths[row] - 1]) for row in observed}
-        new_tokens = {row: [last[row], *tokens] for row, tokens in observed.items()}
+        new_tokens = {
+            row: [int(table.tokens[row, table.lengths[row] - 1]), *tokens] for row, tokens in observed.items()
+        }
         longest = max(map(len, new_tokens.values()))
         size = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
         width = -(-longest // size) * size
@@ -196,26 +191,24 @@ class _MultiTurnDecoder:
         counts[list(new_tokens)] = [len(ids) for ids in new_tokens.values()]
         needed = int(max(table.lengths[row] + counts[row] for row in new_tokens)) + BURST
         min_slots = max(width, min(needed, table.length))
-        first = self._aligned_slot(counts[self.rows], width, min_slots)
-        if first is None:
-            self._align(counts[self.rows], min_slots=min_slots)
-            first = self.slots - width
+        self._align(counts[self.rows], min_slots=min_slots)
         for row, tokens in observed.items():
             table.append_observation(row, tokens)
             self.turn_starts[row] = table.lengths[row]
         padded = np.zeros((*self.rows.shape, width), np.int32)
         valid = np.arange(width) >= width - counts[self.rows][..., None]
         answered = np.isin(self.rows, list(new_tokens))
-        for at in map(tuple, np.argwhere(answered)):
-            ids = new_tokens[int(self.rows[at])]
-            padded[at][width - len(ids) :] = ids
+        for i, j in np.argwhere(answered):
+            ids = new_tokens[int(self.rows[i, j])]
+            padded[i, j, width - len(ids) :] = ids
         for start in range(0, width, size):
             ids, present = split((padded[..., start : start + size], valid[..., start : start + size]), job.mesh)
+            slot = self.slots - width + start
             self.device_state, token, log_prob = prefill_chunk(
-                job.model, job.decode_variables, self.device_state, first + start, ids, present, settings=job.settings
+                job.model, job.decode_variables, self.device_state, slot, ids, present, settings=job.settings
             )
-        self.slot, old = first + width, self.device_state.token
-        self.device_state = self.device_state.replace(token=jnp.where(split(answered, job.mesh), token, old))
+        next_token = jnp.where(split(answered, job.mesh), token, self.device_state.token)
+        self.device_state = self.device_state.replace(token=next_token)
         drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))
         self._record(np.where(answered, self.rows, -1), drawn)
 
@@ -224,41 +217,23 @@ class _MultiTurnDecoder:
         sizes = (*self.layouts.slots[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= min_slots), min_slots) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
-    def _aligned_slot(self, counts: np.ndarray, width: int, min_slots: int) -> int | None:
-        """Return the first slot for a prefill of `width` tokens, or None if completions must be aligned first.
-
-        The last `counts` [B', G'] tokens are not padding. Completions are already aligned if all end in the same slot
-        and have equally many new tokens, as in games with turns of equal length, and the ring has enough slots.
-        `_align` copies all keys and values, which takes longer than prefilling a few tokens.
-        """
-        alive = self.rows >= 0
-        end, new = (self.start_slots + self.table.lengths[self.rows] - 1)[alive], counts[alive]
-        if (end != end[0]).any() or (new != new[0]).any() or min_slots > self.slots or self._choose() is not None:
-            return None
-        first = int(end[0] + new[0]) - width
-        return first if first >= 0 and first % self.slots + width <= self.slots else None
-
-    def _choose(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Select completions for the next layout. Returns None if there is no smaller layout or they do not fit."""
-        last = self.layout + 1 == len(self.layouts.shapes)
-        return None if last else self.layouts.select(self.layout + 1, self.rows >= 0)
-
     def _align(self, counts: np.ndarray, *, min_slots: int) -> None:
         """Rotate completions so that they end `counts` [B', G'] slots before the end of a ring of ≥ `min_slots` slots.
 
-        Also moves the completions to the next smaller layout if they fit.
+        The completions also move to the next smaller layout if they fit.
         """
-        chosen, shape = self._choose(), self.rows.shape
-        unchanged = np.arange(shape[0]), np.broadcast_to(np.arange(shape[1]), shape)
-        groups, order = unchanged if chosen is None else chosen
-        self.layout, self.slots = self.layout + (chosen is not None), max(self.slots, self._ring_size(min_slots))
+        groups, order = np.arange(len(self.rows)), np.broadcast_to(np.arange(self.rows.shape[1]), self.rows.shape)
+        if self.layout + 1 < len(self.layouts.shapes):
+            selection = self.layouts.select(self.layout + 1, self.rows >= 0)
+            if selection is not None:
+                self.layout, (groups, order) = self.layout + 1, selection
+        self.slots = max(self.slots, self._ring_size(min_slots))
         self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
         filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)
-        self.start_slots, self.slot = self.slots - counts - filled, self.slots
-        mesh = self.job.mesh
-        kept = None if mesh is not None else groups.astype(np.int32)  # on a mesh, groups stay on their devices
-        order, starts = order.astype(np.int32), self.start_slots.astype(np.int32)
-        (self.device_state,) = rearrange((self.device_state,), kept, order, starts, slots=self.slots, mesh=mesh)
+        self.slot, mesh = self.slots, self.job.mesh
+        kept = groups if mesh is None else None  # on a mesh, groups stay on their devices
+        start = self.slots - counts - filled
+        (self.device_state,) = rearrange((self.device_state,), kept, order, start, slots=self.slots, mesh=mesh)
 
 
 def wait_for(future: Future[Result], interrupt: Callable[[], None]) -> Result:
@@ -271,27 +246,14 @@ def wait_for(future: Future[Result], interrupt: Callable[[], None]) -> Result:
 def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
     """Sample multi-turn completions and return NumPy arrays. At most `at_once` groups are decoded together."""
     b, g = job.keys.shape
-    failed = threading.Event()
-
-    def interrupted() -> None:
-        job.interrupt()
-        if failed.is_set():
-            raise _OtherThreadFailed
-
     # With several processes, all must exchange observations in the same order, so they use one thread.
     one_thread = job.mesh is not None or jax.process_count() > 1
     threads = 1 if one_thread else decode_threads(job.params, at_once, g, per_core=2)
-    size, interruptible = at_once // threads, dataclasses.replace(job, interrupt=interrupted)
+    size = at_once // threads
 
     def sample_groups(thread: int) -> None:
-        try:
-            for first in range(thread * size, b, at_once):
-                _MultiTurnDecoder(interruptible, answer_turn, np.arange(first, first + size), max_turn_length).run()
-        except _OtherThreadFailed:
-            return  # the failed thread raises its error
-        except BaseException:
-            failed.set()
-            raise
+        for first in range(thread * size, b, at_once):
+            _MultiTurnDecoder(job, answer_turn, np.arange(first, first + size), max_turn_length).run()
 
     run_in_threads(sample_groups, range(threads))
     return job.table.to_completions(b, multi_turn=True)
