@@ -10,7 +10,6 @@ import math
 import os
 import re
 import ssl
-import sys
 import time
 import urllib.parse
 import warnings
@@ -20,9 +19,6 @@ from typing import TypeVar
 from grpo_jax.messages import show
 from grpo_jax.types import Json
 
-if sys.platform != "win32":
-    import resource
-
 Result = TypeVar("Result")
 
 RETRYABLE = (408, 425, 429, 500, 502, 503, 504)
@@ -31,8 +27,8 @@ CONNECT_TIMEOUT = 10.0
 """Time limit for a connection in seconds."""
 CONTENT_LENGTH = re.compile(rb"(?i)(?:[^\r\n]+\r\n)+?content-length: *(\d+)\r\n(?:[^\r\n]+\r\n)*\r\n")
 """Headers of a response that state the length of its body."""
-MAX_REQUESTS = 1024
-"""Maximum number of concurrent requests."""
+MAX_REQUESTS = 512
+"""Maximum number of concurrent requests. A process can often open only 1024 files and sockets."""
 MAX_RECOVERIES = 3
 """Maximum number of recoveries from lost connections per batch."""
 NOT_TRAINED = "This batch was not used for training; restart the run to resume from its last checkpoint."
@@ -174,14 +170,6 @@ class _ResponseBytes:
         return io.BytesIO(self._received)
 
 
-def max_connections() -> int:
-    """Return half of the files and sockets that this process may open, which is often limited to 1024."""
-    if sys.platform == "win32":
-        return MAX_REQUESTS
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_REQUESTS if limit == resource.RLIM_INFINITY else max(1, limit // 2)
-
-
 class Requests:
     """Requests for one batch. If the connection is lost, `restore` is called and the requests are repeated."""
 
@@ -192,7 +180,7 @@ class Requests:
 
     async def run(self, tasks: Sequence[Callable[[], Awaitable[Result]]], limit: int = MAX_REQUESTS) -> list[Result]:
         """Run tasks that call `send`, at most `limit` at once, and return their results. An exception cancels all."""
-        slots = asyncio.Semaphore(min(limit, max_connections()))
+        slots = asyncio.Semaphore(limit)
 
         async def limited(task: Callable[[], Awaitable[Result]]) -> Result:
             async with slots:

@@ -167,24 +167,18 @@ class VLLM:
 
         The list has one dict per position, which maps token ids to log-probs.
         """
-        body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
-        try:
-            choice = await self._complete(body)
-        except StatusError as error:
-            if "max allowed" not in str(error):
-                raise
-            raise EngineError(f"{error}. Start it with --max-logprobs {k}, or reduce distillation_topk") from error
+        choice = await self._complete({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k})
         with self._reading("/v1/completions"):
             entries = [entry or {} for entry in choice["prompt_logprobs"]]
             positions = [{int(i): read_log_prob(one["logprob"]) for i, one in entry.items()} for entry in entries[1:]]
-        if len(entries) != len(ids):
-            raise EngineError(f"{self.url} must return prompt_logprobs for {len(ids)} tokens; got {len(entries)}")
-        for token, position in zip(ids[1:], positions, strict=True):
-            if len(position) < k:
-                got = f"got {len(position)} at token id {token}"
-                raise EngineError(f"{self.url} must return at least {k} log-probs per position; {got}")
-            if token not in position:
-                raise EngineError(f"{self.url} returned no log-prob for the prompt token {token} itself")
+        is_complete = len(entries) == len(ids) and all(
+            token in position and len(position) >= k for token, position in zip(ids[1:], positions, strict=True)
+        )
+        if not is_complete:
+            raise EngineError(
+                f"{self.url} must return prompt_logprobs for all {len(ids)} tokens and for the {k} most probable tokens"
+                " at each position; use vLLM 0.10 or newer"
+            )
         return positions
 
     async def _complete(self, body: Json) -> Json:

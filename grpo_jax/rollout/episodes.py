@@ -40,9 +40,6 @@ from grpo_jax.types import Messages, Prompts, Row
 MAX_WORKERS = 64
 """Maximum number of concurrent calls to environments and tools."""
 
-MAX_CHARACTERS_PER_TOKEN = 16
-"""Number of characters per token above which an observation is assumed to be too long and is not encoded."""
-
 
 class EnvironmentFailure(RuntimeError):
     """Raised if an environment fails and `on_environment_error` is "raise"."""
@@ -92,7 +89,7 @@ class Episode:
         if observation is None:
             unanswered = cut and not self.record.clipped and not hasattr(self.environment, "respond")
             return TRUNCATED if unanswered else None
-        tokens = self._encode(observation, limit, int(ids[-1]))
+        tokens = self._encode(observation, int(ids[-1]))
         if len(tokens) <= limit:  # longer observations are not shown to the policy
             self._extend_context(tokens)
             self.record.turns += [(False, text) for text in _texts(observation)]
@@ -136,9 +133,11 @@ class Episode:
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """Decode a turn as the continuation of the preceding text."""
-        before, decode = tuple(self.preceding.tokens), self._interaction.decode
-        both = decode((*before, *map(int, ids)), skip_special_tokens)
-        return self.preceding.prefill + continuation(decode(before, skip_special_tokens), both)
+        before, decode = self.preceding.tokens, self._interaction.tokenizer.decode
+        text_before, text = (
+            decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in (before, [*before, *map(int, ids)])
+        )
+        return self.preceding.prefill + continuation(text_before, text)
 
     def _observation(self, parsed: Parsed) -> str | Messages | None:
         """Return the results of a turn's tool calls or the environment's response; None ends the completion."""
@@ -197,16 +196,11 @@ class Episode:
         answer = as_text(answer, limit=len(answer))  # tokenizers reject unpaired surrogates
         return [{"role": "user", "content": answer}] if self._is_chat else answer
 
-    def _encode(self, observation: str | Messages, limit: int, drawn: int) -> Sequence[int]:
-        """Return the token ids of an observation that follows `drawn`, the last token of a turn.
-
-        An observation that is certainly too long is not encoded; `TRUNCATED` is returned instead.
-        """
-        if sum(map(len, _texts(observation))) > 1000 + MAX_CHARACTERS_PER_TOKEN * limit:
-            return TRUNCATED
-        if isinstance(observation, str):
-            return self._interaction.encode(observation)
+    def _encode(self, observation: str | Messages, drawn: int) -> Sequence[int]:
+        """Return the token ids of an observation that follows `drawn`, the last token of a turn."""
         tokenizer, eos = self._interaction.tokenizer, self._interaction.eos_token_ids
+        if isinstance(observation, str):
+            return tokenizer(observation, add_special_tokens=False)["input_ids"]
         kwargs = self._interaction.config.chat_template_kwargs
         return ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), eos).observation_ids(observation, drawn=drawn)
 

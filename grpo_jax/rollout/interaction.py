@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
@@ -42,17 +41,6 @@ class Interaction:
     format: Format | None  # the chat template's format for tool calls
     thinking: bool  # whether the generation prompt opens a thinking block, so that turns start inside it
     hidden: tuple[int, ...] = ()  # special tokens to remove from the text before parsing
-
-    # Cached, because environments repeat the same strings in thousands of turns.
-    @functools.cached_property
-    def decode(self) -> Callable[[tuple[int, ...], bool], str]:
-        """Function (token ids, skip special tokens) → text."""
-        return functools.lru_cache(1024)(lambda ids, skip: self.tokenizer.decode(ids, skip_special_tokens=skip))
-
-    @functools.cached_property
-    def encode(self) -> Callable[[str], Sequence[int]]:
-        """Function that maps a text to its token ids, without adding special tokens."""
-        return functools.lru_cache(1024)(lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def factory_key(self, row: Row) -> Hashable:
         """Return the key that selects a row's environment factory."""

@@ -205,25 +205,21 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
 
 
 def as_text(value: object, *, limit: int = 20_000) -> str:
-    """Convert the result from a tool or an environment to text for the policy. This function does not raise.
+    """Convert the result from a tool or an environment to text for the policy.
 
     Bytes are decoded, None becomes "", JSON values are converted to JSON, and other objects with `str`. Invalid Unicode
     is replaced. Text beyond `limit` characters is replaced with a note that states how many were omitted.
     """
-    try:
-        text = str.encode(_text(value), "utf-8", "replace").decode("utf-8")
-    except (Exception, SystemExit) as error:  # custom `__str__` methods may raise any exception
-        return f"[{type(value).__name__} could not be converted to text: {type(error).__name__}]"
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        text = bytes(value).decode("utf-8", "replace")
+    elif isinstance(value, (dict, list, tuple, bool, int, float)):
+        try:
+            text = json.dumps(value, ensure_ascii=False, default=str)
+        except (TypeError, ValueError):  # keys that JSON does not support, or a cycle
+            text = str(value)
+    else:
+        text = "" if value is None else str(value)
+    text = text.encode("utf-8", "replace").decode("utf-8")
     if len(text) <= limit:
         return text
     return f"{text[:limit]}\n[{len(text) - limit} more characters were omitted]"
-
-
-def _text(value: object) -> str:
-    """Convert a value to text. Unlike `as_text`, this function may raise."""
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return bytes(value).decode("utf-8", "replace")
-    if isinstance(value, (dict, list, tuple, bool, int, float)):
-        with contextlib.suppress(TypeError, ValueError):  # keys that JSON does not support, or a cycle
-            return json.dumps(value, ensure_ascii=False, default=str)
-    return "" if value is None else str(value)

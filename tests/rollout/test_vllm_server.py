@@ -134,7 +134,7 @@ def test_a_teacher_scores_completions(server):
     np.testing.assert_allclose(told.log_probs[mask], ours[mask], atol=1e-4)
     np.testing.assert_array_equal(told.top_ids[mask], np.argsort(-l, -1)[mask][:, :5])
     np.testing.assert_allclose(told.top_log_probs[mask], -np.sort(-l, -1)[mask][:, :5], atol=1e-4)
-    with pytest.raises(EngineError, match=r"max allowed: 20.*--max-logprobs 21"):
+    with pytest.raises(EngineError, match="max allowed: 20"):
         vllm_scorer(server.url, top_k=21, at_once=1).score(prompts, completions)
 
 
