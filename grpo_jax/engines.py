@@ -42,8 +42,8 @@ def vllm(
     Args:
       base_url: URL of the server, such as "http://host:port".
       model: name of the base model on the server. If "", its only model is used.
-      directory: directory for the weights, which the server must be able to read under the same path. If None, /dev/shm
-        is used if it exists, and otherwise the system's temporary directory.
+      directory: directory for the weights, which the server must be able to read under the same path. If None, the
+        system's temporary directory is used. Pass "/dev/shm" to keep the weights in memory.
       tolerance: maximum mean absolute difference of the probe's log-probs, in nats per token. If None, it is 1e-4 for
         float32 models and 0.05 for others. A server with `--dtype bfloat16` differs by about 0.01.
       timeout: timeout in seconds for one complete response, such as a completion.

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +49,9 @@ class Stops:
 
     def after(self, state: Array, tokens: Array) -> Array:
         """Advance states [...] int32 by tokens [...]. Each turn starts in state 0."""
-        if isinstance(state, np.ndarray) and isinstance(tokens, np.ndarray):
-            next_state: np.ndarray = self.table[self.kinds[np.minimum(tokens, len(self.kinds) - 1)], state]
-            return next_state
-        kinds = jnp.asarray(self.kinds)[jnp.minimum(tokens, len(self.kinds) - 1)].astype(jnp.int32)
-        return jnp.asarray(self.table)[kinds, state]
+        xp: Any = np if isinstance(state, np.ndarray) and isinstance(tokens, np.ndarray) else jnp
+        kinds = xp.asarray(self.kinds)[xp.minimum(tokens, len(self.kinds) - 1)].astype(np.int32)
+        return xp.asarray(self.table)[kinds, state]  # type: ignore[no-any-return]
 
     def end_of(self, tokens: np.ndarray) -> int | None:
         """Return the number of tokens through the end of the first stop string, or None if no stop string occurs."""

@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import itertools
 import shutil
-import sys
 import tempfile
 import time
 import uuid
@@ -49,11 +48,6 @@ from grpo_jax.rollout.table import Table
 from grpo_jax.rollout.turns import AnswerTurn, wait_for
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_builtin
 
-if sys.platform != "win32":
-    import fcntl
-
-SHARED, LOCK = Path("/dev/shm"), ".weights.lock"
-"""Default parent of the directories for weights, if it exists, and the name of the lock file in each of them."""
 PROBE = 65
 """Number of tokens in the probe. The first token has no log-prob."""
 PROBE_TEXT = "Once upon a time there was a town by the sea, where 12 boats left every morning and 7 came back at noon."
@@ -281,26 +275,12 @@ class Engine:
     @functools.cached_property
     def _directory(self) -> Path:
         """Temporary directory for this process's weights. It is deleted together with the engine."""
-        parent = Path(self._parent or (SHARED if SHARED.is_dir() else tempfile.gettempdir()))
+        parent = Path(self._parent or tempfile.gettempdir())
         parent.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix="grpo_jax-", dir=parent))
         directory.chmod(0o755)  # the server may run as another user
-        if parent == SHARED:
-            _remove_abandoned()
-            lock = open(directory / LOCK, "w")  # noqa: SIM115 (open while the lock is held)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            weakref.finalize(self, lock.close)
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
         return directory
-
-
-def _remove_abandoned() -> None:
-    """Delete the weights in memory of killed processes. The lock of a new directory may not be held yet."""
-    for path in SHARED.glob(f"grpo_jax-*/{LOCK}"):
-        with contextlib.suppress(OSError), open(path, "r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process is running
-            if time.time() - path.stat().st_mtime > 60:
-                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
@@ -315,7 +295,7 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     written = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server has a tokenizer
     try:
         write_policy(directory, written.replace(files={}) if adapters else _with_head(written))
-    except Exception as error:  # such as a full /dev/shm, which has 64 MB in a Docker container by default
+    except Exception as error:  # such as a full disk
         problem = f"the weights for the server could not be written to {directory}: {one_line(error)}"
         raise EngineError(f"{problem}. Free space there, or pass another directory to engines.vllm") from error
     return adapters

@@ -56,11 +56,9 @@ class Client:
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
         url = urllib.parse.urlsplit(base_url := str(base_url))  # a RUN.yaml may contain a number or null
         if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or url.query:
-            secret = "@" in base_url or url.query
-            shown = "a URL with credentials or a query" if secret else show(base_url)
             raise ValueError(
-                f"base_url must have the form http://host:port, as printed by the server at startup; got {shown}. Set"
-                " the server's key in an environment variable (api_key_env)."
+                f"base_url must have the form http://host:port, without credentials or a query; got {show(base_url)}."
+                " Set the server's key in an environment variable (api_key_env)."
             )
         for name, seconds, least in (("timeout", timeout, 1e-3), ("patience", patience, 0.0)):
             if not isinstance(seconds, int | float) or not least <= seconds < math.inf:
@@ -107,10 +105,7 @@ class Client:
 
     def _key(self) -> str:
         """Return the server's API key, or "" if it is not set."""
-        key = os.environ.get(self._env, "").strip() if self._env else ""
-        if not (key.isascii() and key.isprintable()):  # http.client would include it in its error message
-            raise EngineError(f"{self.base_url}: the environment variable {self._env} must be printable ASCII")
-        return key
+        return os.environ.get(self._env, "").strip() if self._env else ""
 
     def _without_key(self, text: str) -> str:
         """Mask the API key in a server's response, which may quote the request headers."""

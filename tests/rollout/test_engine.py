@@ -1,8 +1,6 @@
 """A vLLM server as the sampler: weights are synchronized, log-probs agree, and faulty responses are not trained on."""
 
-import fcntl
 import gc
-import os
 import threading
 import time
 
@@ -16,7 +14,6 @@ from tiny import scored, tiny_policy
 
 from grpo_jax import add_lora, evaluate
 from grpo_jax.engines import EngineError, vllm
-from grpo_jax.rollout import engine as engine_module
 from grpo_jax.text.prompts import make_prompts
 
 server = serving(POLICY)
@@ -56,26 +53,6 @@ def test_server_samples_from_the_latest_weights(server, policy, tmp_path):
     del engine
     gc.collect()
     assert not kept.exists()
-
-
-@pytest.mark.quick
-def test_weights_of_killed_processes_are_deleted_from_shared_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "SHARED", tmp_path)
-    others = {name: tmp_path / f"grpo_jax-{name}" / engine_module.LOCK for name in ("killed", "alive", "new")}
-    others["a run"] = tmp_path / "grpo_jax-a run" / ".lock"
-    for name, file in others.items():
-        file.parent.mkdir()
-        file.touch()
-        os.utime(file, (0, 0)) if name != "new" else None
-    with open(others["alive"]) as alive:
-        fcntl.flock(alive, fcntl.LOCK_EX)
-        engines = [vllm("http://127.0.0.1:1") for _ in range(2)]
-        own = {engine._directory.name for engine in engines}
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == own | {f"grpo_jax-{name}" for name in ("alive", "new", "a run")}
-    del engines
-    gc.collect()
-    assert not own & {path.name for path in tmp_path.iterdir()}
 
 
 def test_weights_that_cannot_be_written_name_their_directory(server, tmp_path, monkeypatch):
