@@ -23,8 +23,6 @@ Result = TypeVar("Result")
 
 RETRYABLE = (408, 425, 429, 500, 502, 503, 504)
 """HTTP status codes after which a request is retried."""
-CONNECT_TIMEOUT = 10.0
-"""Time limit for a connection in seconds."""
 CONTENT_LENGTH = re.compile(rb"(?i)(?:[^\r\n]+\r\n)+?content-length: *(\d+)\r\n(?:[^\r\n]+\r\n)*\r\n")
 """Headers of a response that state the length of its body."""
 MAX_REQUESTS = 512
@@ -137,12 +135,7 @@ class Client:
 
     async def _exchange(self, request: bytes) -> bytes:
         """Send bytes over a new connection, and return what the server sends."""
-        limit = min(self._timeout, CONNECT_TIMEOUT)
-        try:
-            connecting = asyncio.open_connection(self._host, self._port, ssl=self._ssl)
-            reader, writer = await asyncio.wait_for(connecting, limit)
-        except TimeoutError as error:
-            raise ConnectionError(f"no connection within {limit:g} s") from error
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
         try:
             writer.write(request)
             received, end = bytearray(), math.inf

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.layers import Quantized
-from grpo_jax.models.sharding import abstract, abstract_from, constrained_sharding, mesh_of, shard_count, split_sharding
+from grpo_jax.models.sharding import abstract, abstract_from, constrained_sharding, mesh_of, shard_count
 from grpo_jax.models.threads import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
 from grpo_jax.rollout.decode import DecodeState, decode, place_state, prefill
@@ -31,7 +31,7 @@ MATRICES = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")
 """Names of the weights that a decoder casts to its dtype. The last three are expert weights."""
 
 _jit_kernels_by_columns = jax.jit(kernels_by_columns, static_argnums=1)
-_jit_rounded = jax.jit(lambda arrays, dtype: {at: x.astype(dtype) for at, x in arrays.items()}, static_argnums=1)
+_jit_cast = jax.jit(lambda arrays, dtype: {path: x.astype(dtype) for path, x in arrays.items()}, static_argnums=1)
 
 
 def decode_variables(model: BuiltinModel, params: Params) -> Variables:
@@ -40,7 +40,7 @@ def decode_variables(model: BuiltinModel, params: Params) -> Variables:
     if _by_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params), _dtype(model))}
     wide = _wide_kernels(model, params)
-    return {"params": _with(params, _jit_rounded(wide, _dtype(model))) if wide else params}
+    return {"params": _with(params, _jit_cast(wide, _dtype(model))) if wide else params}
 
 
 def variables_shape(model: BuiltinModel, params: Params) -> Variables:
@@ -51,8 +51,8 @@ def variables_shape(model: BuiltinModel, params: Params) -> Variables:
         return {"params": jax.eval_shape(lambda x: x, params), "columns": jax.eval_shape(columns, base)}
     shapes = abstract(params)
     wide = _wide_kernels(model, shapes)
-    rounded = {at: jax.ShapeDtypeStruct(x.shape, _dtype(model), sharding=x.sharding) for at, x in wide.items()}
-    return {"params": _with(shapes, rounded) if rounded else shapes}
+    cast = {path: jax.ShapeDtypeStruct(x.shape, _dtype(model), sharding=x.sharding) for path, x in wide.items()}
+    return {"params": _with(shapes, cast) if cast else shapes}
 
 
 def copies(model: BuiltinModel, params: Params) -> tuple[Params, Params]:
@@ -60,9 +60,9 @@ def copies(model: BuiltinModel, params: Params) -> tuple[Params, Params]:
     variables = variables_shape(model, params)
     if "columns" in variables:
         base = abstract(getattr(model, "base", params))
-        return {at: x for at, x in projections(base) if not isinstance(x, Quantized)}, variables["columns"]
-    wide, rounded = _wide_kernels(model, abstract(_without_tower(params))), flatten_dict(variables["params"])
-    return wide, {at: rounded[at] for at in wide}
+        return {path: x for path, x in projections(base) if not isinstance(x, Quantized)}, variables["columns"]
+    wide, cast = _wide_kernels(model, abstract(_without_tower(params))), flatten_dict(variables["params"])
+    return wide, {path: cast[path] for path in wide}
 
 
 def _without_tower(params: Params) -> Params:
@@ -86,9 +86,9 @@ def _wide_kernels(model: BuiltinModel, params: Params) -> dict[tuple[str, ...], 
     if not isinstance(getattr(model, "model", model), Transformer) or not isinstance(params, dict):
         return {}  # custom models may need float32, and adapters are small
     return {
-        at: x
-        for at, x in flatten_dict(params).items()
-        if at[-1] in MATRICES and getattr(x, "dtype", None) == jnp.float32 and _dtype(model) != x.dtype
+        path: x
+        for path, x in flatten_dict(params).items()
+        if path[-1] in MATRICES and getattr(x, "dtype", None) == jnp.float32 and _dtype(model) != x.dtype
     }
 
 
@@ -122,33 +122,22 @@ def decode_call(
         argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh
     )
     settings = settings._replace(mesh=mesh)
-    prefill_fn = functools.partial(prefill, settings=settings, slots=layouts.slots[-1])
-    prompts, keys = _inputs(at_once, num_generations, prompt_length, mesh)
-    state: DecodeState = jax.eval_shape(prefill_fn, argument, shapes, prompts, keys)[0]
-    state = abstract_from(state, (shapes, argument)) if mesh is None else place_state(state, mesh, _at)
+
+    def prefilled(model: BuiltinModel, params: Params) -> DecodeState:
+        indices, tokens = jnp.arange(at_once), jnp.zeros((at_once, prompt_length), jnp.int32)
+        prompts, keys = Prompts(tokens, indices), completion_keys(jax.random.key(0), indices, num_generations)
+        return prefill(model, params, prompts, keys, settings=settings, slots=layouts.slots[-1])[0]
+
+    state: DecodeState = jax.eval_shape(prefilled, argument, shapes)
+    state = abstract_from(state, (shapes, argument)) if mesh is None else place_state(state, mesh, _constrained_shape)
     burst = functools.partial(decode, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
     return functools.partial(burst, argument, variables, state, 0, 0)
 
 
-def _inputs(groups: int, width: int, prompt_length: int, mesh: Mesh | None) -> tuple[Prompts, jax.Array]:
-    """Return abstract prompts and keys for [groups, width] completions."""
-
-    def make() -> tuple[Prompts, jax.Array]:
-        indices, tokens = jnp.arange(groups), jnp.zeros((groups, prompt_length), jnp.int32)
-        return Prompts(tokens, indices), completion_keys(jax.random.key(0), indices, width)
-
-    made = jax.eval_shape(make)
-    if mesh is None:
-        return made
-    return jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), made, split_sharding(made, mesh)
-    )
-
-
-def _at(x: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:
+def _constrained_shape(x: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:
     """Return a `ShapeDtypeStruct` with the sharding that `constrain` would apply."""
-    at = constrained_sharding(x.shape, mesh, *axes)
+    sharding = constrained_sharding(x.shape, mesh, *axes)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # the spec of typed keys must list all dimensions
-        spec = [*at.spec, *[None] * (len(x.shape) - len(at.spec))]
-        at = NamedSharding(mesh, PartitionSpec(*spec))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+        spec = [*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec))]
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -1,14 +1,10 @@
 """Compiled decode programs: memory, copies, collectives and synchronization with the host."""
 
-import functools
 import re
 
-import jax
-import numpy as np
 import pytest
 from tiny import random_params
 
-from grpo_jax.maths.sampling import draw_tokens
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.sharding import lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer
@@ -44,16 +40,3 @@ def test_devices_exchange_neither_logits_nor_predicates(axes, tied):
         large = max(dims, default=0) >= V // 8
         assert not large or of_the_head & set(dims), f"{dims}: only the head's weights may be moved, once per burst"
     assert f'"known_trip_count":{{"n":"{BURST}"}}' in text, "the number of steps must be static"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("vocab", "axis"), [(258, -1), (4096, 0)])
-def test_block_found_by_sum_equals_block_found_by_index(vocab, axis):
-    rng = np.random.default_rng(0)
-    logits = np.where(rng.random((50, vocab)) < 0.3, -np.inf, rng.normal(0, 3, (50, vocab))).astype(np.float32)
-    u = rng.random((50, 2), np.float32)
-    given = logits if axis == -1 else logits.T
-    draw = functools.partial(draw_tokens, axis=axis)
-    plain, summed = (jax.jit(one)(u, given) for one in (draw, functools.partial(draw, all_gather=lambda x: x)))
-    np.testing.assert_array_equal(plain[0], summed[0])
-    np.testing.assert_allclose(plain[1], summed[1], atol=1e-6)

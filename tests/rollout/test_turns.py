@@ -169,19 +169,6 @@ def test_failed_answer_or_interrupt_ends_the_rollout():
         play(lambda *_: Future(), model=SMALL, params=SMALL_PARAMS, interrupt=interrupt)
 
 
-@pytest.mark.quick
-def test_answer_that_arrives_right_after_a_wait_is_not_a_timeout():
-    class Late(Future):
-        def result(self, timeout=None):
-            if not self.done():  # the answer arrives between the end of this wait and the caller's next step
-                self.set_result([5])
-                raise TimeoutError
-            return super().result()
-
-    late = Late()
-    assert turns.wait_for(late, lambda: late.set_result([5])) == [5]
-
-
 def test_observation_of_maximum_length_leaves_room_for_a_token():
     completions, _ = play(lambda i, turn, room: answer([9] * min(11, room)), model=SMALL, params=SMALL_PARAMS)
     assert not np.asarray(completions.ended).any()
