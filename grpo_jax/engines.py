@@ -136,10 +136,10 @@ class EngineScorer:
         log_probs, top = np.zeros((b * g, t), np.float32), np.zeros((b * g, t, k), np.float32)
         ids = np.zeros((b * g, t, k), np.int32)
         for i, positions in enumerate(self._score_all(sequences)):
-            for at, position in enumerate(positions[begins[i] - 1 :]):
-                log_probs[i, at] = position[sequences[i][begins[i] + at]]
-                ids[i, at] = sorted(position, key=position.__getitem__, reverse=True)[:k]
-                top[i, at] = [position[token] for token in ids[i, at].tolist()]
+            for j, position in enumerate(positions[begins[i] - 1 :]):
+                log_probs[i, j] = position[sequences[i][begins[i] + j]]
+                ids[i, j] = sorted(position, key=position.__getitem__, reverse=True)[:k]
+                top[i, j] = [position[token] for token in ids[i, j].tolist()]
         if not k:
             return TeacherLogProbs(log_probs.reshape(b, g, t))
         return TeacherLogProbs(log_probs.reshape(b, g, t), ids.reshape(b, g, t, k), top.reshape(b, g, t, k))

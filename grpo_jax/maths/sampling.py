@@ -118,11 +118,11 @@ def draw_tokens(
     sum, since indexing would gather the logits.
     """
     axis %= logits.ndim
-    before, vocab, after = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]
-    chex.assert_shape(u, (*before, *after, 2))
+    leading, vocab, trailing = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]
+    chex.assert_shape(u, (*leading, *trailing, 2))
     blocks, width = vocabulary_blocks(vocab)
     padding = [(0, blocks * width - vocab if i == axis else 0) for i in range(logits.ndim)]
-    parts = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*before, blocks, width, *after)
+    parts = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(*leading, blocks, width, *trailing)
     in_passes, in_one_pass = (functools.partial(x, axis=axis + 1) for x in (_masses_in_passes, _masses_in_one_pass))
     top, masses = jax.lax.platform_dependent(parts, cpu=in_passes, default=in_one_pass)
     masses = masses if all_gather is None else all_gather(masses)
@@ -152,8 +152,8 @@ def _masses_in_one_pass(parts: jax.Array, axis: int) -> tuple[jax.Array, jax.Arr
 
     def merge(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         largest = jnp.maximum(x[0], y[0])
-        own, other = (s * jnp.exp(jnp.where(m == -jnp.inf, 0.0, m - largest)) for m, s in (x, y))
-        return largest, own + other
+        x_sum, y_sum = (s * jnp.exp(jnp.where(m == -jnp.inf, 0.0, m - largest)) for m, s in (x, y))
+        return largest, x_sum + y_sum
 
     values = parts, (parts != -jnp.inf).astype(parts.dtype)
     initial = jnp.array(-jnp.inf, parts.dtype), jnp.array(0, parts.dtype)

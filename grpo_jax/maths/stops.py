@@ -43,11 +43,11 @@ class Stops:
     table: np.ndarray = dataclasses.field(compare=False, repr=False)
 
     @property
-    def found(self) -> int:
+    def final_state(self) -> int:
         """The final state, in which a stop string has been found."""
         return int(self.table.shape[1] - 1)
 
-    def after(self, state: Array, tokens: Array) -> Array:
+    def advance(self, state: Array, tokens: Array) -> Array:
         """Advance states [...] int32 by tokens [...]. Each turn starts in state 0."""
         xp: Any = np if isinstance(state, np.ndarray) and isinstance(tokens, np.ndarray) else jnp
         kinds = xp.asarray(self.kinds)[xp.minimum(tokens, len(self.kinds) - 1)].astype(np.int32)
@@ -57,8 +57,8 @@ class Stops:
         """Return the number of tokens through the end of the first stop string, or None if no stop string occurs."""
         state = np.zeros(1, np.int32)
         for i in range(len(tokens)):
-            state = self.after(state, tokens[i : i + 1])
-            if state[0] == self.found:
+            state = self.advance(state, tokens[i : i + 1])
+            if state[0] == self.final_state:
                 return i + 1
         return None
 
@@ -111,13 +111,13 @@ def _byte_transitions(strings: Sequence[bytes]) -> np.ndarray:
     """Compute the next state for each byte and state, [256, S + 1] int32. State i < S is the i-th shortest prefix."""
     prefixes = {string[:n] for string in strings for n in range(len(string))}
     ordered = sorted(prefixes, key=lambda prefix: (len(prefix), prefix))  # the same order in each process
-    state_of, found = {prefix: i for i, prefix in enumerate(ordered)}, len(prefixes)
-    next_states = np.zeros((256, found + 1), np.int32)
-    next_states[:, found] = found
+    state_of, final_state = {prefix: i for i, prefix in enumerate(ordered)}, len(prefixes)
+    next_states = np.zeros((256, final_state + 1), np.int32)
+    next_states[:, final_state] = final_state
     for prefix, state in state_of.items():
         for byte in set(b"".join(strings)):
             text = prefix + bytes([byte])
             suffixes = (text[n:] for n in range(len(text) + 1))
             longest = next(state_of[suffix] for suffix in suffixes if suffix in state_of)
-            next_states[byte, state] = found if text.endswith(tuple(strings)) else longest
+            next_states[byte, state] = final_state if text.endswith(tuple(strings)) else longest
     return next_states

@@ -96,8 +96,8 @@ def prefill(
     """
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
-    last, prefix = model.apply({"params": params}, prompts, method="prefill")
-    logits = model.apply({"params": params}, last, method="unembed")
+    last_hidden, prefix = model.apply({"params": params}, prompts, method="prefill")
+    logits = model.apply({"params": params}, last_hidden, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, settings.sampling)
     ended, stop_state = ended_by(tokens, first_state((b, g), settings), settings)
@@ -241,11 +241,11 @@ def rearrange(
         cache = rotate_ring(cache, pick(state.start) - start, slots)
     prefix = state.prefix if groups is None else jax.tree.map(lambda x: x[groups], state.prefix)
     token, ended, keys, stop_state = jax.tree.map(pick, (state.token, state.ended, state.keys, state.stop_state))
-    chosen = DecodeState(prefix, cache, token, ended, keys, start, stop_state)
+    new_state = DecodeState(prefix, cache, token, ended, keys, start, stop_state)
     if start is not None or mesh is not None:
-        return (place_state(chosen, mesh, constrain),)
+        return (place_state(new_state, mesh, constrain),)
     size = len(order) // parts
-    split_states = (jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], chosen) for i in range(parts))
+    split_states = (jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], new_state) for i in range(parts))
     return tuple(part.replace(cache=_squeeze_cache(part.cache)) for part in split_states)
 
 

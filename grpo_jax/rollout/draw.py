@@ -83,8 +83,8 @@ def draw_next(
         logits = model.apply(variables, place(hidden), method="unembed")
         by_vocabulary = NamedSharding(mesh, PartitionSpec(rows, None, axes))
         logits = jax.lax.with_sharding_constraint(logits, by_vocabulary)
-        found = draw(place(u), logits, sampling, all_gather=place)
-        return jax.tree.map(lambda x: constrain(place(x), mesh), found)
+        drawn = draw(place(u), logits, sampling, all_gather=place)
+        return jax.tree.map(lambda x: constrain(place(x), mesh), drawn)
 
     def by_columns(u: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -92,8 +92,8 @@ def draw_next(
         return jax.tree.map(lambda x: x.reshape(u.shape[:-1]), draw_tokens(u.reshape(-1, 2), logits, axis=0))
 
     # On a CPU, multiplying a large embedding table by a few columns is 25% faster than multiplying a few rows by it.
-    plain = sampling.temperature > 0 and sampling == Sampling(sampling.temperature)
-    if model.config.tie_word_embeddings and plain:
+    is_truncated = sampling != Sampling(sampling.temperature)
+    if model.config.tie_word_embeddings and sampling.temperature > 0 and not is_truncated:
         return jax.lax.platform_dependent(u, hidden, cpu=by_columns, default=by_rows)
     return by_rows(u, hidden)
 
@@ -107,8 +107,8 @@ def ended_by(
         ended |= tokens == eos
     if settings.stops is None or state is None:
         return ended, None
-    state = settings.stops.after(state, tokens)
-    return ended | (state == settings.stops.found), state
+    state = settings.stops.advance(state, tokens)
+    return ended | (state == settings.stops.final_state), state
 
 
 def first_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:

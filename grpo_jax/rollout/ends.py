@@ -17,7 +17,7 @@ from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.text.completions import special_tokens, token_bytes
 from grpo_jax.types import Tokenizer
 
-_KNOWN: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Stops]] = weakref.WeakKeyDictionary()
+_STOPS_CACHE: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Stops]] = weakref.WeakKeyDictionary()
 """Automata cached by tokenizer and stop strings. Building an automaton for a large vocabulary takes seconds."""
 
 
@@ -28,9 +28,9 @@ def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
     """
     if tokenizer is None:
         raise ValueError(f"stop={show(list(strings))} needs a tokenizer; pass tokenizer.")
-    known = _KNOWN.setdefault(tokenizer, {})
+    cache = _STOPS_CACHE.setdefault(tokenizer, {})
     key = tuple(strings)
-    if key not in known:
+    if key not in cache:
         for index, token in special_tokens(tokenizer).items():
             for string in key:
                 if token and token in string:
@@ -39,10 +39,10 @@ def stops_of(tokenizer: Tokenizer | None, strings: Sequence[str]) -> Stops:
                         f" stop_token_ids=[{index}] instead."
                     )
         try:
-            known[key] = make_stops(key, token_bytes(tokenizer))
+            cache[key] = make_stops(key, token_bytes(tokenizer))
         except ValueError as error:
             raise ValueError(f"stop={show(list(key))}: {error}. Pass token ids in stop_token_ids instead.") from error
-    return known[key]
+    return cache[key]
 
 
 class TurnEnds(NamedTuple):
@@ -59,10 +59,10 @@ class TurnEnds(NamedTuple):
         """Validate these `generate` arguments and convert them to canonical form. Raises ValueError if invalid."""
         if max_turn_length is not None and not (int(max_turn_length) == max_turn_length >= 1):
             raise ValueError(f"max_turn_length must be an integer ≥ 1; got {max_turn_length!r}.")
-        (strings, problem), (ids, ids_problem) = read_stop(stop), read_token_ids(stop_token_ids)
-        for name, value, wrong in (("stop", stop, problem), ("stop_token_ids", stop_token_ids, ids_problem)):
-            if wrong:
-                raise ValueError(f"{name} = {show(value)}: {wrong}")
+        (strings, stop_problem), (ids, ids_problem) = read_stop(stop), read_token_ids(stop_token_ids)
+        for name, value, problem in (("stop", stop, stop_problem), ("stop_token_ids", stop_token_ids, ids_problem)):
+            if problem:
+                raise ValueError(f"{name} = {show(value)}: {problem}")
         return cls(cast("tuple[str, ...]", strings or ()), cast("tuple[int, ...]", ids or ()), max_turn_length)
 
     @classmethod
@@ -84,8 +84,8 @@ class TurnEnds(NamedTuple):
         """Return whether a turn [n] was truncated at `max_turn_length`: no EOS, stop id or stop string ended it."""
         if self.max_turn_length is None or len(turn) < self.max_turn_length:
             return False
-        by_token = int(turn[-1]) in (*eos_token_ids, *self.stop_token_ids)
-        return not by_token and not (self.stop and stops_of(tokenizer, self.stop).end_of(turn))
+        ended_by_token = int(turn[-1]) in (*eos_token_ids, *self.stop_token_ids)
+        return not ended_by_token and not (self.stop and stops_of(tokenizer, self.stop).end_of(turn))
 
 
 BY_EOS = TurnEnds()

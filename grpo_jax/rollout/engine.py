@@ -206,26 +206,26 @@ class Engine:
         """Sample all turns of one completion, with the observations between them."""
         while True:
             begin = int(table.lengths[row])
-            left = batch.max_completion_length - begin
+            remaining = batch.max_completion_length - begin
             draw = functools.partial(
                 self._server.draw,
                 batch.prompts[row] + table.tokens[row, :begin].tolist(),
-                max_tokens=min(left, batch.max_turn_length),
+                max_tokens=min(remaining, batch.max_turn_length),
                 seed=(batch.seeds[row] + begin * SEED_STEP) % 2**63,
                 settings=batch.settings,
             )
             turn = await requests.send(draw)
             table.append_sampled(row, turn.tokens, turn.log_probs)
             table.ended[row] = turn.ended and batch.answer_turn is None
-            left -= len(turn.tokens)
-            if batch.answer_turn is None or (not turn.ended and left == 0):
+            remaining -= len(turn.tokens)
+            if batch.answer_turn is None or (not turn.ended and remaining == 0):
                 return
-            answer = batch.answer_turn(row, np.array(turn.tokens, np.int32), left - 1)
+            answer = batch.answer_turn(row, np.array(turn.tokens, np.int32), remaining - 1)
             assert answer is not None, "a single process must answer all completions"
             observation = await asyncio.wrap_future(answer)
             if observation is None:
                 table.ended[row] = True
-            if observation is None or len(observation) >= left:
+            if observation is None or len(observation) >= remaining:
                 return
             table.append_observation(row, observation)
 
@@ -307,8 +307,8 @@ def _with_head(policy: Policy) -> Policy:
     if not config.tie_word_embeddings:
         return policy
     tied, untied = (
-        {tensor.name for tensor in tensor_plan(policy.config, one, layout, stacked=policy.stacked_experts)}
-        for one in (config, dataclasses.replace(config, tie_word_embeddings=False))
+        {tensor.name for tensor in tensor_plan(policy.config, model_config, layout, stacked=policy.stacked_experts)}
+        for model_config in (config, dataclasses.replace(config, tie_word_embeddings=False))
     )
     (head,) = untied - tied
     return policy.replace(

@@ -70,12 +70,12 @@ class VLLM:
         """
         answer = await self.client.request("/v1/models")
         with self._reading("/v1/models"):
-            names = [str(one["id"]) for one in answer["data"]]
-            bases = [one for one in answer["data"] if one.get("parent") is None]
-            limit = min((int(one.get("max_model_len") or longest) for one in bases), default=longest)
+            names = [str(model["id"]) for model in answer["data"]]
+            bases = [model for model in answer["data"] if model.get("parent") is None]
+            limit = min((int(model.get("max_model_len") or longest) for model in bases), default=longest)
         if self._base and self._base not in names:
             raise EngineError(f"model must be a model that {self.url} serves ({shorten(names)}); got {self._base!r}")
-        if not self._base and len({one.get("root") for one in bases}) != 1:
+        if not self._base and len({model.get("root") for model in bases}) != 1:
             raise EngineError(f"{self.url} serves {shorten(names) or 'no models'}; pass the model's name as model")
         self._base = self._base or bases[0]["id"]
         self._name = self._name or self._base
@@ -87,12 +87,12 @@ class VLLM:
 
     async def load(self, version: str, directory: Path, adapters: bool) -> None:
         """Load adapters in PEFT's format under a new name, or replace all weights. No requests may be in flight."""
-        before, self._name = self._name, version if adapters else self._base
+        previous, self._name = self._name, version if adapters else self._base
         if adapters:
             await self._change("/v1/load_lora_adapter", {"lora_name": version, "lora_path": str(directory)})
-            if before not in (version, self._base):
+            if previous not in (version, self._base):
                 with contextlib.suppress(StatusError):  # not loaded if the server was restarted
-                    await self.client.request("/v1/unload_lora_adapter", {"lora_name": before})
+                    await self.client.request("/v1/unload_lora_adapter", {"lora_name": previous})
             return
         await self._change("/pause?mode=wait", {})
         try:
@@ -170,7 +170,7 @@ class VLLM:
         choice = await self._complete({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k})
         with self._reading("/v1/completions"):
             entries = [entry or {} for entry in choice["prompt_logprobs"]]
-            positions = [{int(i): read_log_prob(one["logprob"]) for i, one in entry.items()} for entry in entries[1:]]
+            positions = [{int(i): read_log_prob(x["logprob"]) for i, x in entry.items()} for entry in entries[1:]]
         is_complete = len(entries) == len(ids) and all(
             token in position and len(position) >= k for token, position in zip(ids[1:], positions, strict=True)
         )

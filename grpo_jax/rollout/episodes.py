@@ -102,9 +102,9 @@ class Episode:
         form, text = self._interaction.format, self._text(ids)
         parsed = Parsed(text, (), ())
         if form is not None and self._is_chat and self.tools:
-            whole = turn_text(ids, self._text, self._interaction.hidden)
+            full_text = turn_text(ids, self._text, self._interaction.hidden)
             schemas = {name: tool.schema for name, tool in self.tools.items()}
-            parsed = form.parse(whole, schemas=schemas, thinking=self._interaction.thinking)
+            parsed = form.parse(full_text, schemas=schemas, thinking=self._interaction.thinking)
         self._extend_context(ids)
         self.record.turns.append((True, text))
         if self._is_chat:
@@ -230,7 +230,7 @@ def _to_float(value: Any) -> float | list[float] | str | None:
     """Convert a number or a list of numbers to floats. Keeps None, and formats other values for an error message."""
     try:
         if isinstance(value, (list, tuple)):
-            return [float(one) for one in value]
+            return [float(x) for x in value]
         return None if value is None else show(value) if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         return show(value)
@@ -273,8 +273,8 @@ class Episodes:
         """
         group = self._group
         list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._indices))
-        environments = [one.environment for one in self.all if one.environment is not None]
-        if len({id(one) for one in environments}) < len(environments):
+        environments = [episode.environment for episode in self.all if episode.environment is not None]
+        if len(set(map(id, environments))) < len(environments):
             raise ValueError("environment_factory must return a new object at each call, since episodes are concurrent")
         local = [_extended_prompt(rows[b], self.all[b * group : (b + 1) * group]) for b in self.local_rows]
         prompts = itertools.chain.from_iterable(gather_objects(local))
@@ -302,10 +302,10 @@ class Episodes:
             if len(drawn) > recorded:  # the last turn was truncated at the maximum length and not answered
                 episode.record_turn(drawn[recorded:])
         pairs = zip(local, self._pool.map(Episode.reward, local), strict=True)
-        records = [dataclasses.replace(one.record, reward=reward) for one, reward in pairs]
+        records = [dataclasses.replace(episode.record, reward=reward) for episode, reward in pairs]
         if jax.process_count() == 1:
             return records
-        parts = gather_objects([dataclasses.asdict(one) for one in records])
+        parts = gather_objects([dataclasses.asdict(record) for record in records])
         return [EpisodeRecord.from_json(values) for part in parts for values in part]
 
 

@@ -112,8 +112,8 @@ def make_interaction(
         )
     kwargs = dict(config.chat_template_kwargs or {})
     # If a tokenizer has the templates `tool_use` and `default`, rows with and without tools use different templates.
-    shown = [schemas_of({**functions, **named}) for named in methods.values()] or [schemas_of(functions)]
-    schemas = next((listed for listed in shown if listed), None)
+    all_schemas = [schemas_of({**functions, **tools}) for tools in methods.values()] or [schemas_of(functions)]
+    schemas = next(filter(None, all_schemas), None)
     template = ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids)
     form = format_of(template.source) if called and is_chat else None
     if called and is_chat and form is None:
@@ -124,7 +124,7 @@ def make_interaction(
     if is_chat:
         responds = any(hasattr(environment, "respond") for environment in environments.values())
         roles = ["tool"] * called + ["user"] * responds
-        for schemas in shown:
+        for schemas in all_schemas:
             problems += _template_problems(ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids), form, roles)
     raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
     return Interaction(
@@ -209,7 +209,7 @@ def _environment_problems(
             f"{kind} must have respond(text) or another public method, which the policy can call. Otherwise all"
             " completions have a single turn"
         )
-    problems += [f"{kind} and tools both have {both!r}; rename one of them" for both in methods.keys() & tools.keys()]
+    problems += [f"{kind} and tools both have {tool!r}; rename one of them" for tool in methods.keys() & tools.keys()]
     row = next((row for row in rows if name is None or row.get("environment") == name), None)
     if not hasattr(environment, "reset") or row is None:
         return problems
@@ -251,8 +251,10 @@ def turn_ids(drawn: np.ndarray, episodes: Sequence[EpisodeRecord]) -> np.ndarray
     The indices are computed from the lengths of the turns, because the observation between two turns may be empty.
     """
     ids = np.full(drawn.shape, -1, np.int32)
-    for row, sampled, one in zip(ids, drawn, episodes, strict=True):
-        row[sampled] = np.searchsorted(np.cumsum(one.lengths, dtype=int)[:-1], np.arange(sampled.sum()), side="right")
+    for row, sampled, episode in zip(ids, drawn, episodes, strict=True):
+        row[sampled] = np.searchsorted(
+            np.cumsum(episode.lengths, dtype=int)[:-1], np.arange(sampled.sum()), side="right"
+        )
     return ids
 
 
@@ -260,9 +262,9 @@ def metrics_of(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Aggregate the episodes' counters into metrics."""
 
     def total(name: str) -> float:
-        return float(sum(getattr(one, name) for one in episodes))
+        return float(sum(getattr(episode, name) for episode in episodes))
 
-    turns = [len(one.lengths) for one in episodes]
+    turns = [len(episode.lengths) for episode in episodes]
     return {
         "turns/mean": float(np.mean(turns)),
         "turns/max": float(max(turns)),

@@ -64,8 +64,8 @@ Selection = tuple[np.ndarray, np.ndarray]
 
 def whole_cache(length: int, *, fixed: bool) -> int:
     """Return the number of slots for `length` tokens; the last token needs no slot. See `Layouts` for `fixed`."""
-    last = max(1, length - 1)
-    return -(-last // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else last
+    slots = max(1, length - 1)
+    return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,20 +97,23 @@ class Layouts:
         `multi_turn` is True if completions have several turns, each with any number of bursts. `grows` is True if steps
         also read empty slots, so that a smaller cache is faster.
         """
-        last, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
+        max_slots, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
         # Bursts end where the cache grows. In a short rollout, all bursts have the same length, so that few steps
         # run after all completions have ended.
         steps = BURST if tokens > MIN_SLOTS else -(-tokens // -(-tokens // BURST))
-        slots = [last]
+        slots = [max_slots]
         if grows:
             first = max(MIN_SLOTS, -(-length // 4))
             first = -(-first // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else first
-            slots = [*(n for n in (first, 2 * first) if n < last), last]
+            slots = [*(n for n in (first, 2 * first) if n < max_slots), max_slots]
         shapes = [(groups, width)]
         # Completions move at most once between bursts.
         bursts = -(-tokens // steps)
         max_smaller = MAX_SMALLER if multi_turn else min(MAX_SMALLER, bursts - 1)
-        while len(shapes) <= max_smaller and (smaller := _next(shapes[-1], groups * width, step, shards)) is not None:
+        while (
+            len(shapes) <= max_smaller
+            and (smaller := _next_shape(shapes[-1], groups * width, step, shards)) is not None
+        ):
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
@@ -144,29 +147,29 @@ class Layouts:
             counts = alive.sum(axis=1)
             if counts.max() > width or (counts > 0).sum() > groups:
                 return None
-            chosen = np.sort(np.argsort(counts == 0, kind="stable")[:groups])
-            return chosen, np.argsort(~alive[chosen], axis=1, kind="stable")[:, :width]
+            kept = np.sort(np.argsort(counts == 0, kind="stable")[:groups])
+            return kept, np.argsort(~alive[kept], axis=1, kind="stable")[:, :width]
         if alive.sum() > groups:
             return None
         flat = np.argsort(~alive.reshape(-1), kind="stable")[:groups]
         return flat // alive.shape[1], (flat % alive.shape[1])[:, None]
 
 
-def _next(last: tuple[int, int], completions: int, step: StepCost, shards: int) -> tuple[int, int] | None:
-    """Return (groups, width) for the layout after `last`, or None if no layout is sufficiently cheaper.
+def _next_shape(current: tuple[int, int], completions: int, step: StepCost, shards: int) -> tuple[int, int] | None:
+    """Return (groups, width) for the layout after `current`, or None if no layout is sufficiently cheaper.
 
     The first choice is groups of half the width, if they are 25% cheaper than as many completions in groups of one,
     because a group reads its prompt's keys and values once. The next choice is groups of one; their numbers form a
     geometric series that ends at `MIN_COMPLETIONS`. The last choice is half as many groups of half the width.
     """
-    groups, width = last
+    groups, width = current
 
     def cost(shape: tuple[int, int]) -> float:
         return step.cost(shape[0] // shards, shape[1])
 
     def is_cheaper(shape: tuple[int, int]) -> bool:
-        holds = MIN_COMPLETIONS <= shape[0] * shape[1] < groups * width
-        return holds and cost(shape) <= MAX_RELATIVE_COST * cost(last)
+        is_smaller = MIN_COMPLETIONS <= shape[0] * shape[1] < groups * width
+        return is_smaller and cost(shape) <= MAX_RELATIVE_COST * cost(current)
 
     narrow, fewer = (groups, -(-width // 2)), (-(-groups // 2), -(-width // 2))
     if shards > 1:
@@ -226,9 +229,9 @@ def _reads_full_slots(model: BuiltinModel, completions: int, keys: tuple[int, in
     """Return whether all attention layers use the decode kernel, which reads only occupied slots."""
     shape = model.config
     heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}
-    chosen = implementation(shape.attention)
+    kernel = implementation(shape.attention)
     return bool(heads) and all(
-        has_step_kernel(chosen, head_dim=width, keys=keys, programs=completions * count // devices)
+        has_step_kernel(kernel, head_dim=width, keys=keys, programs=completions * count // devices)
         for count, width in heads
     )
 
@@ -238,5 +241,5 @@ def on_cpu(params: Params, mesh: Mesh | None) -> bool:
 
     Abstract arrays without a sharding are assumed to be on the default device.
     """
-    at = {device.platform for device in devices_of(params)}
-    return mesh is None and (at or {platform_of()[0]}) <= {"cpu"}
+    platforms = {device.platform for device in devices_of(params)}
+    return mesh is None and (platforms or {platform_of()[0]}) <= {"cpu"}

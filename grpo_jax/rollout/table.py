@@ -36,20 +36,20 @@ class Table:
         """Append tokens [B', G', N] to rows [B', G']. Returns True where an EOS or a stop string was drawn."""
         chex.assert_equal_shape_prefix((rows, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)
-        at = self.lengths[rows][:, :, None] + np.arange(tokens.shape[2])
-        new = mask & (rows >= 0)[:, :, None] & (at < self.length)
-        where = np.broadcast_to(rows[:, :, None], new.shape)[new], at[new]
-        self.tokens[where], self.log_probs[where], self.mask[where] = tokens[new], log_probs[new], True
-        np.add.at(self.lengths, where[0], 1)
+        positions = self.lengths[rows][:, :, None] + np.arange(tokens.shape[2])
+        new = mask & (rows >= 0)[:, :, None] & (positions < self.length)
+        indices = np.broadcast_to(rows[:, :, None], new.shape)[new], positions[new]
+        self.tokens[indices], self.log_probs[indices], self.mask[indices] = tokens[new], log_probs[new], True
+        np.add.at(self.lengths, indices[0], 1)
         ended = (np.isin(tokens, settings.eos_token_ids) & new).any(axis=-1)
         if settings.stops is None:
             return ended
         state = self.stop_state[rows]
         for t in range(tokens.shape[-1]):
-            state = np.where(new[..., t], settings.stops.after(state, tokens[..., t]), state)
+            state = np.where(new[..., t], settings.stops.advance(state, tokens[..., t]), state)
         self.stop_state[rows[rows >= 0]] = state[rows >= 0]
         # A completion that is waiting for an observation may be in the final state, but has no new tokens.
-        return ended | (new.any(axis=-1) & (state == settings.stops.found))
+        return ended | (new.any(axis=-1) & (state == settings.stops.final_state))
 
     def append_sampled(self, completion: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         """Append tokens that were drawn by an inference server."""
@@ -99,6 +99,6 @@ class SamplingJob:
 
     def inputs(self, groups: np.ndarray) -> tuple[Prompts, jax.Array]:
         """Place the prompts and keys of groups [B'] on the devices. Group indices ≥ B repeat the last group."""
-        at = np.minimum(groups, len(self.keys) - 1)
-        prompts, keys = jax.tree.map(lambda x: x[at], (self.prompts, self.keys))
+        indices = np.minimum(groups, len(self.keys) - 1)
+        prompts, keys = jax.tree.map(lambda x: x[indices], (self.prompts, self.keys))
         return split((prompts, keys), self.mesh)

@@ -53,18 +53,18 @@ def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
     """
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
         raise ValueError(f"tools must be a list of functions; got {show(tools)}.")
-    read: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     problems: list[str] = []
     for index, function in enumerate(tools):
         tool = _read(function, f"tools[{index}]")
         if isinstance(tool, str):
             problems.append(tool)
-        elif tool.name in read:
+        elif tool.name in by_name:
             problems.append(f"tools[{index}]: tool names must be unique; got {tool.name!r} twice. Rename one of them")
         else:
-            read[tool.name] = tool
+            by_name[tool.name] = tool
     raise_all("tools", problems)
-    return read
+    return by_name
 
 
 def environment_tools(environment: object) -> dict[str, Tool]:
@@ -156,8 +156,10 @@ def _converted(value: object, schema: Json) -> tuple[object, str | None]:
     None is not checked. If the schema has several types or no type, the value is not checked either.
     """
     kind = schema.get("type")
-    known, expected = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
-    if value is None or (isinstance(value, known) and not (isinstance(value, bool) and kind in ("integer", "number"))):
+    python_type, expected = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
+    if value is None or (
+        isinstance(value, python_type) and not (isinstance(value, bool) and kind in ("integer", "number"))
+    ):
         return value, None
     if kind == "string":
         return (value, expected) if isinstance(value, list | dict) else (json.dumps(value), None)
@@ -165,10 +167,10 @@ def _converted(value: object, schema: Json) -> tuple[object, str | None]:
         return int(value), None
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            read = parse_json(value.strip().lower() if kind == "boolean" else value.strip())
-            if read is not None and not isinstance(read, str):
-                read, mismatch = _converted(read, schema)
-                return (value, expected) if mismatch else (read, None)
+            parsed = parse_json(value.strip().lower() if kind == "boolean" else value.strip())
+            if parsed is not None and not isinstance(parsed, str):
+                converted, mismatch = _converted(parsed, schema)
+                return (value, expected) if mismatch else (converted, None)
     return value, expected
 
 

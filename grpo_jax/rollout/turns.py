@@ -126,8 +126,8 @@ class _MultiTurnDecoder:
         if min_slots > self.slots:  # the ring is full
             self._align(np.zeros_like(lengths), min_slots=min_slots)
             active, lengths = self.active, table.lengths[self.rows]
-        left = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
-        count = np.where(active, left, 0).astype(np.int32)
+        remaining = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
+        count = np.where(active, remaining, 0).astype(np.int32)
         # Use the host's automaton state, which is reset to 0 at the start of each turn.
         stop_state = None if self.device_state.stop_state is None else table.stop_state[self.rows]
         ended, count, stop_state = split((~active, count, stop_state), job.mesh)

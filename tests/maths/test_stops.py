@@ -40,14 +40,14 @@ def test_turn_ends_where_a_search_in_the_bytes_finds_a_stop_string(strings):
 def test_automaton_gives_the_same_ends_on_the_device_and_stays_in_the_found_state():
     stops, rng = make_stops(["aab", "é"], PIECES), np.random.default_rng(1)
     turns = rng.integers(0, len(PIECES), (8, 16, 20)).astype(np.int32)
-    after = jax.jit(lambda state, tokens: stops.after(state, tokens))
+    after = jax.jit(lambda state, tokens: stops.advance(state, tokens))
     state, ours = jnp.zeros((8, 16), jnp.int32), np.zeros((8, 16), np.int32)
     found = []
     for t in range(20):
-        state, ours = after(state, jnp.asarray(turns[..., t])), stops.after(ours, turns[..., t])
+        state, ours = after(state, jnp.asarray(turns[..., t])), stops.advance(ours, turns[..., t])
         np.testing.assert_array_equal(state, ours)
         assert state.dtype == ours.dtype == np.int32
-        found.append(ours == stops.found)
+        found.append(ours == stops.final_state)
     count = np.sum(np.logical_not(found), axis=0) + 1
     ends = [stops.end_of(turn) or 21 for turn in turns.reshape(-1, 20)]
     assert count.reshape(-1).tolist() == ends
@@ -57,7 +57,7 @@ def test_automaton_gives_the_same_ends_on_the_device_and_stays_in_the_found_stat
 def test_unknown_ids_match_nothing_and_strings_that_no_tokens_form_are_refused():
     stops = make_stops(["ab"], [b"a", b"b"])
     assert stops.end_of(np.array([0, 7, 2, 1, 0])) == 4
-    assert stops.after(jnp.zeros(3, jnp.int32), jnp.array([0, 1, 9])).tolist() == [1, 0, 0]
+    assert stops.advance(jnp.zeros(3, jnp.int32), jnp.array([0, 1, 9])).tolist() == [1, 0, 0]
     with pytest.raises(ValueError, match="the tokens of this vocabulary cannot form 'ac', 'cab'"):
         make_stops(["ab", "ac", "cab"], [b"a", b"xcb", b"b"])
     make_stops(["xcbab"], [b"a", b"xcb", b"b"])
