@@ -61,7 +61,6 @@ def test_rewards_and_samplers_receive_their_arguments(folder):
     (reward_function, {"a:b": 1, "c:d": 2}, "must name exactly one function"),
     (reward_function, "os:sep", "must be a function; got str"),
     (server_of, {"sglang": {}}, "use {vllm: {base_url"),
-    (server_of, {"vllm": {"base_url": "127.0.0.1:8000"}}, "base_url.*127.0.0.1:8000"),
     (server_of, {"vllm": 8000}, "base_url must have the form .* got .8000"),
     (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejected its arguments .*patient"),
 ])  # fmt: skip

@@ -19,14 +19,13 @@ METRICS |= {"seconds/rollout": 2.14, "seconds/update": 2.4, "seconds/total": 5.0
 NUMBERS = "reward 0.500 · KL 0.00123 · length 41.3 · tokens/s 4,120 · held-out accuracy 0.900"
 
 
-def console(terminal=False):
-    return Console(file=io.StringIO(), force_terminal=terminal, width=200, force_jupyter=False, color_system=None)
+def console(terminal=False, width=200):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, force_jupyter=False, color_system=None)
 
 
 def test_log_has_one_line_per_step_with_the_time_left():
     now = [0.0]
-    out = Console(file=io.StringIO(), width=40, force_jupyter=False)
-    with Display(console=out, clock=lambda: now[0]) as display:
+    with Display(console=(out := console(width=40)), clock=lambda: now[0]) as display:
         display.start(total_steps=1000, step=10)
         display(10, {"eval/accuracy": 0.1})
         for now[0], step, metrics in ((40.0, 20, METRICS), (320.0, 90, {"reward": 0.75}), (400.0, 1000, {})):
@@ -42,8 +41,7 @@ def test_log_has_one_line_per_step_with_the_time_left():
 def test_log_shows_activity_in_long_iterations(monkeypatch):
     """A log gets a line every 30 s, also within an iteration that compiles or samples for minutes."""
     now = [0.0]
-    out = Console(file=io.StringIO(), width=40, force_jupyter=False)
-    with Display(console=out, clock=lambda: now[0], activity=lambda: "rollout") as display:
+    with Display(console=(out := console(width=40)), clock=lambda: now[0], activity=lambda: "rollout") as display:
         display.start(total_steps=100, updates=2)
         for now[0], step in ((29.0, 0), (30.0, 0), (40.0, 2), (59.0, 4), (100.0, 0)):
             if step > 0:

@@ -13,38 +13,27 @@ from grpo_jax.watch import trackers
 pytestmark = pytest.mark.quick
 
 
-class Fake(types.ModuleType):
-    """A stand-in for a package with `init`, like wandb or trackio, that records calls."""
-
-    run = None  # the active run, in wandb
-    id, name = "id-7", "brave-sun"
-
-    def __init__(self, name):
-        super().__init__(name)
-        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        self.done = []
-
-    def init(self, **settings):
-        self.done.append(("init", settings))
-        return self
-
-    def log(self, metrics, step=None):
-        self.done.append(("log", step, metrics))
-
-    def finish(self):
-        self.done.append(("finish",))
+def fake(name):
+    """Return a stand-in for a package with `init`, like wandb or trackio, that records calls in `done`."""
+    package, done = types.ModuleType(name), []
+    package.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    package.done, package.run, package.id, package.name = done, None, "id-7", "brave-sun"
+    package.init = lambda **settings: done.append(("init", settings)) or package
+    package.log = lambda metrics, step=None: done.append(("log", step, metrics))
+    package.finish = lambda: done.append(("finish",))
+    return package
 
 
 @pytest.fixture
 def packages(monkeypatch):
     """Fakes of the three tracker packages."""
-    fakes = {name: Fake(name) for name in ("tensorboardX", "wandb", "trackio")}
+    fakes = {name: fake(name) for name in ("tensorboardX", "wandb", "trackio")}
     done = fakes["tensorboardX"].done
     fakes["tensorboardX"].SummaryWriter = lambda **settings: types.SimpleNamespace(
         add_scalar=lambda *value: done.append(value), flush=lambda: None, close=lambda: done.append(("close", settings))
     )
-    for name, fake in fakes.items():
-        monkeypatch.setitem(sys.modules, name, fake)
+    for name, package in fakes.items():
+        monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     return fakes
 

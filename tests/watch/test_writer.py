@@ -58,7 +58,7 @@ def test_settings_that_a_power_failure_left_incomplete_are_ignored(text, tmp_pat
     assert with_saved_gradient_checkpointing(config, tmp_path) == config
 
 
-def test_line_cut_short_by_a_kill_is_ignored_and_not_duplicated(tmp_path):
+def test_line_cut_short_by_a_kill_is_ignored_and_removed(tmp_path):
     """A line cut short by a kill is ignored and removed; no line is duplicated."""
     whole = '{"step": 1, "reward": 0.5}\n{"step": 2, "text": "数}"}\n'.encode()
     first = whole.index(b"\n") + 1
