@@ -32,7 +32,9 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.v
 
 def dump_yaml(values: Json) -> str:
     """Serialize a mapping to YAML, with one line per key. The values are written as JSON, which is valid YAML 1.2."""
-    return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
+    text = "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
+    # In YAML, unlike JSON, these are not printable or are line breaks.
+    return re.sub("[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def parse_value(name: str, text: str) -> Any:

@@ -54,6 +54,6 @@ def test_command_line_values_are_yaml_except_for_text_fields():
 
 
 def test_dump_yaml_round_trips():
-    texts = ["1e-6", "7", "None", "null", "true", *TEXTS, "a: b", "[", "{x}", "", "é\n"]
+    texts = ["1e-6", "7", "None", "null", "true", *TEXTS, "a: b", "[", "{x}", "", "é\n😀\x7f\x85\u2028"]
     values = {"texts": texts, "numbers": [1e-6, 7, 0.5, 1e22], "others": [None, True, {"fsdp": 8}]}
     assert parsed(dump_yaml(values)) == values
