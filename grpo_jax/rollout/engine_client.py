@@ -54,8 +54,9 @@ class Client:
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
         url = urllib.parse.urlsplit(base_url := str(base_url))  # a RUN.yaml may contain a number or null
         if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or url.query:
+            address = base_url.rpartition("@")[2].partition("?")[0]  # credentials must not be printed
             raise ValueError(
-                f"base_url must have the form http://host:port, without credentials or a query; got {show(base_url)}."
+                f"base_url must have the form http://host:port, without credentials or a query; got {show(address)}."
                 " Set the server's key in an environment variable (api_key_env)."
             )
         for name, seconds, least in (("timeout", timeout, 1e-3), ("patience", patience, 0.0)):
