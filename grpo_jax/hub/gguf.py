@@ -185,12 +185,12 @@ def _find_tensors(
 
 def _converted(name: str, stored: StoredTensor, row: Architecture, config: TransformerConfig) -> StoredTensor:
     """Convert a tensor to the row order and values of Hugging Face's tensor `name`."""
-    if row.pairs and (projection := re.search(r"\.(q|k)_proj\.", name)):
+    if row.interleaved and (projection := re.search(r"\.(q|k)_proj\.", name)):
         heads = config.num_heads if projection[1] == "q" else config.num_kv_heads
         # In each head, Hugging Face stores the first dimensions of all rotary pairs, then the second dimensions.
         order = np.arange(stored.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
         return computed(stored.file, stored.shape, lambda first, count: _take(stored, order[first : first + count]))
-    if row.shifted and name.endswith("norm.weight"):
+    if row.norms_plus_one and name.endswith("norm.weight"):
         return computed(stored.file, stored.shape, lambda first, count: stored.rows(first, count) - np.float32(1))
     return stored
 

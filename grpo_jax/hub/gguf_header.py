@@ -57,9 +57,9 @@ class Architecture:
     """llama.cpp's conventions for one architecture."""
 
     family: str  # key in `FAMILIES`
-    more: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, config without these) → more config keys
-    pairs: bool = False  # whether rotary dimensions are interleaved, not in two halves
-    shifted: bool = False  # whether norm weights are stored with 1 added, unlike in Hugging Face checkpoints
+    extra_keys: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, other config keys) → more keys
+    interleaved: bool = False  # whether the dimensions of rotary pairs alternate, instead of forming two halves
+    norms_plus_one: bool = False  # whether norm weights are stored with 1 added, unlike in Hugging Face checkpoints
 
 
 def read_header(header: Header) -> tuple[Architecture, Json]:
@@ -95,7 +95,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     }
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {key: header.fields.get(f"tokenizer.ggml.{stored}_token_id") for key, stored in names.items()}
-    raw = {**raw, **{key: token for key, token in ids.items() if token is not None}, **row.more(header, raw)}
+    raw = {**raw, **{key: token for key, token in ids.items() if token is not None}, **row.extra_keys(header, raw)}
     header.check_all_read()
     check_sizes(raw, shapes)
     return row, {**raw, "model_type": FAMILIES[row.family].model_type}
@@ -153,11 +153,11 @@ def _gemma3(header: Header, raw: Json) -> Json:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", pairs=True),
+    "llama": Architecture("LlamaForCausalLM", interleaved=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "smollm3": Architecture("SmolLM3ForCausalLM", pairs=True),
-    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, shifted=True),
+    "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, norms_plus_one=True),
 }
 """Supported values of `general.architecture`. Mistral models use `llama`."""
 

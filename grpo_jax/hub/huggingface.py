@@ -90,8 +90,8 @@ def from_pretrained(
       ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, jax.random.key(0))
       >>> with tempfile.TemporaryDirectory() as parent:
       ...     save_pretrained(f"{parent}/model", policy)
-      ...     again = from_pretrained(f"{parent}/model", dtype="bfloat16")
-      >>> again.params["norm"]["scale"].dtype.name, policy.params["norm"]["scale"].dtype.name
+      ...     loaded = from_pretrained(f"{parent}/model", dtype="bfloat16")
+      >>> loaded.params["norm"]["scale"].dtype.name, policy.params["norm"]["scale"].dtype.name
       ('bfloat16', 'float32')
     """
     check_dtype("dtype", dtype)
@@ -102,7 +102,7 @@ def from_pretrained(
     raw, stored = checkpoint.raw, checkpoint.stored
     with parsing(path if path.is_file() else path / "config.json"):
         check_sizes(text_config(raw), {name: tensor.shape for name, tensor in stored.items()})
-        raw, config = _with_head(raw, read_config(without_quantization(raw), dtype=dtype), stored)
+        raw, config = _resolve_tied_embeddings(raw, read_config(without_quantization(raw), dtype=dtype), stored)
         stacked = stacked_experts(stored)
         plan = tensor_plan(raw, config, layout_of(stored), stacked=stacked)
     extra = check_tensors(path, plan, stored, raw, tied=config.tie_word_embeddings)
@@ -347,7 +347,7 @@ def hub_endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def _with_head(
+def _resolve_tied_embeddings(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
     """Set `tie_word_embeddings` in both configs: the stated value, but False if the head and embedding differ."""

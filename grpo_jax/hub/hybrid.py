@@ -14,8 +14,8 @@ MIXERS = {"full_attention": "attention", "linear_attention": "delta", "conv": "c
 
 def hybrid(keys: Keys) -> Fields:
     """Return the fields for Qwen3.5 and Qwen3-Next: delta nets, gated attention, and norms with an offset of 1."""
-    every = keys["full_attention_interval"]
-    types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(keys["num_hidden_layers"])]
+    interval = keys["full_attention_interval"]
+    types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(keys["num_hidden_layers"])]
     return {
         **biases_of(keys),
         "mixers": _mixers(keys, types, "linear_attention"),
@@ -28,9 +28,9 @@ def hybrid(keys: Keys) -> Fields:
 
 def lfm2(keys: Keys) -> Fields:
     """Return the fields for LFM2: gated short convolutions, attention, and an MLP with adjusted width."""
-    layers, full = keys["num_hidden_layers"], keys["full_attn_idxs"]
-    full = range(layers) if full is None else full
-    types = ["full_attention" if i in full else "conv" for i in range(layers)]
+    layers, attention_layers = keys["num_hidden_layers"], keys["full_attn_idxs"]
+    attention_layers = range(layers) if attention_layers is None else attention_layers
+    types = ["full_attention" if i in attention_layers else "conv" for i in range(layers)]
     tied = keys["tie_word_embeddings"] if keys["tie_embedding"] is None else keys["tie_embedding"]
     return {
         "mixers": _mixers(keys, types, "conv"),
@@ -54,9 +54,9 @@ def _adjusted_size(keys: Keys) -> int:
 
 def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
     """Return the mixer of each layer, from `layer_types` if the config has it, else from `types`."""
-    types, known = types if keys["layer_types"] is None else keys["layer_types"], ("full_attention", recurrent)
-    if len(types) != keys["num_hidden_layers"] or set(types) - set(known):
-        raise keys.refuse("layer_types", types, f"a list with one of {', '.join(map(repr, known))} per layer")
+    types, supported = types if keys["layer_types"] is None else keys["layer_types"], ("full_attention", recurrent)
+    if len(types) != keys["num_hidden_layers"] or set(types) - set(supported):
+        raise keys.refuse("layer_types", types, f"a list with one of {', '.join(map(repr, supported))} per layer")
     return tuple(MIXERS[kind] for kind in types)
 
 
@@ -108,7 +108,7 @@ def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
     if per_layer is None:
         full_kv_heads = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
         return full_kv_heads or kv_heads, keys["global_head_dim"]
-    # transformers may save the values per layer
+    # transformers may save the values of each layer.
     names, values = {"num_key_value_heads", "head_dim"}, {int(i): x or {} for i, x in per_layer.items()}
     full = [values.pop(i, {}) for i, window in enumerate(windows) if window is None]
     if any(x != full[0] for x in full) or set(full[0]) - names or any(values.values()):

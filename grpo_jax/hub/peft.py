@@ -129,14 +129,14 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
         adapters.setdefault(path[:-1], {})[path[-1]] = leaf
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
-    untouched = set()
+    unadapted = set()
     for tensor in tensor_plan(policy.config, model.config):
         if not tensor.parts[0].transposed:  # a norm, a bias or the embedding
             continue
         module = tensor.name.removesuffix(".weight")
         nodes = [adapters.get(part.path[:-1]) for part in tensor.parts]
         if not any(nodes):
-            untouched.add(module.rsplit(".", 1)[-1])
+            unadapted.add(module.rsplit(".", 1)[-1])
             continue
         ranks[module] = sum(node["a"].shape[1] for node in nodes if node)
         b = np.zeros((tensor.shape[0], ranks[module]), np.float32)
@@ -161,7 +161,7 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
         "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
         "alpha_pattern": {module: model.scale * r for module, r in ranks.items() if r != rank},
         "lora_dropout": model.dropout,
-        "target_modules": sorted(ranks if policy.extra_tensors or names & untouched else names),
+        "target_modules": sorted(ranks if policy.extra_tensors or names & unadapted else names),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -177,9 +177,9 @@ def write_policy(directory: str | os.PathLike[str], policy: Policy, *, base_name
     """Write a policy with `save_pretrained`, or its adapters with `save_lora`. All processes must call this."""
     if not isinstance(policy.model, LoraModel):
         return save_pretrained(directory, policy)
-    whole = policy.replace(params=fetch(policy.params))
+    fetched = policy.replace(params=fetch(policy.params))
     if jax.process_index() == 0:
-        save_lora(directory, whole, base_name=base_name)
+        save_lora(directory, fetched, base_name=base_name)
     gather_objects(None)  # a barrier, so that no process returns before the directory is complete
 
 
@@ -205,8 +205,8 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
       ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, jax.random.key(0))
       >>> with tempfile.TemporaryDirectory() as parent:
       ...     save_lora(f"{parent}/adapter", add_lora(policy, jax.random.key(1), rank=2, alpha=8.0))
-      ...     again = load_lora(f"{parent}/adapter", policy)
-      >>> again.model.scale
+      ...     loaded = load_lora(f"{parent}/adapter", policy)
+      >>> loaded.model.scale
       4.0
     """
     path = find_files("directory", directory, ["adapter_config.json", "adapter_model.safetensors"], revision)
@@ -246,8 +246,8 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
             adapters[(*part.path[:-1], "b")] = jnp.array(rows.T, copy=True)
             row += part.rows
     if stored or not adapters:
-        found = f"adapters for projections not in the policy: {shorten(sorted(stored))}" if stored else "no adapters"
-        raise ValueError(f"directory {str(path)!r} has {found}.")
+        problem = f"adapters for projections not in the policy: {shorten(sorted(stored))}" if stored else "no adapters"
+        raise ValueError(f"directory {str(path)!r} has {problem}.")
     model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
     return policy.replace(model=model, params=unflatten_dict(adapters))
 
@@ -267,8 +267,8 @@ def _check_supported(config: Json) -> None:
     dropout, pattern = {"lora_dropout": config.get("lora_dropout") or 0.0}, config.get("alpha_pattern") or {}
     for key, value in {"r": config["r"], "lora_alpha": config["lora_alpha"], **pattern, **dropout}.items():
         re.compile(key)
-        most = 1 if key in dropout else math.inf
-        if type(value) not in (int, float) or not 0 <= value < most or (value == 0 and key in ("r", "lora_alpha")):
+        limit = 1 if key in dropout else math.inf
+        if type(value) not in (int, float) or not 0 <= value < limit or (value == 0 and key in ("r", "lora_alpha")):
             raise ValueError(f"config key {key!r} is out of range or not a number: {show(value)}.")
 
 

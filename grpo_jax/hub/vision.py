@@ -265,12 +265,12 @@ processor's class in transformers, and the class in this module."""
 def load_processor(policy: Policy) -> ImageProcessor:
     """Create the image processor of a vision-language policy from its configs and tokenizer.
 
-    Raises ValueError if the model does not support images, its processor files are missing or do not match its tower,
-    or Pillow is not installed.
+    Raises ValueError if the model does not support images, its processor files are missing or not supported, or Pillow
+    is not installed.
     """
     policy.check_tokenizer()
     raw, decode, tower = policy.config, policy.tokenizer.decode, tower_config(policy.config)
-    _, name, kind = ARCHITECTURES[_architecture(raw)]
+    _, name, processor_class = ARCHITECTURES[_architecture(raw)]
     preprocessor, processor = (json.loads(policy.files.get(file, b"{}")) for file in PROCESSOR_FILES)
     settings = processor.get("image_processor") or preprocessor  # transformers 5 writes only processor_config.json
     if not settings:
@@ -284,17 +284,17 @@ def load_processor(policy: Policy) -> ImageProcessor:
     with parsing("preprocessor_config.json"):
         # Before transformers 5.4, the class that uses Pillow has no suffix.
         image_processor = (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)).from_dict(settings)
-        if kind is _Idefics3:
+        if processor_class is _Idefics3:
             edge, tile = image_processor.size["longest_edge"], image_processor.max_image_size["longest_edge"]
-            if edge % tile:  # transformers computes the wrong number of tiles for this size
+            if edge % tile:  # transformers computes a wrong number of tiles
                 raise ValueError(f"size.longest_edge={edge} must be a multiple of max_image_size.longest_edge={tile}")
-        if kind is ImageProcessor and image_processor.do_pan_and_scan:
+        if processor_class is ImageProcessor and image_processor.do_pan_and_scan:
             raise ValueError("do_pan_and_scan=true (crops of large images) is not supported; set it to false")
     image = placeholder = decode([image_token_id(raw)])
     start = end = ""
-    if kind is _Idefics3:
+    if processor_class is _Idefics3:
         start, end = "<fake_token_around_image><global-img>", "<fake_token_around_image>"
-    elif kind is ImageProcessor:
+    elif processor_class is ImageProcessor:
         placeholder, end = decode([raw["boi_token_index"]]), decode([raw["eoi_token_index"]])
         start, end = f"\n\n{placeholder}", f"{end}\n\n"
-    return kind(image_token_id(raw), image, placeholder, start, end, tower, image_processor)
+    return processor_class(image_token_id(raw), image, placeholder, start, end, tower, image_processor)

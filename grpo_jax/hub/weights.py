@@ -80,14 +80,14 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
     layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)
     for key, value in config.items():
-        most, what = longest, "elements along the longest axis"
+        limit, unit = longest, "elements along the longest axis"
         if key == "num_hidden_layers":
-            most, what = layers, "layers"
+            limit, unit = layers, "layers"
         elif "intermediate" in key:  # intermediate_size may exceed every axis if all layers have experts
-            most, what = max(map(math.prod, shapes.values()), default=0), "weights in the largest tensor"
-        sized = key.endswith(("_size", "_dim", "_heads", "_hidden_layers", "_experts"))
-        if sized and isinstance(value, int) and value > most:
-            raise ValueError(f"config key {key!r} is {value:,}, but the weights have {most:,} {what}.")
+            limit, unit = max(map(math.prod, shapes.values()), default=0), "weights in the largest tensor"
+        is_size = key.endswith(("_size", "_dim", "_heads", "_hidden_layers", "_experts"))
+        if is_size and isinstance(value, int) and value > limit:
+            raise ValueError(f"config key {key!r} is {value:,}, but the weights have {limit:,} {unit}.")
 
 
 def shape_differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:

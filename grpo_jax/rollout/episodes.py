@@ -196,13 +196,14 @@ class Episode:
         answer = as_text(answer, limit=len(answer))  # tokenizers reject unpaired surrogates
         return [{"role": "user", "content": answer}] if self._is_chat else answer
 
-    def _encode(self, observation: str | Messages, drawn: int) -> Sequence[int]:
-        """Return the token ids of an observation that follows `drawn`, the last token of a turn."""
+    def _encode(self, observation: str | Messages, last_token: int) -> Sequence[int]:
+        """Return the token ids of an observation that follows a turn with the given last token."""
         tokenizer, eos = self._interaction.tokenizer, self._interaction.eos_token_ids
         if isinstance(observation, str):
             return tokenizer(observation, add_special_tokens=False)["input_ids"]
         kwargs = self._interaction.config.chat_template_kwargs
-        return ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), eos).observation_ids(observation, drawn=drawn)
+        template = ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), eos)
+        return template.observation_ids(observation, last_token=last_token)
 
     def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call an environment method or factory. Raises `EnvironmentFailure` or `_Failed` if the call fails."""

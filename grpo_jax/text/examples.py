@@ -205,7 +205,7 @@ def _ids_fault(row: Json) -> str:
 
 
 class _Encoder:
-    """Tokenizer for single rows; see `encode_examples` for the arguments."""
+    """Tokenizer of single rows; see `encode_examples` for the arguments."""
 
     def __init__(
         self, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int], processor: ImageProcessor | None
@@ -222,7 +222,7 @@ class _Encoder:
                 raise ValueError(
                     f"{where}: token {example.mask.index(True)} is included in the loss, but the last image ends at"
                     f" token {end}; use 'prompt' and 'completion' without completion_only_loss=False, or messages with"
-                    " assistant_only_loss=True. Split conversations with images in later turns into a row per turn"
+                    " assistant_only_loss=True. Split a conversation with images in later turns into one row per turn"
                 )
         return example
 
@@ -315,9 +315,9 @@ class _Encoder:
             if ids[: len(prompt)] != prompt or ids[: len(conversation)] != conversation:
                 raise ValueError(
                     "assistant_only_loss=True: the chat template lacks generation tags, and it renders"
-                    f" {where} up to message {i} differently on their own than in the whole conversation (many"
-                    " templates omit previous reasoning). Put {% generation %} … {% endgeneration %} around the"
-                    " assistant's text in the template, or use a row with 'prompt' and 'completion' for each turn"
+                    f" {where} up to message {i} differently without the later messages (many templates omit previous"
+                    " reasoning). Put {% generation %} … {% endgeneration %} around the assistant's text in the"
+                    " template, or use a row with 'prompt' and 'completion' for each turn"
                 )
             ends = [j + 1 for j in range(len(prompt), len(conversation)) if ids[j] in self.ends]
             stop = ends[-1] if ends else len(conversation)

@@ -111,7 +111,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def check_finite(dataset: object, argument: str, max_steps: int) -> None:
-    """Refuse an `IterableDataset` (`datasets`, PyTorch), which may be infinite, unless `max_steps` is set."""
+    """Raise ValueError for an `IterableDataset`, which may be infinite, unless `max_steps` is set."""
     is_stream = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
     if max_steps <= 0 and is_stream and not hasattr(dataset, "__len__"):
         raise ValueError(

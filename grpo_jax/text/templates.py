@@ -87,13 +87,13 @@ class ChatTemplate:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(f"it rejects messages with the roles {roles} ({type(error).__name__}: {error})") from error
 
-    def observation_ids(self, messages: Sequence[Message], *, drawn: int | None = None) -> list[int]:
+    def observation_ids(self, messages: Sequence[Message], *, last_token: int | None = None) -> list[int]:
         """Return the token ids between two turns by the policy: `messages` and the generation prompt.
 
         Strings in a message that look like special tokens are encoded as ordinary text, so tools cannot end or open a
-        turn. The role of `messages` is "tool" (after a turn with a call) or "user". `drawn` is the turn's last sampled
-        token. If it is not None and does not end the turn, the result starts with the closing EOS. Raises ValueError
-        if the template rejects the messages or is unsuitable. `check` detects unsuitable templates before a run.
+        turn. The role of `messages` is "tool" (after a turn with a call) or "user". `last_token` is the turn's last
+        sampled token. If it is not None and does not end the turn, the result starts with the closing EOS. Raises
+        ValueError if the template rejects the messages or is unsuitable. `check` detects unsuitable templates.
         """
         mark = _MARK
         while mark in str(messages):
@@ -110,7 +110,7 @@ class ChatTemplate:
         closing = _encode(self.tokenizer, end.closing)
         ids = _encode_after(self.tokenizer, end.closing, suffix[len(end.text) :])
         ends = self.eos_token_ids or (self.tokenizer.eos_token_id,)
-        return ids if drawn is None or drawn in ends else closing + ids
+        return ids if last_token is None or last_token in ends else closing + ids
 
     def check(self, roles: Sequence[str] = ("tool",)) -> None:
         """Raise ValueError if the template does not render tools and all `roles`, or does not end turns with an EOS."""

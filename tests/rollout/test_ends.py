@@ -67,10 +67,10 @@ def test_observation_adds_the_eos_that_the_turn_lacks():
     tokenizer, ends = family("hermes")
     said = [{"role": "user", "content": "and then?"}]
     template = ChatTemplate(tokenizer, eos_token_ids=ends)
-    usual = template.observation_ids(said, drawn=ends[0])
+    usual = template.observation_ids(said, last_token=ends[0])
     assert usual == template.observation_ids(said)
     letter = ids_of(tokenizer, "x")[-1]
-    closed = template.observation_ids(said, drawn=letter)
+    closed = template.observation_ids(said, last_token=letter)
     assert closed[-len(usual) :] == usual
     assert len(closed) == len(usual) + 1
     assert closed[0] in ends

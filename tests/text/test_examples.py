@@ -97,7 +97,7 @@ def test_learned_part_of_messages():
 
 
 def test_unsupported_templates_and_rows_are_refused():
-    with pytest.raises(ValueError, match=r"up to message 1 differently on their own .*generation %\} … "):
+    with pytest.raises(ValueError, match=r"up to message 1 differently without the .*generation %\} … "):
         learned([{"messages": TALK}], chatting(CHAT.replace("{{ m['content'] }}", FORGETS)), assistant_only_loss=True)
     assert learned([{"messages": TALK, "tools": ""}], chatting(CHAT))
     with pytest.raises(ValueError, match="dataset row 0 has 'add' as 'tools'; use a list of schemas, or one as JSON"):
