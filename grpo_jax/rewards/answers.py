@@ -81,10 +81,10 @@ def final_number(text: str) -> Fraction | None:
     announced = [match[1] for match in _PHRASE.finditer(text) if _NUMBER.search(match[1])]
     if announced:
         clause = re.split(r"[,.;]\s", announced[-1])[0]
-        found = _NUMBER.search(clause.rpartition("=")[2])
+        match = _NUMBER.search(clause.rpartition("=")[2])
     else:
-        found = next(iter([*_NUMBER.finditer(text)][-1:]), None)
-    return None if found is None else _value(found)
+        match = next(iter([*_NUMBER.finditer(text)][-1:]), None)
+    return None if match is None else _value(match)
 
 
 def sole_number(text: str) -> Fraction | None:
@@ -140,8 +140,8 @@ _truth_of = functools.lru_cache(1024)(sole_number)
 
 def _plain(text: str) -> str:
     """Normalize typographic and LaTeX spellings."""
-    for pattern, plain in _SPELLINGS:
-        text = pattern.sub(plain, text)
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
     return text
 
 
@@ -166,10 +166,10 @@ def _sole(text: str) -> Fraction | None:
     if "|" in text:  # |x| = 5 has two solutions
         return None
     text = re.sub(r"^\s*-\s+(?=[\d.$])", "-", text.rpartition("=")[2])
-    found = _NUMBER.search(text)
-    if found is None or not _BEFORE.fullmatch(text, 0, found.start()) or not _AFTER.fullmatch(text, found.end()):
+    match = _NUMBER.search(text)
+    if match is None or not _BEFORE.fullmatch(text, 0, match.start()) or not _AFTER.fullmatch(text, match.end()):
         return None
-    return _value(found)
+    return _value(match)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

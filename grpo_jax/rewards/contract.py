@@ -91,8 +91,8 @@ def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
 
     A callable object with `**kwargs` can declare additional arguments in `reward_arguments`, a dict of the same form.
     """
-    named = [p for p in parameters_of(fn) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    arguments = {p.name: p.default is p.empty for p in named if p.name not in _bound(fn)}
+    parameters = [p for p in parameters_of(fn) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    arguments = {p.name: p.default is p.empty for p in parameters if p.name not in _bound(fn)}
     return arguments | getattr(fn, "reward_arguments", {})
 
 
@@ -118,8 +118,8 @@ def check_reward_fns(
     if columns is None:
         return
     columns = [column for column in columns if column != "prompt"]
-    taken = sorted({*columns} & {*COMPLETION_ARGUMENTS, *EXTRAS})
-    problems = [f"{argument} has a column {name!r}, the name of a built-in argument; rename it" for name in taken]
+    reserved = sorted({*columns} & {*COMPLETION_ARGUMENTS, *EXTRAS})
+    problems = [f"{argument} has a column {name!r}, the name of a built-in argument; rename it" for name in reserved]
     for fn, name in zip(fns, reward_names(fns), strict=True):
         problems += _signature_problems(fn, name, columns, argument)
     raise_all("reward_fns", problems)
@@ -142,21 +142,21 @@ def check_rows(
 
 
 def _signature_problems(fn: RewardFn, name: str, columns: list[str], argument: str) -> Iterator[str]:
-    known, named = [*COMPLETION_ARGUMENTS, *columns, *EXTRAS], arguments_of(fn)
+    available, parameters = [*COMPLETION_ARGUMENTS, *columns, *EXTRAS], arguments_of(fn)
     if any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters_of(fn)):
         yield f"reward function {name!r} has positional-only parameters; make them keyword parameters"
         return
-    unknown = [wanted for wanted, required in named.items() if required and wanted not in known]
-    for wanted in unknown:
-        near = nearest(wanted, known)
+    missing = [parameter for parameter, required in parameters.items() if required and parameter not in available]
+    for parameter in missing:
+        suggestion = nearest(parameter, available)
         yield (
-            f"reward function {name!r} needs the argument {wanted!r}, which is not a column of {argument} "
+            f"reward function {name!r} needs the argument {parameter!r}, which is not a column of {argument} "
             f"(columns: {', '.join(columns) or 'none'}; also available: {', '.join([*COMPLETION_ARGUMENTS, *EXTRAS])})"
-            + (f"; did you mean {near!r}?" if near else "")
+            + (f"; did you mean {suggestion!r}?" if suggestion else "")
         )
-    if not unknown and not accepts_any_keyword(fn) and not named.keys() & {*known}:
+    if not missing and not accepts_any_keyword(fn) and not parameters.keys() & {*available}:
         advice = f"if it is a factory, pass its result: {name}(...)"
-        yield f"reward function {name!r} accepts none of the available arguments ({', '.join(known)}); {advice}"
+        yield f"reward function {name!r} accepts none of the available arguments ({', '.join(available)}); {advice}"
 
 
 _IMMUTABLE = frozenset((str, int, float, bool, type(None)))
@@ -176,10 +176,10 @@ def copy_containers(value: Any) -> Any:
 
 def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
     """Return the inputs that a function accepts. Lists are copied, so that functions cannot modify shared inputs."""
-    named, bound, everything = arguments_of(fn), _bound(fn), accepts_any_keyword(fn)
+    arguments, bound, any_keyword = arguments_of(fn), _bound(fn), accepts_any_keyword(fn)
     selected = {}
     for name, value in inputs.items():
-        if name in named or (everything and name not in bound and name not in EXTRAS):
+        if name in arguments or (any_keyword and name not in bound and name not in EXTRAS):
             selected[name] = value if name in EXTRAS else copy_containers(list(value))
     return selected
 

@@ -98,8 +98,9 @@ def read_number(item: Any) -> float | str:
         return np.nan
     try:
         # NumPy cannot read PyTorch scalars that are bfloat16, on a GPU, or require a gradient.
-        plain = item.tolist() if hasattr(item, "tolist") else item
-        number = None if isinstance(plain, (str, bytes)) or np.ndim(plain) or np.iscomplexobj(plain) else float(plain)
+        scalar = item.tolist() if hasattr(item, "tolist") else item
+        is_invalid = isinstance(scalar, (str, bytes)) or np.ndim(scalar) or np.iscomplexobj(scalar)
+        number = None if is_invalid else float(scalar)
     except OverflowError:
         number = np.inf
     except (TypeError, ValueError):

@@ -204,8 +204,8 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
     `check_rows` before sampling, which rejects rows with values that math-verify cannot parse.
     """
     package = import_extra("math_verify", "math-verify")
-    made = _FormulaReward(column, package.parse, package.verify)
-    return made if timeout is None else isolated(made, timeout=timeout, completions_per_call=1)
+    reward = _FormulaReward(column, package.parse, package.verify)
+    return reward if timeout is None else isolated(reward, timeout=timeout, completions_per_call=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +224,8 @@ class _FormulaReward(ColumnReward):
             gold = _truth_of(self.parse, str(truth))
             if gold:
                 # math-verify's timeouts use signals, which work only in the main thread.
-                found = self.parse(completion_text(completion), parsing_timeout=None)
-                values[index] = float(self.verify(gold, found, timeout_seconds=None))
+                answer = self.parse(completion_text(completion), parsing_timeout=None)
+                values[index] = float(self.verify(gold, answer, timeout_seconds=None))
             else:
                 failures[index] = f"cannot parse {show(truth, 60)} with math-verify"
         return as_scores(values, failures)

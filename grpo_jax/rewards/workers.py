@@ -117,11 +117,11 @@ class _IsolatedFunction:
         with self._lock:
             outcomes = self._call_all([(s.stop - s.start, part) for s, part in zip(spans, parts, strict=True)])
         values, failures = np.full(count, np.nan), Failures()
-        for span, (scores, found) in zip(spans, outcomes, strict=True):
+        for span, (scores, errors) in zip(spans, outcomes, strict=True):
             values[span] = scores
-            if None in found and len(spans) > 1:  # the whole call failed, but it contained only part of the batch
-                found = dict.fromkeys(range(len(scores)), found[None])
-            failures |= {None if index is None else span.start + index: failure for index, failure in found.items()}
+            if None in errors and len(spans) > 1:  # the whole call failed, but it contained only part of the batch
+                errors = dict.fromkeys(range(len(scores)), errors[None])
+            failures |= {None if index is None else span.start + index: failure for index, failure in errors.items()}
         return as_scores(values, failures)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
@@ -183,12 +183,12 @@ class _IsolatedFunction:
         if error is not None:
             return np.full(count, np.nan), {None: self._describe(error)}
         scores, failures, exception = future.result()
-        found: Failures = {**failures}
+        errors: Failures = {**failures}
         if exception is not None:
             kind, message, lines = exception
-            found[None] = failure = type(kind, (Exception,), {})(message)  # its class may not be importable here
+            errors[None] = failure = type(kind, (Exception,), {})(message)  # its class may not be importable here
             failure.add_note(f"In the worker process:\n{lines}")
-        return np.array(scores), found
+        return np.array(scores), errors
 
     def _describe(self, error: BaseException) -> str:
         """Return a verb phrase that describes a worker failure, to follow the function's name in a message."""

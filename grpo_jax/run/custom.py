@@ -85,18 +85,20 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
     name, g, t = function_name(function), config.num_generations, config.max_completion_length
     b = g + 1  # differs from G, so that a function that swaps the axes fails
     context = _abstract_context(b, g, t, functions, reference=config.beta > 0)
-    known, named = {*context, "config"}, arguments_of(function).keys()
-    checked = CheckedAdvantageFn(function, config, frozenset(known if accepts_any_keyword(function) else known & named))
+    keywords = {*context, "config"}
+    if not accepts_any_keyword(function):
+        keywords &= arguments_of(function).keys()
+    checked = CheckedAdvantageFn(function, config, frozenset(keywords))
     rewards, mask = jax.ShapeDtypeStruct((b, g, functions), jnp.float32), jax.ShapeDtypeStruct((b, g, t), bool)
-    given = f"rewards [B, G, K] = {rewards.shape} and mask [B, G, T] = {mask.shape}"
+    arguments = f"rewards [B, G, K] = {rewards.shape} and mask [B, G, T] = {mask.shape}"
     try:
         result = jax.eval_shape(checked.program, rewards, mask, checked.select(context))
     except Exception as error:
-        keywords = ", ".join([*context, "config"])
         raise ValueError(
-            f"advantage_fn {name!r} failed on {given} with {one_line(error)}. It can take the keywords {keywords}"
+            f"advantage_fn {name!r} failed on {arguments} with {one_line(error)}. It can take the keywords"
+            f" {', '.join(context)}, config"
         ) from error
-    _check_result(result, f"advantage_fn {name!r}", {"[B, G]": (b, g), "[B, G, T]": (b, g, t)}, given)
+    _check_result(result, f"advantage_fn {name!r}", {"[B, G]": (b, g), "[B, G, T]": (b, g, t)}, arguments)
     return dataclasses.replace(checked, per_token=result.ndim == 3)
 
 
@@ -140,10 +142,10 @@ def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
     _check_result(result, f"surrogate {name!r}", {"[..., T]": shape}, f"tokens of shape {shape}")
 
 
-def _check_result(result: object, what: str, shapes: dict[str, tuple[int, ...]], given: str) -> None:
+def _check_result(result: object, function: str, shapes: dict[str, tuple[int, ...]], arguments: str) -> None:
     """Raise ValueError unless a result is a float array of one of the given shapes."""
-    wanted = f"must return a float array {' or '.join(f'{axes} = {shape}' for axes, shape in shapes.items())}"
+    requirement = f"must return a float array {' or '.join(f'{axes} = {shape}' for axes, shape in shapes.items())}"
     if not isinstance(result, jax.ShapeDtypeStruct):
-        raise ValueError(f"{what} {wanted} for {given}; got {show(result)}")
+        raise ValueError(f"{function} {requirement} for {arguments}; got {show(result)}")
     if result.shape not in shapes.values() or not jnp.issubdtype(result.dtype, jnp.floating):
-        raise ValueError(f"{what} {wanted} for {given}; got {result.dtype.name} {result.shape}")
+        raise ValueError(f"{function} {requirement} for {arguments}; got {result.dtype.name} {result.shape}")

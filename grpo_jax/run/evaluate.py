@@ -162,7 +162,7 @@ def evaluate_encoded(
     max_prompts = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()
     for dataset, part in data.by_part().items():
-        count, longest, scored, lengths, ended = len(part.rows), max(map(len, part.token_ids)), [], [], []
+        count, longest, rewards, lengths, ended = len(part.rows), max(map(len, part.token_ids)), [], [], []
         batch_size = -(-count // -(-count // max_prompts))  # equal batch sizes, except that the last may be smaller
         for start in range(0, count, batch_size):
             # Repeat the last prompt so that the last batch has the same shape as the others.
@@ -185,11 +185,11 @@ def evaluate_encoded(
             local = call_reward_fns(
                 policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, trainer_state=trainer_state
             )
-            scored.append(gather_rewards(local, reward_fns))
+            rewards.append(gather_rewards(local, reward_fns))
             lengths.append(sampled.present.sum(-1).reshape(-1))
             ended.append(np.asarray(sampled.completions.ended).reshape(-1))
-            rows += completion_records(scored[-1], names, sampled)
-        means = _means(scored, names, config.reward_weights)
+            rows += completion_records(rewards[-1], names, sampled)
+        means = _means(rewards, names, config.reward_weights)
         means["mean_length"] = float(np.concatenate(lengths).mean())
         means["clipped_ratio"] = float(1 - np.concatenate(ended).mean())
         metrics |= {f"{dataset}/{name}" if dataset else name: value for name, value in means.items()}

@@ -63,10 +63,9 @@ class ImageEncoder:
         for row, length, sources in zip(tokens, np.asarray(prompts.lengths), images, strict=True):
             opened = [open_image(source) for source in sources]
             sizes = [(image.height, image.width) for image in opened]
-            inputs = map(processor.inputs, opened)
-            tiles.append(
-                [dict(zip(one, tile, strict=True)) for one in inputs for tile in zip(*one.values(), strict=True)]
-            )
+            tiles.append([])
+            for inputs in map(processor.inputs, opened):
+                tiles[-1] += [dict(zip(inputs, tile, strict=True)) for tile in zip(*inputs.values(), strict=True)]
             numbers = [(processor.num_tokens(*size), processor.count_tiles(*size)[0]) for size in sizes]
             counts.append([features // k for features, k in numbers for _ in range(k)])
             if (by_axis := processor.positions(row[:length].tolist(), sizes)) is not None:
@@ -76,8 +75,8 @@ class ImageEncoder:
         return prompts.replace(images=PromptImages(features, feature_index, axes))
 
     def _tiles(self, tiles: Sequence[Sequence[Tile]], counts: Sequence[Sequence[int]]) -> ImageTiles:
-        each = [self._pad_and_stack(found, self.num_tiles) for found in tiles]
-        inputs: dict[str, Any] = {name: np.stack([x[name] for x in each]) for name in each[0]}
+        padded = [self._pad_and_stack(prompt_tiles, self.num_tiles) for prompt_tiles in tiles]
+        inputs: dict[str, Any] = {name: np.stack([x[name] for x in padded]) for name in padded[0]}
         per_tile = inputs["raster_index"].shape[2] if "raster_index" in inputs else self.tower.config.num_features
         return ImageTiles(inputs, self._feature_index(counts, [0] * len(counts), per_tile))
 
@@ -123,8 +122,8 @@ def encode_call(raw: Json, dtype: str, mesh: jax.sharding.Mesh) -> functools.par
 
     tower, params = make_tower(raw, dtype)
     shapes = tower.config.inputs
-    most = max(1, MAX_INPUT_VALUES // sum(x.size for x in shapes.values()))
-    tiles, windows = (1, most) if "raster_index" in shapes else (most, 1)
+    per_device = max(1, MAX_INPUT_VALUES // sum(x.size for x in shapes.values()))
+    tiles, windows = (1, per_device) if "raster_index" in shapes else (per_device, 1)
     inputs = {
         name: jax.ShapeDtypeStruct((tiles * shard_count(mesh), windows * x.shape[1], *x.shape[2:]), x.dtype)
         for name, x in shapes.items()
@@ -184,8 +183,8 @@ def with_encoder(
     processor, tower, frozen = load_processor(policy), getattr(policy.model, "tower", None), None
     if tower is None:
         tower, frozen = load_tower(policy)
-        held = (tree for tree in (params, getattr(policy.model, "base", None)) if isinstance(tree, Mapping))
-        frozen = place(next((tree["tower"] for tree in held if "tower" in tree), frozen), mesh)
+        trees = (tree for tree in (params, getattr(policy.model, "base", None)) if isinstance(tree, Mapping))
+        frozen = place(next((tree["tower"] for tree in trees if "tower" in tree), frozen), mesh)
     tiles = [[processor.count_tiles(*x) for x in sizes] for part in parts.values() for sizes in part.image_sizes or ()]
     encoder = ImageEncoder(
         processor,

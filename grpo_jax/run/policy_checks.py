@@ -80,10 +80,10 @@ def check_context_length(policy: Policy, longest_prompt: int, max_completion_len
     shape = shape_of(policy)
     if shape is None or longest_prompt + max_completion_length <= shape.max_position_embeddings:
         return
-    left = shape.max_position_embeddings - longest_prompt
+    remaining = shape.max_position_embeddings - longest_prompt
     fix = (
-        f"use {left} or less, or shorter prompts"
-        if left > 0
+        f"use {remaining} or less, or shorter prompts"
+        if remaining > 0
         else "the prompts leave no room for completions: shorten them, drop long ones (max_prompt_length with"
         ' on_long_prompt="drop"), or use a model with a longer context'
     )
@@ -127,9 +127,9 @@ def run_problems(
 
 def check_best_metric(config: Config, names: Iterable[str]) -> None:
     """Raise ValueError if `metric_for_best_model` is an evaluation metric whose name is not in `names`."""
-    metric, known = config.metric_for_best_model or "", [f"eval/{name}" for name in names]
-    if metric.startswith("eval/") and metric not in known:
-        raise ValueError(f"metric_for_best_model must be an evaluation metric ({', '.join(known)}); got {metric!r}")
+    metric, logged = config.metric_for_best_model or "", [f"eval/{name}" for name in names]
+    if metric.startswith("eval/") and metric not in logged:
+        raise ValueError(f"metric_for_best_model must be an evaluation metric ({', '.join(logged)}); got {metric!r}")
 
 
 def weight_problems(config: GRPOConfig, num_reward_fns: int) -> list[str]:
@@ -158,7 +158,8 @@ def warn_of_tokens(
 def _messages_in(row: Row) -> Messages:
     """Return a row's messages. The list is empty if the prompt is a string or token ids."""
     columns = [row.get(name) for name in ("prompt", "completion", "messages")]
-    return [one for column in columns if isinstance(column, list | tuple) for one in column if isinstance(one, dict)]
+    messages = [message for column in columns if isinstance(column, list | tuple) for message in column]
+    return [message for message in messages if isinstance(message, dict)]
 
 
 def _duplicate_special_tokens(data: EncodedPrompts, policy: Policy, argument: str) -> Iterator[str]:
@@ -166,14 +167,14 @@ def _duplicate_special_tokens(data: EncodedPrompts, policy: Policy, argument: st
     bos, eos = (getattr(policy.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
     examples = data.masks is not None  # SFT examples, which must end with a single EOS
     strings = [ids for row, ids in zip(data.rows, data.token_ids, strict=True) if not _messages_in(row)]
-    ended = [ids for ids in strings if ids[-1] == eos and (not examples or ids[-2:-1] == ids[-1:])]
-    twice = [ids for ids in strings if bos is not None and list(ids[:2]) == [bos, bos]]
+    extra_eos = [ids for ids in strings if ids[-1] == eos and (not examples or ids[-2:-1] == ids[-1:])]
+    extra_bos = [ids for ids in strings if bos is not None and list(ids[:2]) == [bos, bos]]
     end = "end with two EOS tokens" if examples else "end with an EOS token before the completion"
-    for what, found in (("start with two BOS tokens", twice), (end, ended)):
-        if found:
+    for problem, rows in (("start with two BOS tokens", extra_bos), (end, extra_eos)):
+        if rows:
             yield (
-                f"{argument}: {len(found)} of {len(data.rows)} rows {what}, because the tokenizer adds special tokens"
-                f" (add_bos_token, add_eos_token). The first is {show(policy.tokenizer.decode(found[0]))}. Remove the"
+                f"{argument}: {len(rows)} of {len(data.rows)} rows {problem}, because the tokenizer adds special tokens"
+                f" (add_bos_token, add_eos_token). The first is {show(policy.tokenizer.decode(rows[0]))}. Remove the"
                 " special tokens from the strings, or pass messages instead of strings"
             )
 
@@ -182,22 +183,22 @@ def _missing_turn_ends(
     data: EncodedPrompts, policy: Policy, ends: TurnEnds, template_kwargs: Json | None, argument: str
 ) -> Iterator[str]:
     """Yield a warning if the loss excludes all end-of-turn tokens, or if they do not end sampled completions."""
-    stops, token, closing = {*policy.eos_token_ids, *ends.stop_token_ids}, None, ""
+    end_ids, token, warning = {*policy.eos_token_ids, *ends.stop_token_ids}, None, ""
     if _messages_in(data.rows[0]):
-        token = ChatTemplate(policy.tokenizer, template_kwargs, eos_token_ids=stops).closing_token()
+        token = ChatTemplate(policy.tokenizer, template_kwargs, eos_token_ids=end_ids).closing_token()
     if token is not None:
-        closing = (
+        warning = (
             f"the chat template ends a turn with {policy.tokenizer.decode([token])!r} ({token}), which does not end"
             f" completions (policy.eos_token_ids = {list(policy.eos_token_ids)}). Use {_with_eos(policy, token)}"
         )
     if data.masks is None:
-        if closing and not ends.stop:
-            yield f"{argument}: {closing}, or stop_token_ids=[{token}]"
+        if warning and not ends.stop:
+            yield f"{argument}: {warning}, or stop_token_ids=[{token}]"
         return
-    learned = zip(data.token_ids, data.masks, strict=True)
-    if all(stops.isdisjoint(itertools.compress(ids[1:], mask[1:])) for ids, mask in learned):
+    targets = zip(data.token_ids, data.masks, strict=True)
+    if all(end_ids.isdisjoint(itertools.compress(ids[1:], mask[1:])) for ids, mask in targets):
         yield f"{argument}: the loss excludes all end-of-turn tokens, so the policy does not learn to stop; " + (
-            closing
+            warning
             or "append tokenizer.eos_token to strings, or use a chat template that writes an EOS after assistant"
             " turns, inside the generation tags. If max_length truncates all examples, increase it"
         )

@@ -139,9 +139,9 @@ def encode_and_place(
     Raises the collected `errors` together with errors in tokens, sizes and devices.
     """
     mesh, config = errors.check(run_mesh, policy, config) or (None, config)
-    given = {name: part for name, part in rows.items() if part and policy.tokenizer is not None}
-    checked = {name: errors.check(encode, part, name) for name, part in given.items()}
-    encoded = {name: part for name, part in checked.items() if part is not None}
+    nonempty = {name: part for name, part in rows.items() if part and policy.tokenizer is not None}
+    results = {name: errors.check(encode, part, name) for name, part in nonempty.items()}
+    encoded = {name: part for name, part in results.items() if part is not None}
     policy = errors.check(functools.partial(with_tower, freeze=config.freeze_vision), policy, encoded) or policy
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))

@@ -255,10 +255,10 @@ def model_card(
 
 def _result(run_dir: Path) -> list[str]:
     """Return the card's sections about the run: result, plot and a table of non-default settings."""
-    about, sentence = read_settings(run_dir), headline(list(read_lines(run_dir / "metrics.jsonl")))
-    changed = {name: json.dumps(x, ensure_ascii=False) for name, x in changed_settings(about.get("config", {})).items()}
+    config, result = read_settings(run_dir).get("config", {}), headline(list(read_lines(run_dir / "metrics.jsonl")))
+    changed = {name: json.dumps(value, ensure_ascii=False) for name, value in changed_settings(config).items()}
     cells = {name: text.replace("|", "\\|") for name, text in changed.items() if not name.startswith(_PRIVATE)}
     rows = [f"| {name} | {text} |" for name, text in cells.items()]
-    parts = [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
+    parts = [f"{result[0].upper()}{result[1:]}."] if result else []
     parts += ["![Training curves](report.png)"] if Path(run_dir, "report.png").is_file() else []
     return parts + ["\n".join(["| setting | value |", "|---|---|", *rows])] * bool(rows)

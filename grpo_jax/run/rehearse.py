@@ -113,21 +113,21 @@ def rehearse(
     group_run = dataclasses.replace(run, config=config, updater=updater)
     batch, rollout, rows = collect(group_run, state, RolloutSource(group_run, num_prompts=1), phase=phase)
     with phase("update"):
-        after, measured = updater.update(state, batch)
-        metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
+        updated_state, update_metrics = updater.update(state, batch)
+        metrics = {name: float(value) for name, value in jax.device_get(update_metrics).items()}
     suspicious = list(_group_problems(run, batch, rollout, rows, metrics))
     if dropped := len(run.data.dropped):
         total, limit = len(run.data.rows) + dropped, config.max_prompt_length
         suspicious.append(f"{dropped} of {total} prompts are longer than max_prompt_length = {limit} and are dropped")
     if metrics["update_skipped"]:
-        cause = describe_non_finite(updater, after.params, batch, metrics, run.policy.tokenizer)
+        cause = describe_non_finite(updater, updated_state.params, batch, metrics, run.policy.tokenizer)
         suspicious.append(f"the update was skipped: {cause}")
     persistent = {
-        "training state": device_bytes(after),
+        "training state": device_bytes(updated_state),
         "policy": device_bytes((as_argument(policy.model), () if donate else policy.params)),
     }
     with phase("memory analysis"):
-        programs = _programs(run, after)
+        programs = _programs(run, updated_state)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     peak = sum(persistent.values()) + max(programs.values(), default=0)
     if limit is not None and peak > limit:

@@ -75,13 +75,13 @@ class Sampler(Protocol):
 
 def check_sampler(sampler: object, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
     """Raise ValueError unless `sampler` takes the keyword arguments to `generate` that the run requires."""
-    wanted = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
+    fix = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
     if not callable(sampler):
-        raise ValueError(f"sampler must be a function; got {show(sampler)}. {wanted}")
+        raise ValueError(f"sampler must be a function; got {show(sampler)}. {fix}")
     parameters, passed = arguments_of(sampler), (*ARGUMENTS, "policy", "answer_turn")
     unknown = [name for name, required in parameters.items() if required and name not in passed]
     if unknown:
-        raise ValueError(f"sampler requires arguments that are not passed: {', '.join(unknown)}. {wanted}")
+        raise ValueError(f"sampler requires arguments that are not passed: {', '.join(unknown)}. {fix}")
     for name, value in (("stop", ends.stop), ("max_turn_length", ends.max_turn_length)):
         if value and name not in parameters and not accepts_any_keyword(sampler):
             raise ValueError(f"sampler must take {name}, which the config sets; pass a sampler that does")
@@ -170,8 +170,8 @@ def read_completions(
         tokens,
         f"a token id outside the vocabulary of size {vocab_size}",
     )
-    bad = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
-    _raise_if_any(mask & bad, log_probs, "a log-prob that is not finite and ≤ 0 (log-probs are natural logarithms)")
+    invalid = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
+    _raise_if_any(mask & invalid, log_probs, "a log-prob that is not finite and ≤ 0 (log-probs are natural logarithms)")
     return Completions(
         tokens=_padded(np.where(present, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
         mask=_padded(mask, longest, False),
@@ -197,16 +197,16 @@ def mismatch_metrics(batch: Batch, config: GRPOConfig) -> dict[str, float]:
 
 def _array(returned: Completions, name: str, kinds: str) -> Any:
     """Return a field of the completions as a NumPy array. Raises ValueError unless its dtype's kind is in `kinds`."""
-    value, wanted = np.asarray(fetch(getattr(returned, name))), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
+    value, kind = np.asarray(fetch(getattr(returned, name))), {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
     if value.dtype.kind not in kinds and not (kinds == "f" and jnp.issubdtype(value.dtype, jnp.floating)):
-        raise ValueError(f"sampler must return {name} as {wanted}; got dtype {value.dtype}")
+        raise ValueError(f"sampler must return {name} as {kind}; got dtype {value.dtype}")
     return value
 
 
-def _raise_if_any(bad: np.ndarray, values: np.ndarray, what: str) -> None:
+def _raise_if_any(invalid: np.ndarray, values: np.ndarray, what: str) -> None:
     """Raise ValueError with the position of the first invalid value, if there is one."""
-    if bad.any():
-        b, g, t = (int(i) for i in np.argwhere(bad)[0])
+    if invalid.any():
+        b, g, t = (int(i) for i in np.argwhere(invalid)[0])
         raise ValueError(f"sampler returned {what}: {values[b, g, t]} at prompt {b}, completion {g}, token {t}")
 
 

@@ -114,10 +114,10 @@ def check_same_tokenizer(ours: Any, theirs: Any) -> None:
     """Raise ValueError unless both tokenizers assign the same ids to the same tokens."""
     if ours is theirs or ours is None or theirs is None:
         return
-    one, other = ours.get_vocab(), theirs.get_vocab()
-    different = sorted(token for token in {*one, *other} if one.get(token) != other.get(token))
+    our_ids, their_ids = ours.get_vocab(), theirs.get_vocab()
+    different = sorted(token for token in {*our_ids, *their_ids} if our_ids.get(token) != their_ids.get(token))
     if different:
-        examples = shorten([f"{token!r} ({one.get(token)}, {other.get(token)})" for token in different], 3)
+        examples = shorten([f"{token!r} ({our_ids.get(token)}, {their_ids.get(token)})" for token in different], 3)
         raise ValueError(
             f"teacher.tokenizer must have the policy's vocabulary, but {len(different)} tokens have different ids"
             f" (policy, teacher): {examples}. Use a teacher from the same model family"
@@ -142,16 +142,16 @@ def _read_result(result: TeacherLogProbs | np.ndarray, mask: np.ndarray, config:
     return TeacherLogProbs(log_probs, ids, _read_array(result.top_log_probs, "top_log_probs", top_mask))
 
 
-def _read_array(given: object, name: str, mask: np.ndarray) -> np.ndarray:
+def _read_array(value: object, name: str, mask: np.ndarray) -> np.ndarray:
     """Validate one array of a scorer's result. Returns int32 ids, or float32 log-probs clipped to at most 0."""
-    x = np.asarray(given)
+    x = np.asarray(value)
     if x.shape != mask.shape:
         raise ValueError(f"teacher.score must return {name} of shape {mask.shape}; got {x.shape}")
-    seen = x[mask]
+    unmasked = x[mask]
     if name == "top_ids":
-        if x.dtype.kind not in "iu" or (seen < 0).any():
+        if x.dtype.kind not in "iu" or (unmasked < 0).any():
             raise ValueError(f"teacher.score must return {name} as integers ≥ 0; got {show(x)} ({x.dtype})")
         return np.where(mask, x, 0).astype(np.int32)
-    if not np.isfinite(seen).all() or (seen > ROUNDING).any():
+    if not np.isfinite(unmasked).all() or (unmasked > ROUNDING).any():
         raise ValueError(f"teacher.score must return {name} that are finite and ≤ 0 (natural logarithms)")
     return np.where(mask, np.minimum(x, 0), 0).astype(np.float32)

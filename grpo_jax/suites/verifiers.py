@@ -34,16 +34,16 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     """
     loaders = import_extra(f"{V1}.utils.loaders", PACKAGE)
     try:
-        described = loaders.resolve_env_config({"id": env, "taskset": {"id": taskset, **settings}})
-        environment = loaders.load_environment(_in_process(described))
+        config = loaders.resolve_env_config({"id": env, "taskset": {"id": taskset, **settings}})
+        environment = loaders.load_environment(_in_process(config))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"verifiers cannot load {taskset!r} ({type(error).__name__}: {error})") from error
-    if programs := [one.id for one in described.agent_harnesses().values() if one.id not in ("bash", "null")]:
+    if programs := [harness.id for harness in config.agent_harnesses().values() if harness.id not in ("bash", "null")]:
         raise ValueError(f"taskset {taskset!r} uses the harness {programs[0]!r}; only 'bash' and 'null' are supported")
     if size is None and not environment.taskset.bounded:
         raise ValueError(f"the taskset {taskset!r} is infinite; set size to the number of tasks")
     tasks = list(itertools.islice(environment.taskset, size))
-    _check(environment, tasks, taskset)
+    _check_supported(environment, tasks, taskset)
     rows: list[Row] = [
         {"prompt": _prompt(task), "index": i, "task": task.data.name or ""} for i, task in enumerate(tasks)
     ]
@@ -59,7 +59,7 @@ def _in_process(config: Foreign) -> Foreign:
     return config.model_copy(update={name: agent.model_copy(update=updates) for name, agent in agents.items()})
 
 
-def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> None:
+def _check_supported(environment: Foreign, tasks: Sequence[Foreign], name: str) -> None:
     """Raise ValueError if the environment or its tasks are not supported."""
     configs = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(environment.config)
     if len(configs) != 1:
@@ -68,7 +68,7 @@ def _check(environment: Foreign, tasks: Sequence[Foreign], name: str) -> None:
         raise ValueError(f"{name!r} has no tasks; use a different taskset or setting")
     if type(tasks[0]).NEEDS_CONTAINER:
         raise ValueError(f"{name!r}: tasks that need a container are not supported")
-    toolsets = [one.server_name for owner in (environment.taskset, *tasks) for one in owner.toolsets(owner.config)]
+    toolsets = [x.server_name for owner in (environment.taskset, *tasks) for x in owner.toolsets(owner.config)]
     if toolsets:
         raise ValueError(
             f"{name!r}: tasks with tools ({shorten([*dict.fromkeys(toolsets)])}) are not supported. Use tasks without"
@@ -88,7 +88,7 @@ def _prompt(task: Foreign) -> Messages:
 
 async def _run_episode(server: SharedModelServer, task: Foreign, conversation: Conversation) -> None:
     v1, environment = import_extra(V1, PACKAGE), server.environment
-    about = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    trace_task = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     try:
         agents = v1.Agents(environment.config, functools.partial(policy_agent, conversation, await server.start()))
         await environment.setup(agents)
@@ -98,7 +98,7 @@ async def _run_episode(server: SharedModelServer, task: Foreign, conversation: C
         if conversation.trace.errors:
             raise RuntimeError(f"{conversation.trace.errors[-1].type}: {conversation.trace.errors[-1].message}")
         info = v1.EnvInfo(id=environment.config.env_id)
-        await environment.finalize(task, v1.Episode(env=info, task=about, traces=[conversation.trace]))
+        await environment.finalize(task, v1.Episode(env=info, task=trace_task, traces=[conversation.trace]))
     except ExceptionGroup as group:  # raised by environments with concurrent tasks
         raise group.exceptions[0] from group
     finally:
