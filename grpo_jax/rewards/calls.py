@@ -88,7 +88,7 @@ def compute_rewards(
     Each function is called once with the keywords that it accepts, including `trainer_state`, `log_metric(name, value)`
     and `log_extra(column, values)`. Asynchronous functions run concurrently, after the synchronous functions. They
     share one event loop per process, so they can reuse clients and locks. `turn_counts` has an entry per completion. If
-    it is None, functions cannot return rewards per turn or token.
+    it is None, each completion is a single turn.
 
     An error is an exception, a result that is not a list of B·G values, or a value that is neither finite (as float32)
     nor None. If `on_error` is "raise", the first error raises RewardError. If it is "none", the completion (or all, if
@@ -113,10 +113,10 @@ def compute_rewards(
     parts: list[RewardParts] = []
     lengths = [len(ids) for ids in completion_ids]
     for k, (name, outcome) in enumerate(zip(names, outcomes, strict=True)):
-        read = None
-        if turn_counts is not None:
-            read = functools.partial(read_parts, function=k, turn_counts=turn_counts, token_counts=lengths, found=parts)
-        rewards[:, k], failures = read_outcome(outcome, count, read)
+        read_item = functools.partial(
+            read_parts, function=k, turn_counts=turn_counts or [1] * count, token_counts=lengths, parts=parts
+        )
+        rewards[:, k], failures = read_outcome(outcome, count, read_item)
         errors = count if None in failures else len(failures)
         if failures and (on_error == "raise" or errors > WARNING_FRACTION * count):
             explanation, first = _explain(name, failures, inputs, num_generations), next(iter(failures.values()))

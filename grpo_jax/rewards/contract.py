@@ -87,10 +87,7 @@ def accepts_any_keyword(fn: Callable[..., object]) -> bool:
 
 
 def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
-    """Return a dict that maps the name of each keyword argument to whether the argument is required.
-
-    A callable object with `**kwargs` can declare additional arguments in `reward_arguments`, a dict of the same form.
-    """
+    """Map each keyword argument to whether it is required. An object's `reward_arguments` declares further ones."""
     parameters = [p for p in parameters_of(fn) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     arguments = {p.name: p.default is p.empty for p in parameters if p.name not in _bound(fn)}
     return arguments | getattr(fn, "reward_arguments", {})

@@ -49,21 +49,21 @@ def as_scores(values: np.ndarray, failures: Failures) -> list[float | None]:
 
 
 def read_outcome(
-    outcome: object, count: int, read: Callable[[int, object], float | str] | None = None
+    outcome: object, count: int, read_item: Callable[[int, object], float | str] | None = None
 ) -> tuple[np.ndarray, Failures]:
     """Validate a reward function's result or exception. Returns scores [count] float64 (NaN if missing) and errors.
 
-    `read(index, value)` converts one completion's value to a float or an error message. The default is `read_number`.
+    `read_item(index, value)` converts a completion's value to a float or an error message (default: `read_number`).
     """
     if isinstance(outcome, PartialRewards):
-        values, failures = read_outcome(outcome.values, count, read)
+        values, failures = read_outcome(outcome.values, count, read_item)
         return values, failures | outcome.failures
     values, failures = np.full(count, np.nan), {}
     items = _items(outcome, count)
     if not isinstance(items, list):
         return values, {None: items}
     for index, item in enumerate(items):
-        value = read_number(item) if read is None else read(index, item)
+        value = read_number(item) if read_item is None else read_item(index, item)
         if isinstance(value, str):
             failures[index] = value
         else:
@@ -132,27 +132,27 @@ def read_parts(
     function: int,
     turn_counts: Sequence[int],
     token_counts: Sequence[int],
-    found: list[RewardParts],
+    parts: list[RewardParts],
 ) -> float | str:
-    """Return a completion's reward (NaN for None) or an error message. Appends rewards for its parts to `found`.
+    """Return a completion's reward (NaN for None) or an error message. Appends rewards for its parts to `parts`.
 
     `item` is a number, None, a list with one reward per turn, or an array with one reward per token. The completion's
     reward is the sum. `turn_counts` and `token_counts` have one entry per completion.
     """
     to_list = getattr(item, "tolist", None)  # NumPy and JAX arrays and scalars
-    plain = item if to_list is None else to_list()
-    if not isinstance(plain, (list, tuple)):
+    items = item if to_list is None else to_list()
+    if not isinstance(items, (list, tuple)):
         return read_number(item)
     per_token = to_list is not None
     kind, unit, sizes = ("an array", "token", token_counts) if per_token else ("a list", "turn", turn_counts)
-    if len(plain) != (wanted := sizes[completion]):
+    if len(items) != (wanted := sizes[completion]):
         return f"{read_number(item)}, or {kind} with one per {unit} ({wanted})"
-    values = [read_number(one) for one in plain]
-    bad = next((i for i, one in enumerate(values) if isinstance(one, str) or np.isnan(one)), None)
-    if bad is not None:
-        return f"returned {show(item)}; the reward for {unit} {bad} must be finite"
-    rewards = [float(one) for one in values]
-    found.append(RewardParts(completion, function, per_token, rewards))
+    values = [read_number(x) for x in items]
+    invalid = next((i for i, x in enumerate(values) if isinstance(x, str) or np.isnan(x)), None)
+    if invalid is not None:
+        return f"returned {show(item)}; the reward for {unit} {invalid} must be finite"
+    rewards = [float(x) for x in values]
+    parts.append(RewardParts(completion, function, per_token, rewards))
     return read_number(float(np.sum(rewards)))
 
 

@@ -223,9 +223,6 @@ def _pickled_function(fn: Callable[..., object]) -> bytes:
     return payload
 
 
-# Processes and messages -----------------------------------------------------------------------------------------------
-
-
 class _WorkerProcess(SpawnProcess):
     """A worker process that does not import the running script and is killed together with its child processes."""
 

@@ -154,10 +154,7 @@ def evaluate_encoded(
     trainer_state: TrainerState | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Run `evaluate` on encoded rows with validated reward functions, including the environments' rewards.
-
-    `interrupt` is called between batches and every few tokens. An exception that it raises ends the evaluation.
-    """
+    """Run `evaluate` on encoded rows. `interrupt` is called every few tokens and may raise to end the evaluation."""
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
     max_prompts = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()

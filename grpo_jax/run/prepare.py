@@ -63,10 +63,7 @@ def prepare(
     surrogate: Surrogate | None = None,
     teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """Validate the arguments to `train` and build its `Run`.
-
-    Raises ValueError immediately if `config` or `policy` has the wrong type. All other errors are reported together.
-    """
+    """Validate the arguments to `train` and build its `Run`. Raises a single ValueError for all errors."""
     if not isinstance(config, GRPOConfig):
         raise ValueError(
             f"config must be a GRPOConfig; got {type(config).__name__}. GRPOConfig.from_dict converts a dict."
@@ -204,10 +201,7 @@ def derive_run(
 def check_optimizer(optimizer: object) -> None:
     """Raise ValueError unless `optimizer` is an optax transformation or None."""
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise ValueError(
-            f"optimizer must be an optax transformation; got {show(optimizer)}. Pass a transformation such as"
-            " optax.adamw(1e-6), or None to use the config's optimizer"
-        )
+        raise ValueError(f"optimizer must be an optax transformation, such as optax.adamw(1e-6); got {show(optimizer)}")
 
 
 def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list[Row]:

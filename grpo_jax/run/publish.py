@@ -217,10 +217,7 @@ def model_card(
     dataset: str | None = None,
     license: str | None = None,
 ) -> str:
-    """Return a model card with the Hub's metadata, the run's result and settings, and code to load the policy.
-
-    The card omits the run's paths and prompts, which may be private.
-    """
+    """Return a model card. It omits the run's paths and prompts, which may be private."""
     from huggingface_hub import ModelCardData
 
     settings = {} if run_dir is None else read_settings(run_dir).get("config", {})

@@ -145,7 +145,7 @@ def test_all_errors_are_reported_together():
     assert head == "this run has 7 errors:"
     starts = [
         "policy has no tokenizer",
-        "optimizer must be an optax transformation; got 'adam'. Pass a transformation such as",
+        "optimizer must be an optax transformation, such as optax.adamw(1e-6); got 'adam'",
         "eval_dataset='held_out.jsonl': f",
     ]
     starts += [f"reward function {name} needs the argument" for name in ("'lambda'", "'lambda_2'")]
