@@ -100,7 +100,7 @@ class Engine:
         All processes of a run must call this function together.
         """
         leaves = jax.tree.leaves(params)
-        if self._version is not None and self._params and self._is_current(leaves):
+        if self._version is not None and self._is_current(leaves):
             return
         begin, older = time.monotonic(), self._version
         name, ids = f"grpo-{self._token}-{next(self._counter)}", probe_ids(policy)

@@ -156,8 +156,7 @@ class VLLM:
         if ended != (reason == "stop") or (not ended and len(tokens) != max_tokens):
             raise EngineError(
                 f"{self.url} ended a completion after {len(tokens)} of {max_tokens} tokens with finish_reason"
-                f" {reason!r}. The last token, {tokens[-1]}, is not in stop_token_ids ({shorten([*map(str, stop)])})"
-                f"{'' if stops is None else f', and no stop string ({shorten([*map(repr, stops.strings)])}) matches'}."
+                f" {reason!r}, but the last token, {tokens[-1]}, is not a stop id and does not complete a stop string."
                 " Check that its --max-model-len is sufficient and that its tokenizer is the same as the policy's"
             )
         return ServerTurn(tokens, log_probs, ended)

@@ -92,8 +92,10 @@ class Episode:
         tokens = self._encode(observation, int(ids[-1]))
         if len(tokens) <= limit:  # longer observations are not shown to the policy
             self._extend_context(tokens)
-            self.record.turns += [(False, text) for text in _texts(observation)]
-            self.record.messages += [] if isinstance(observation, str) else observation
+            messages = [] if isinstance(observation, str) else observation
+            texts = [observation] if isinstance(observation, str) else [message["content"] for message in messages]
+            self.record.turns += [(False, text) for text in texts]
+            self.record.messages += messages
         return tokens
 
     def record_turn(self, ids: np.ndarray) -> Parsed:
@@ -235,11 +237,6 @@ def _to_float(value: Any) -> float | list[float] | str | None:
         return None if value is None else show(value) if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
         return show(value)
-
-
-def _texts(observation: str | Messages) -> list[str]:
-    """Return the text of each message in an observation."""
-    return [observation] if isinstance(observation, str) else [message["content"] for message in observation]
 
 
 class Episodes:

@@ -110,10 +110,10 @@ class Layouts:
         # Completions move at most once between bursts.
         bursts = -(-tokens // steps)
         max_smaller = MAX_SMALLER if multi_turn else min(MAX_SMALLER, bursts - 1)
-        while (
-            len(shapes) <= max_smaller
-            and (smaller := _next_shape(shapes[-1], groups * width, step, shards)) is not None
-        ):
+        for _ in range(max_smaller):
+            smaller = _next_shape(shapes[-1], groups * width, step, shards)
+            if smaller is None:
+                break
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 

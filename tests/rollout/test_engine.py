@@ -202,7 +202,7 @@ def test_restart_between_requests_is_detected(server, version):
 @pytest.mark.quick
 @pytest.mark.parametrize(("fault", "how", "message"), [
     (400, {}, "returned status 400: .*told to answer 400"),
-    ("early", {"stop": ["never"], "eos_token_ids": ()}, "1 of 8 tokens with finish_reason 'stop'.*no stop string"),
+    ("early", {"stop": ["never"], "eos_token_ids": ()}, "1 of 8 tokens with finish_reason 'stop'.*complete a stop"),
 ])  # fmt: skip
 def test_unusable_responses_end_the_run(server, fault, how, message):
     server.fault = nth("/v1/completions", fault, *range(3, 8))
