@@ -48,7 +48,7 @@ def group_attention(
       k: keys [B, H_kv, G, d, S]. The first three axes may be merged. Slots form a ring: slot S + 2 is slot 2.
       v: values [B, H_kv, G, S, d]. The first three axes may be merged.
       index: slot of the first query, a scalar or [B].
-      start: slot of the first token, per prompt [B] or per completion [B, G]. Defaults to 0.
+      start: [B, G] slot of each completion's first token. Defaults to 0.
       last_visible: [B, T] int32 slot of the last key that a query attends to, if later than its own (in an image).
       kernel: settings with the scale, window and soft cap of the scores. The tile sizes are not used.
       sinks: float32 scores [H_kv, R] for a key without a value, one per query head, or None.
@@ -59,7 +59,7 @@ def group_attention(
     # In a full ring, the slot after the query's slot contains the oldest key.
     distance = (slot[..., None] - jnp.arange(s)[None, None, None]) % s
     if start is not None:
-        position = slot - start.reshape(start.shape[0], -1, 1)
+        position = slot - start[..., None]
     visible = distance <= position[..., None]
     if kernel.window is not None:
         visible &= distance < kernel.window

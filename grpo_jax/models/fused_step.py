@@ -92,7 +92,7 @@ def step_attention(
     chex.assert_shape(cache, [(b, h, g, d, slots), (b, h, g, slots, d)])
     chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
     slot = jnp.broadcast_to(jnp.reshape(index, (-1, 1)), (b, g))
-    first = jnp.zeros((b, g), jnp.int32) if start is None else jnp.broadcast_to(start.reshape(b, -1), (b, g))
+    first = jnp.zeros((b, g), jnp.int32) if start is None else jnp.broadcast_to(start, (b, g))
     ring = slot, first, jnp.ones((b, g), bool) if write is None else write
     half = 0 if norm_and_rope.table is None else norm_and_rope.table[0].shape[-1]
     static = norm_and_rope._replace(scales=None, table=None)

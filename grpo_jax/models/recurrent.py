@@ -50,7 +50,7 @@ class Positions(NamedTuple):
         position = jnp.arange(t)[None, None] - before[..., None]
         if context.cache is None:
             return cls(position, length)
-        fresh = context.index + before == (0 if context.start is None else context.start.reshape(b, -1))
+        fresh = context.index + before == (0 if context.start is None else context.start)
         return cls(position, length, fresh if length is None else fresh & (length > 0))
 
 

@@ -88,7 +88,7 @@ class Transformer(nn.Module):
           prefix: cache for the prompts. If None, `tokens` are whole sequences.
           cache: cache for the completions, with S slots. Slots 0..index-1 are filled.
           index: slot of the first token. Slots form a ring: slot S + 2 is slot 2.
-          start: int32 slot of the first token, per prompt [B] or per completion [B, G].
+          start: [B, G] int32 slot of each completion's first token. Defaults to 0.
           segments: segments of packed sequences [A, 1, N].
           last: [B] int32 index of the only token to return, as [B, G, 1, D]. Not supported for packed sequences.
           write: [B, G, T] bool mask of contiguous tokens to cache. The cache must have three separate leading axes.
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         elif prefix is not None:
             positions = positions + prefix.lengths[:, None]
         if start is not None:
-            positions = positions - start[:, None] if start.ndim == 1 else positions[:, None] - start[..., None]
+            positions = positions[:, None] - start[..., None]
         longest = num_slots(cache) if cache is not None else t if segments is None else segments.longest
         last_visible = None if images is None or not c.bidirectional_images else last_of_image(images.feature_index)
         by_axis = None if images is None else images.positions

@@ -75,7 +75,7 @@ WRITE = np.array([[True, False, True], [False, True, True]])
 @pytest.mark.parametrize("given", [
     pytest.param({"slots": 512, "index": 300, "d": 64, "rope": Rope()}, id="several tiles"),
     pytest.param({"slots": 50, "index": 49, "p": 37, "cached": True}, id="sizes that no tile divides, a shared cache"),
-    pytest.param({"slots": 64, "index": 70, "start": np.array([20, 60])}, id="a wrapped ring buffer"),
+    pytest.param({"slots": 64, "index": 70, "start": np.array([[20], [60]])}, id="a wrapped ring buffer"),
     pytest.param({"slots": 64, "index": 40, "start": np.array([[0, 3, 40], [7, 39, 38]])}, id="a start for each"),
     pytest.param({"slots": 64, "index": 40, "window": 9, "soft_cap": 2.0, "norms": True}, id="a window, a cap, norms"),
     pytest.param({"slots": 256, "index": 3, "window": 17, "d": 256, "sinks": True}, id="a window into the prompt"),
