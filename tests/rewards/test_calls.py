@@ -1,4 +1,4 @@
-"""Calls to reward functions: their arguments and the validation of their results."""
+"""Calls to reward functions: their arguments, the validation of their results, and logged metrics and columns."""
 
 import asyncio
 import functools
@@ -11,6 +11,7 @@ import pytest
 
 from grpo_jax.rewards.calls import compute_rewards, mean_of_scored, total_rewards
 from grpo_jax.rewards.contract import RewardError, TrainerState, copy_containers, reward_names
+from grpo_jax.rewards.workers import isolated
 
 pytestmark = pytest.mark.quick
 
@@ -21,7 +22,7 @@ COMPLETIONS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff"]
 COLUMNS = {"answer": ["x"] * G + ["y"] * G, "level": [1] * G + [2] * G}
 
 
-def score(fns, *, columns=COLUMNS, **keywords):
+def compute(fns, *, columns=COLUMNS, **keywords):
     return compute_rewards(
         fns,
         prompts=PROMPTS,
@@ -29,7 +30,11 @@ def score(fns, *, columns=COLUMNS, **keywords):
         completion_ids=[[1] * len(text) for text in COMPLETIONS],
         columns=columns,
         **{"num_generations": G} | keywords,
-    )[:2]
+    )
+
+
+def score(fns, **keywords):
+    return compute(fns, **keywords)[:2]
 
 
 def returns(value):
@@ -125,6 +130,27 @@ def test_functions_and_completions_do_not_share_objects():
     )
 
 
+def test_metrics_and_columns_are_logged():
+    objects = [[i] for i in range(N)]
+
+    def logs(completions, trainer_state, log_metric, log_extra):
+        log_metric("at", trainer_state.global_step)
+        log_metric("at", trainer_state.max_steps)
+        log_extra("length", length(completions))
+        log_extra("object", objects)
+        objects[0].append(2)
+        return [0.0] * N
+
+    rewards = compute(logs, trainer_state=TrainerState(global_step=3, max_steps=10))
+    assert rewards.logged_metrics == {"at": [3.0, 10.0]}
+    expected = [{"length": len(text), "object": [i]} for i, text in enumerate(COMPLETIONS)]
+    assert rewards.logged_columns == expected, "logged values must be copied"
+    with pytest.raises(RewardError, match=r"log_extra\('length', ...\): got 1 values for 6 completions"):
+        compute(lambda completions, log_extra: log_extra("length", [1]))
+    with pytest.raises(ValueError, match="fn='logs' takes log_metric, but workers cannot log"):
+        isolated(logs, timeout=1.0)
+
+
 def test_lists_of_other_lengths_are_refused():
     with pytest.raises(ValueError, match="answer must have B·G=6 entries, one per completion; got 1"):
         score(length, columns={"answer": ["x"]})
@@ -180,7 +206,6 @@ WHOLE = {
     "too few": (returns([1.0] * 5), "must return one value for each of 6 completions; got 5"),
     "endless": (returns(iter(int, 1)), "must return one value for each of 6 completions; got more than 6"),
     "scalar": (returns(np.float32(0.5)), "must return a list with a float or None for each of 6 completions; got 0.5"),
-    "set": (returns({0.0, 1.0, 2.0, 3.0, 4.0, 5.0}), "must return a list .*; got {0"),
     "broken array": (returns(Promise()), "raised ZeroDivisionError: "),
 }
 

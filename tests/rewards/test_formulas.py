@@ -7,7 +7,7 @@ import pytest
 from grpo_jax.rewards import PartialRewards, formula_reward, number_reward
 from grpo_jax.rewards.contract import check_rows
 
-math_verify = pytest.importorskip("math_verify", reason="math-verify is not installed")
+pytest.importorskip("math_verify", reason="math-verify is not installed")
 
 # Ground truth, completion, whether it is correct, scores from formula_reward and number_reward (None: row refused).
 # docs/suites.md has the table.
@@ -48,18 +48,10 @@ def test_number_and_formula_rewards_score_as_documented(truth, completion, right
 
 
 @pytest.mark.quick
-def test_scores_equal_math_verify():
-    """formula_reward returns math-verify's scores, and differs from number_reward where the table says so; a formula
-    that does not terminate costs one score.
-    """
-    truths = [r"\frac{1}{2}", "0.5", "-7", r"\sqrt{2}"]
-    texts = [r"$\frac{2}{4}$", "a half, 0.50", r"\boxed{7}", r"$2^{1/2}$"]
-    pairs = [(math_verify.parse(f"${a}$"), math_verify.parse(b)) for a, b in zip(truths, texts, strict=True)]
-    wanted = [float(math_verify.verify(gold, found)) for gold, found in pairs]
-    messages = [[{"role": "assistant", "content": text}] for text in texts]
+def test_messages_are_scored_after_pickling():
     judge = pickle.loads(pickle.dumps(formula_reward("truth", timeout=None)))
-    assert judge(completions=messages, truth=truths) == wanted == [1.0, 1.0, 0.0, 1.0]
-    assert judge(completions=["1"], truth=[None]) == [None]
+    messages = [[{"role": "assistant", "content": text}] for text in (r"$\frac{2}{4}$", r"\boxed{7}", "1")]
+    assert judge(completions=messages, truth=[r"\frac{1}{2}", "-7", None]) == [1.0, 0.0, None]
 
 
 @pytest.mark.quick
