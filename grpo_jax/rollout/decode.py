@@ -22,7 +22,7 @@ from grpo_jax.rollout.draw import (
     draw,
     draw_next,
     ended_by,
-    first_state,
+    initial_stop_state,
     step_uniforms,
     vocabulary_axes,
 )
@@ -100,7 +100,7 @@ def prefill(
     logits = model.apply({"params": params}, last_hidden, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
     tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, settings.sampling)
-    ended, stop_state = ended_by(tokens, first_state((b, g), settings), settings)
+    ended, stop_state = ended_by(tokens, initial_stop_state((b, g), settings), settings)
     cache, start = empty_cache(prefix.layers, g, slots), None
     if first_slot is not None:
         start = jnp.full((b, g), first_slot, jnp.int32)
@@ -309,7 +309,7 @@ def generate_uncached(
         jnp.zeros((b, g, length), jnp.float32),
         jnp.zeros((b, g, length), bool),
         jnp.zeros((b, g), bool),
-        first_state((b, g), settings),
+        initial_stop_state((b, g), settings),
     )
     tokens, log_probs, mask, ended, _ = jax.lax.fori_loop(0, length, step, initial)
     return Completions(tokens=tokens, mask=mask, log_probs=log_probs, ended=ended)

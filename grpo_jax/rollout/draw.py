@@ -111,7 +111,7 @@ def ended_by(
     return ended | (state == settings.stops.final_state), state
 
 
-def first_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:
+def initial_stop_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:
     """Return the automaton's state at the start of a turn, or None without stop strings."""
     return None if settings.stops is None else jnp.zeros(shape, jnp.int32)
 

@@ -121,9 +121,9 @@ class Client:
         try:
             async with asyncio.timeout(self._timeout):
                 received = await self._exchange("\r\n".join([*head, "", ""]).encode() + data)
-            answer = http.client.HTTPResponse(_ResponseBytes(received))  # type: ignore[arg-type]
-            answer.begin()
-            return answer.status, answer.read()
+            response = http.client.HTTPResponse(_ResponseBytes(received))  # type: ignore[arg-type]
+            response.begin()
+            return response.status, response.read()
         except TimeoutError:
             raise ConnectionLost(
                 f"{self.base_url}{path} did not respond within {self._timeout:g} s. Check the server's log, or pass a"
@@ -142,8 +142,8 @@ class Client:
             received, end = bytearray(), math.inf
             while len(received) < end and (part := await reader.read(2**16)):
                 received += part
-                if stated := CONTENT_LENGTH.match(received):  # the server may keep the connection open
-                    end = stated.end() + int(stated[1])
+                if header := CONTENT_LENGTH.match(received):  # the server may keep the connection open
+                    end = header.end() + int(header[1])
             return bytes(received)
         finally:
             writer.close()
@@ -214,5 +214,5 @@ class Requests:
                 try:
                     await self._restore()
                     self._epoch += 1
-                except ConnectionLost as again:
-                    lost = again
+                except ConnectionLost as error:
+                    lost = error

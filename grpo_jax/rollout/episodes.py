@@ -50,10 +50,10 @@ class _Failed(Exception):
 
 
 class Episode:
-    """One completion with its environment. `where` describes its dataset row and index in error messages."""
+    """One completion with its environment. `description` names its dataset row and index in error messages."""
 
-    def __init__(self, interaction: Interaction, row: Row, where: str):
-        self._interaction, self.where = interaction, where
+    def __init__(self, interaction: Interaction, row: Row, description: str):
+        self._interaction, self.description = interaction, description
         self._is_chat = is_conversation(row["prompt"])
         self.environment: Any = None  # object returned by the factory
         self.tools: Mapping[str, Tool] = interaction.tools
@@ -224,8 +224,8 @@ class Episode:
             return _Failed()
         kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
         return EnvironmentFailure(
-            f"{kind}: {what} {describe_failure(problem)}, for {self.where}. Set on_environment_error='end' to end only"
-            " this episode and continue the run"
+            f"{kind}: {what} {describe_failure(problem)}, for {self.description}. Set on_environment_error='end' to end"
+            " only this episode and continue the run"
         )
 
 
@@ -252,7 +252,7 @@ class Episodes:
         self.local_rows, self._group = local_range(len(rows)), num_generations
         self._indices = range(self.local_rows.start * num_generations, self.local_rows.stop * num_generations)
         self._tokenizer = interaction.tokenizer
-        self.all = [
+        self.episodes = [
             Episode(interaction, row, f"row {number} of the dataset, completion {g}")
             for row, number in zip(rows, row_indices, strict=True)
             for g in range(num_generations)
@@ -270,11 +270,11 @@ class Episodes:
         Raises ValueError if the environments of one prompt returned different texts, or if episodes share one.
         """
         group = self._group
-        list(self._pool.map(lambda i: self.all[i].reset(rows[i // group]), self._indices))
-        environments = [episode.environment for episode in self.all if episode.environment is not None]
+        list(self._pool.map(lambda i: self.episodes[i].reset(rows[i // group]), self._indices))
+        environments = [episode.environment for episode in self.episodes if episode.environment is not None]
         if len(set(map(id, environments))) < len(environments):
             raise ValueError("environment_factory must return a new object at each call, since episodes are concurrent")
-        local = [_extended_prompt(rows[b], self.all[b * group : (b + 1) * group]) for b in self.local_rows]
+        local = [_extended_prompt(rows[b], self.episodes[b * group : (b + 1) * group]) for b in self.local_rows]
         prompts = itertools.chain.from_iterable(gather_objects(local))
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
 
@@ -283,18 +283,18 @@ class Episodes:
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         for b in self.local_rows:
             preceding = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())
-            for episode in self.all[b * self._group : (b + 1) * self._group]:
+            for episode in self.episodes[b * self._group : (b + 1) * self._group]:
                 episode.preceding = preceding
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Future[Sequence[int] | None] | None:
         """Start computing the answer to a turn; see `rollout.turns.AnswerTurn`."""
         if completion not in self._indices:
             return None
-        return self._pool.submit(self.all[completion].answer, turn, limit)
+        return self._pool.submit(self.episodes[completion].answer, turn, limit)
 
     def end(self, tokens: np.ndarray, sampled: np.ndarray) -> list[EpisodeRecord]:
         """Compute all rewards and return the episode records. `sampled` [B·G, T] is True on sampled tokens."""
-        local = [self.all[i] for i in self._indices]
+        local = [self.episodes[i] for i in self._indices]
         for i, episode in zip(self._indices, local, strict=True):
             drawn, recorded = tokens[i][sampled[i]], sum(episode.record.lengths)
             if len(drawn) > recorded:  # the last turn was truncated at the maximum length and not answered
@@ -312,7 +312,7 @@ def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | 
     reset_texts = list(dict.fromkeys(episode.reset_text for episode in episodes if not episode.has_failed))
     if len(reset_texts) > 1:
         raise ValueError(
-            f"{episodes[0].where}: reset must return the same text for all completions of a prompt; got"
+            f"{episodes[0].description}: reset must return the same text for all completions of a prompt; got"
             f" {show(reset_texts[0])} and {show(reset_texts[1])}. Compute the text from the row only; if it is random,"
             " take the seed from a column"
         )
@@ -321,8 +321,8 @@ def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | 
     last = {"role": "user", "content": ""} if isinstance(row["prompt"], str) else row["prompt"][-1]
     if last["role"] != "user" or not isinstance(last["content"], str | list):
         raise ValueError(
-            f"{episodes[0].where}: the prompt must end with a text message from the role 'user', to which the text"
-            f" returned by reset is appended; got {show(last)}. Change the prompt, or return None from reset"
+            f"{episodes[0].description}: the prompt must end with a text message from the role 'user', to which the"
+            f" text returned by reset is appended; got {show(last)}. Change the prompt, or return None from reset"
         )
     return with_appended_text(row["prompt"], reset_texts[0])
 

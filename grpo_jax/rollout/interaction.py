@@ -35,8 +35,8 @@ class Interaction:
     config: GRPOConfig
     ends: TurnEnds  # conditions that end a turn, in addition to EOS
     factories: Mapping[Hashable, EnvironmentFactory]  # {} if the run has only tools
-    kinds: Mapping[Hashable, type]  # environment classes
-    own_tools: Mapping[Hashable, Mapping[str, Tool]]  # public methods of each environment
+    environment_classes: Mapping[Hashable, type]
+    methods: Mapping[Hashable, Mapping[str, Tool]]  # public methods of each environment
     tools: Mapping[str, Tool]  # functions available to all rows
     format: Format | None  # the chat template's format for tool calls
     thinking: bool  # whether the generation prompt opens a thinking block, so that turns start inside it
@@ -48,7 +48,7 @@ class Interaction:
 
     def schemas(self, row: Row) -> list[Json] | None:
         """Return the tool schemas that the chat template includes in a row's prompt."""
-        return schemas_of({**self.tools, **self.own_tools.get(self.factory_key(row), {})})
+        return schemas_of({**self.tools, **self.methods.get(self.factory_key(row), {})})
 
 
 def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
@@ -104,8 +104,8 @@ def make_interaction(
     for name, environment in environments.items():
         problems += _environment_problems(name, environment, methods[name], functions, rows)
     is_chat = bool(rows) and is_conversation(rows[0]["prompt"])
-    called = bool(functions) or any(methods.values())
-    if called and not is_chat:
+    has_tools = bool(functions) or any(methods.values())
+    if has_tools and not is_chat:
         problems.append(
             "tools need prompts that are lists of messages, but the dataset's prompts are strings. Convert the"
             " prompts, or use an environment whose only public method is respond(text)"
@@ -115,15 +115,15 @@ def make_interaction(
     all_schemas = [schemas_of({**functions, **tools}) for tools in methods.values()] or [schemas_of(functions)]
     schemas = next(filter(None, all_schemas), None)
     template = ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids)
-    form = format_of(template.source) if called and is_chat else None
-    if called and is_chat and form is None:
+    form = format_of(template.source) if has_tools and is_chat else None
+    if has_tools and is_chat and form is None:
         problems.append(
             "the chat template of policy.tokenizer must write tool calls in a supported format"
             f" ({', '.join(FORMATS)}). Use a checkpoint whose chat template supports tools"
         )
     if is_chat:
         responds = any(hasattr(environment, "respond") for environment in environments.values())
-        roles = ["tool"] * called + ["user"] * responds
+        roles = ["tool"] * has_tools + ["user"] * responds
         for schemas in all_schemas:
             problems += _template_problems(ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids), form, roles)
     raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
@@ -133,8 +133,8 @@ def make_interaction(
         config=config,
         ends=TurnEnds.of(config),
         factories=factories,
-        kinds={name: type(environment) for name, environment in environments.items()},
-        own_tools=methods,
+        environment_classes={name: type(environment) for name, environment in environments.items()},
+        methods=methods,
         tools=functions,
         format=form,
         thinking=is_chat and template.opens_thinking,
@@ -154,10 +154,10 @@ def _template_problems(template: ChatTemplate, form: Format | None, roles: Seque
 
 def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> list[RewardFn]:
     """Append a reward function for each environment class that has `get_reward`."""
-    kinds = {} if interaction is None else interaction.kinds
+    classes = {} if interaction is None else interaction.environment_classes
     added = [
-        EnvironmentReward(kind.__name__, None if None in kinds else [n for n in kinds if kinds[n] is kind])
-        for kind in dict.fromkeys(kinds.values())
+        EnvironmentReward(kind.__name__, None if None in classes else [n for n in classes if classes[n] is kind])
+        for kind in dict.fromkeys(classes.values())
         if hasattr(kind, "get_reward")
     ]
     return [*reward_fns, *added]

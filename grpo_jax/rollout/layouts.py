@@ -62,7 +62,7 @@ Selection = tuple[np.ndarray, np.ndarray]
 """Indices of the groups to keep [B''], and of the completions to keep in each of these groups [B'', G'']."""
 
 
-def whole_cache(length: int, *, fixed: bool) -> int:
+def num_cache_slots(length: int, *, fixed: bool) -> int:
     """Return the number of slots for `length` tokens; the last token needs no slot. See `Layouts` for `fixed`."""
     slots = max(1, length - 1)
     return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else slots
@@ -97,7 +97,7 @@ class Layouts:
         `multi_turn` is True if completions have several turns, each with any number of bursts. `grows` is True if steps
         also read empty slots, so that a smaller cache is faster.
         """
-        max_slots, tokens = whole_cache(length, fixed=fixed), max(1, length - 1)
+        max_slots, tokens = num_cache_slots(length, fixed=fixed), max(1, length - 1)
         # Bursts end where the cache grows. In a short rollout, all bursts have the same length, so that few steps
         # run after all completions have ended.
         steps = BURST if tokens > MIN_SLOTS else -(-tokens // -(-tokens // BURST))
@@ -120,7 +120,7 @@ class Layouts:
     def smaller(self, layout: int, slots: int, alive: np.ndarray) -> tuple[int, int, Selection] | None:
         """Return the cheapest smaller layout that holds all active completions, or None if a move saves too little.
 
-        The result is the layout's index, its cache size for a current size of `slots`, and what `select` returns.
+        The result is the layout's index, its cache size for a current size of `slots`, and the result of `select`.
         """
         max_cost = MAX_RELATIVE_COST * self._cost(layout, slots)
         moves = []
@@ -219,7 +219,7 @@ def choose_layouts(
 ) -> Layouts:
     """Return the `Layouts` for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
-    slots = whole_cache(length, fixed=not cpu)
+    slots = num_cache_slots(length, fixed=not cpu)
     step = decode_step_cost(model, params, prompt_length, slots, cpu=cpu)
     grows = not _reads_full_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
     return Layouts.of(groups, width, length, step, shards=shards, fixed=not cpu, grows=grows)

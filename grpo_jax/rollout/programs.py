@@ -37,22 +37,22 @@ _jit_cast = jax.jit(lambda arrays, dtype: {path: x.astype(dtype) for path, x in 
 def decode_variables(model: BuiltinModel, params: Params) -> Variables:
     """Convert params to variables for `decode`: with column-major kernels on a CPU, else in the compute dtype."""
     params = _without_tower(params)
-    if _by_columns(params):
+    if _uses_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params), _dtype(model))}
     wide = _wide_kernels(model, params)
-    return {"params": _with(params, _jit_cast(wide, _dtype(model))) if wide else params}
+    return {"params": _with_leaves(params, _jit_cast(wide, _dtype(model))) if wide else params}
 
 
 def variables_shape(model: BuiltinModel, params: Params) -> Variables:
     """Return the result of `decode_variables` as `ShapeDtypeStruct`s."""
     params = _without_tower(params)
-    if _by_columns(params):
+    if _uses_columns(params):
         columns, base = functools.partial(kernels_by_columns, dtype=_dtype(model)), getattr(model, "base", params)
         return {"params": jax.eval_shape(lambda x: x, params), "columns": jax.eval_shape(columns, base)}
     shapes = abstract(params)
     wide = _wide_kernels(model, shapes)
     cast = {path: jax.ShapeDtypeStruct(x.shape, _dtype(model), sharding=x.sharding) for path, x in wide.items()}
-    return {"params": _with(shapes, cast) if cast else shapes}
+    return {"params": _with_leaves(shapes, cast) if cast else shapes}
 
 
 def copies(model: BuiltinModel, params: Params) -> tuple[Params, Params]:
@@ -72,7 +72,8 @@ def _without_tower(params: Params) -> Params:
     return {name: x for name, x in params.items() if name != "tower"}
 
 
-def _by_columns(params: Params) -> bool:
+def _uses_columns(params: Params) -> bool:
+    """Return whether params are on a single CPU."""
     devices = devices_of(params)
     return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
@@ -92,8 +93,8 @@ def _wide_kernels(model: BuiltinModel, params: Params) -> dict[tuple[str, ...], 
     }
 
 
-def _with(params: Params, replaced: Mapping[tuple[str, ...], object]) -> Params:
-    return unflatten_dict(flatten_dict(params) | replaced)
+def _with_leaves(params: Params, leaves: Mapping[tuple[str, ...], object]) -> Params:
+    return unflatten_dict(flatten_dict(params) | leaves)
 
 
 def decode_call(

@@ -43,7 +43,7 @@ def sample_episodes(
         completions = complete(prompts, episodes)
         tokens, mask = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (completions.tokens, completions.mask))
         records = episodes.end(tokens, mask)
-    environments = [episode.environment for episode in episodes.all]
+    environments = [episode.environment for episode in episodes.episodes]
     return RolloutResult(reset_rows, prompts, completions, records, environments, episodes.local_rows)
 
 

@@ -104,7 +104,7 @@ def _hash_prompts(datasets: Iterable[EncodedPrompts]) -> Json:
 def _function_names(run: BaseRun) -> dict[str, list[str]]:
     """Return the names of the caller's functions, tools and environments for each argument to `train`."""
     advantage_fn = None if run.advantage_fn is None else run.advantage_fn.function
-    kinds = {} if run.interaction is None else run.interaction.kinds
+    kinds = {} if run.interaction is None else run.interaction.environment_classes
     return {
         "reward_fns": reward_names(run.reward_fns),
         "advantage_fn": [] if advantage_fn is None else [function_name(advantage_fn)],

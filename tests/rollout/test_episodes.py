@@ -104,7 +104,7 @@ def test_turns_reach_the_environment_and_a_cut_last_turn_is_recorded():
         rest = ids(tokenizer, "12")
         tokens, sampled = np.array([[*tokens, *rest]]), np.array([[*sampled, *[True] * len(rest)]])
         (played,) = episodes.end(tokens, sampled)
-        assert episodes.all[0].environment.heard == ["5", "6"]
+        assert episodes.episodes[0].environment.heard == ["5", "6"]
     assert played.reward == 2.0
     assert played.turns == [(True, "5"), (False, "no 1. "), (True, "6"), (False, "no 2. "), (True, "12")]
     assert EpisodeRecord.from_json(json.loads(json.dumps(dataclasses.asdict(played)))) == played
@@ -120,8 +120,8 @@ def test_turn_is_decoded_in_context():
         episodes.reset(rows)
         episodes.set_prompts(rows, make_prompts(encode_prompts(rows, tokenizer).token_ids))
         for turn in (one, two, three):
-            episodes.all[0].answer(turn, 100)
-        assert episodes.all[0].environment.heard == [" a", " time", " there was"]
+            episodes.episodes[0].answer(turn, 100)
+        assert episodes.episodes[0].environment.heard == [" a", " time", " there was"]
 
 
 def test_first_turn_includes_the_prefill():
