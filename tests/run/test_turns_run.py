@@ -189,7 +189,7 @@ def test_incompatible_arguments_are_rejected_before_sampling():
 @pytest.mark.parametrize(("change", "message"), [
     ({"stop": ["a", "<eos>"]}, r"stop must not contain special tokens; got '<eos>'.*stop_token_ids=\[1\]"),
     ({"stop_token_ids": [3, 258]}, "stop_token_ids must be less than the model's vocabulary size, 258; got 258"),
-    ({"sampler": lambda params: None}, "sampler must take stop and max_turn_length, which"),
+    ({"sampler": lambda params: None}, "sampler must take stop, which"),
     ({"sampler": lambda params, stop: None}, "sampler must take max_turn_length, which"),
 ])  # fmt: skip
 def test_invalid_stop_settings_are_rejected_before_sampling(change, message):
@@ -206,7 +206,7 @@ def test_text_from_reset_counts_towards_the_limits_of_prompts():
             return "x" * 220
 
     for settings, message in (
-        ({"max_prompt_length": 16}, r"longer than max_prompt_length=16.* after reset, row 0, has 22\d tokens"),
+        ({"max_prompt_length": 16}, r"longer than max_prompt_length=16.* after reset, row 0 with 22\d tokens"),
         ({}, "max_completion_length = 40: with prompts of up to 22. tokens, this exceeds the model's 256 positions"),
     ):
         with pytest.raises(ValueError, match=message):
