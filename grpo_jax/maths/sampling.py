@@ -139,10 +139,7 @@ def draw_tokens(
 
 
 def _masses_in_passes(parts: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return the largest logit of each row and Σ exp(logit − largest) over `axis`, the entries of each block.
-
-    CPUs vectorize these two passes.
-    """
+    """Return each row's largest logit and each block's Σ exp(logit − largest), in two passes that CPUs vectorize."""
     top = parts.max(axis=(axis - 1, axis), keepdims=True)
     return top.squeeze(axis), jnp.exp(parts - top).sum(axis=axis)
 

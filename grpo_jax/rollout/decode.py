@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import chex
 import flax.struct
@@ -27,8 +26,6 @@ from grpo_jax.rollout.draw import (
     vocabulary_axes,
 )
 from grpo_jax.types import BuiltinModel, Completions, Model, Params, Prompts, join_rows
-
-Tree = TypeVar("Tree")
 
 
 class DecodeState(flax.struct.PyTreeNode):
@@ -206,11 +203,6 @@ def prefill_chunk(
     return place_state(state.replace(cache=cache), settings.mesh, constrain), token, log_prob
 
 
-def concatenate(trees: Sequence[Tree], xp: ModuleType = jnp) -> Tree:
-    """Concatenate several pytrees leaf by leaf along the first axis; `xp` is `numpy` or `jax.numpy`."""
-    return jax.tree.map(lambda *x: xp.concatenate(x), *trees)
-
-
 @functools.partial(jax.jit, static_argnames=("slots", "parts", "mesh"))
 def rearrange(
     states: tuple[DecodeState, ...],
@@ -228,7 +220,8 @@ def rearrange(
     each group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] is each completion's
     new first slot, for a single state with several turns; None for single-turn completions, whose slots do not change.
     """
-    state = concatenate([x.replace(cache=_unsqueeze_cache(x)) for x in states])
+    unsqueezed = [state.replace(cache=_unsqueeze_cache(state)) for state in states]
+    state = jax.tree.map(lambda *x: jnp.concatenate(x), *unsqueezed)
 
     def pick(x: jax.Array) -> jax.Array:
         """Gather [B', G', …] from [B, G, …]."""

@@ -28,7 +28,6 @@ from grpo_jax.models.threads import in_background, run_in_threads
 from grpo_jax.rollout.decode import (
     DecodeState,
     Drawn,
-    concatenate,
     decode,
     generate_traced,
     generate_uncached,
@@ -140,8 +139,7 @@ def generate(
         if int(value) != value or value < 1:
             raise ValueError(f"{name} must be an integer ≥ 1; got {value!r}.")
     if batch_size is not None and batch_size < shards * num_generations:
-        per_thread = f" on each of the {shards} data-parallel devices" if shards > 1 else ""
-        least = f"{shards * num_generations}, one group of completions{per_thread}"
+        least = f"{shards * num_generations}, one group of completions on each data-parallel device"
         raise ValueError(f"batch_size must be at least {least}; got {batch_size!r}.")
     if answer_turn is not None and not is_builtin(model):
         kind = type(model).__name__
@@ -279,7 +277,8 @@ class _SingleTurnRollout:
         table = self.job.table
         while len(self.bursts) > in_flight:
             rows, drawn = self.bursts.popleft()
-            ended = table.record(rows, concatenate(fetch(drawn), np), self.job.settings)
+            joined = jax.tree.map(lambda *x: np.concatenate(x), *fetch(drawn))
+            ended = table.record(rows, joined, self.job.settings)
             table.ended[rows[ended]] = True
             finished = rows[ended | (table.lengths[rows] == table.length)]
             self.rows = np.where(np.isin(self.rows, finished), -1, self.rows)

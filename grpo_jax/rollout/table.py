@@ -20,17 +20,13 @@ class Table:
     """Tokens for B·G completions. Completion (b, g) is row b · G + g; row −1 marks an empty position on the device."""
 
     def __init__(self, count: int, length: int, pad_token_id: int):
+        self.length = length  # maximum length T of a completion
         self.tokens = np.full((count, length), pad_token_id, np.int32)  # sampled or observed tokens
         self.log_probs = np.zeros((count, length), np.float32)  # 0 except for sampled tokens
         self.mask = np.zeros((count, length), bool)  # True on sampled tokens
         self.lengths = np.zeros(count, int)  # number of sampled and observed tokens so far
         self.ended = np.zeros(count, bool)  # True for completions that were not truncated at T
         self.stop_state = np.zeros(count, np.int32)  # state of the stop automaton after the last token
-
-    @property
-    def length(self) -> int:
-        """Maximum length T of a completion."""
-        return self.tokens.shape[1]
 
     def record(self, rows: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
         """Append tokens [B', G', N] to rows [B', G']. Returns True where an EOS or a stop string was drawn."""

@@ -151,10 +151,7 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
 
 
 def _converted(value: object, schema: Json) -> tuple[object, str | None]:
-    """Convert a value to a schema's type. If that fails, return the unchanged value and the name of the type.
-
-    None is not checked. If the schema has several types or no type, the value is not checked either.
-    """
+    """Convert a value, unless it is None, to a schema's only type. If that fails, also return the name of the type."""
     kind = schema.get("type")
     python_type, expected = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
     if value is None or (

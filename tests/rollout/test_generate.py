@@ -135,7 +135,7 @@ def test_greedy_rows_agree_and_follow_the_argmax():
 @pytest.mark.parametrize(("change", "message"), [
     ({"num_generations": 0}, "num_generations must be an integer ≥ 1; got 0"),
     ({"max_completion_length": 0}, "max_completion_length must be an integer ≥ 1; got 0"),
-    ({"batch_size": 7}, "batch_size must be at least 8, one group of completions; got 7"),
+    ({"batch_size": 7}, "batch_size must be at least 8, one group of completions on each data-parallel device; got 7"),
     ({"temperature": -1}, "temperature must be a finite number"),
     ({"prompts": Prompts(jnp.zeros((3, 2)), jnp.ones(2))}, r"prompts must have tokens \[B, P\] and lengths \[B\]"),
 ])  # fmt: skip
