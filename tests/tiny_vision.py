@@ -188,3 +188,11 @@ def _tokenizer(family):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL[family]])
     return tokenizer
+
+
+def random_images(sizes, seed=3):
+    """Return images of random pixels with the given heights and widths."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    return [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_vision import images
-from tiny_vision import FAMILIES, write_vision_model
+from tiny_vision import FAMILIES, random_images, write_vision_model
 
 from grpo_jax.hub.huggingface import from_pretrained
 from grpo_jax.hub.vision import load_processor
@@ -20,7 +19,7 @@ T = 5
 
 def encoded(policy):
     """Return the policy without the image token, the encoded rows, and their prompts with features."""
-    pictures, text = images(SIZES), {"type": "text", "text": "what?"}
+    pictures, text = random_images(SIZES), {"type": "text", "text": "what?"}
     contents = [[*({"type": "image"} for _ in chosen), text] for chosen in IMAGES_OF]
     rows = [
         {"prompt": [{"role": "user", "content": content}], "images": [pictures[i] for i in chosen]}
@@ -53,7 +52,7 @@ def test_logits_equal_pytorch_with_two_no_and_one_images(tmp_path, family):
     policy, data, prompts = encoded(from_pretrained(directory))
     model = getattr(transformers, policy.config["architectures"][0]).from_pretrained(directory).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
-    outputs = [dict(processor(picture, return_tensors="np")) for picture in images(SIZES)]
+    outputs = [dict(processor(picture, return_tensors="np")) for picture in random_images(SIZES)]
     completions = np.random.default_rng(6).integers(20, 90, (len(IMAGES_OF), 2, T))
     states, _ = predicting_states(policy.model, policy.params, prompts, jnp.asarray(completions))
     ours = np.asarray(unembed_of(policy.model)(policy.params, states))

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_vision import images
 from tiny import logged
-from tiny_vision import write_vision_model
+from tiny_vision import random_images, write_vision_model
 
 from grpo_jax import GRPOConfig, SFTConfig, evaluate, from_pretrained, save_pretrained, sft, train
 from grpo_jax.hub.peft import add_lora
@@ -31,7 +30,7 @@ SETTINGS = {
 
 def rows(seed=3):
     """Return rows with one, no, two and one images."""
-    pictures = images([(28, 14), (42, 56), (56, 42), (28, 28)], seed)
+    pictures = random_images([(28, 14), (42, 56), (56, 42), (28, 28)], seed)
     of_rows = [pictures[:1], [], pictures[1:3], pictures[3:]]
     return [{"prompt": [{"role": "user", "content": f"a{i}"}], "images": some} for i, some in enumerate(of_rows)]
 
