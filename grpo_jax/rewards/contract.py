@@ -87,7 +87,7 @@ def accepts_any_keyword(fn: Callable[..., object]) -> bool:
 
 
 def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
-    """Map each keyword argument to whether it is required. An object's `reward_arguments` declares further ones."""
+    """Map each keyword argument to whether it is required. Objects can declare further ones in `reward_arguments`."""
     parameters = [p for p in parameters_of(fn) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     arguments = {p.name: p.default is p.empty for p in parameters if p.name not in _bound(fn)}
     return arguments | getattr(fn, "reward_arguments", {})
@@ -182,7 +182,7 @@ def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
 
 
 class Log:
-    """Metrics and columns that reward functions log for one batch. The run's own entries replace equal names."""
+    """Metrics and columns that reward functions log for a batch. The run's own columns take precedence."""
 
     def __init__(self, count: int):
         self.metrics: dict[str, list[float]] = {}
@@ -196,8 +196,7 @@ class Log:
         """Log one value per completion in `completions.jsonl`."""
         values = copy_containers(list(values))
         if len(values) != len(self.columns):
-            raise RewardError(
-                f"log_extra({column!r}, ...): got {len(values)} values for {len(self.columns)} completions"
-            )
+            expected = f"one value for each of {len(self.columns)} completions"
+            raise RewardError(f"log_extra({column!r}, ...) needs {expected}; got {len(values)}")
         for row, value in zip(self.columns, values, strict=True):
             row[column] = value

@@ -254,7 +254,7 @@ _CONTEXT.Process = _WorkerProcess  # type: ignore[misc]
 
 # In a worker process --------------------------------------------------------------------------------------------------
 
-# In a worker: the function, or the exception raised when loading it.
+# The worker's function, or the exception raised while loading it.
 _served: Callable[..., object] | BaseException | None = None
 _event_loop = functools.cache(asyncio.new_event_loop)  # shared by all calls, since clients are bound to a loop
 

@@ -80,7 +80,7 @@ def prepare(
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         rows[argument] = errors.check(functools.partial(load_rows, held_out, argument=argument))
     interaction = errors.check(prepare_interaction, policy, config, rows, tools, environment_factory)
-    failed = fns is None or (interaction is None and environment_factory is not None)  # then, rewards are not checked
+    failed = fns is None or (interaction is None and environment_factory is not None)  # rewards cannot be checked
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler
 

@@ -174,7 +174,7 @@ class Publisher:
                 (self._directory / file).unlink(missing_ok=True)
 
     def checkpoint_saved(self, step: int, params: Params, *, last: int) -> None:
-        """Upload a checkpoint's policy, unless `step` is the last or `hub_strategy` is "end". A failure only warns."""
+        """Upload a checkpoint's policy, unless `step` is the last or `hub_strategy` is "end". Failures only warn."""
         if self._config.hub_strategy == "end" or step == last:
             return
         try:

@@ -182,7 +182,7 @@ def read_completions(
 
 
 def mismatch_metrics(batch: Batch, config: GRPOConfig) -> dict[str, float]:
-    """Compute metrics of |log π_old − log π_sampler| and of the importance weights. {} if `generate` sampled."""
+    """Compute metrics of |log π_old − log π_sampler| and the importance weights. Returns {} if `generate` sampled."""
     mask = np.asarray(batch.mask)
     if batch.old_log_probs is None or not mask.any():
         return {}
