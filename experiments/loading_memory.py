@@ -26,7 +26,6 @@ from safetensors.numpy import save_file
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import from_pretrained
 from grpo_jax.hub.tensors import abstract_params, tensor_plan
-from grpo_jax.models.transformer import count_parameters
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -75,7 +74,7 @@ def load(directory: str, dtype: str, quantize: str | None) -> dict[str, float]:
     seconds = time.perf_counter() - start
     peak = memory("VmHWM") - before
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.params))
-    count = count_parameters(abstract_params(policy.model.config))
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy.model.config)))
     return {"peak": peak, "seconds": round(seconds, 1), "parameters": count, "held": held}
 
 

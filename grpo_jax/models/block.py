@@ -199,8 +199,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A decoder layer: x + attention, then x + MLP, with norms placed according to `config.norms`.
 
-    Params have Hugging Face's names. If `context.last` [B] is set, hidden states are computed only for the token at
-    that index, and keys and values for all tokens.
+    If `context.last` [B] is set, hidden states are computed only for this token, and keys and values for all tokens.
     """
 
     config: TransformerConfig

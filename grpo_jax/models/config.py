@@ -78,10 +78,7 @@ class ConvShape:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Decoder configuration. It is frozen and hashable, so it can be a static argument to `jit`.
-
-    If `rotary_layers`, `windows`, `mixers` or `expert_layers` is unset, all layers use the default of `LayerKind`.
-    """
+    """Decoder configuration. Layers use the defaults of `LayerKind` for unset fields."""
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -162,10 +159,8 @@ class TransformerConfig:
 
     @property
     def uses_float32_sums(self) -> bool:
-        """Whether products of bfloat16 matrices are summed in float32 (see `models.matmul`).
-
-        This is False on a mesh, where XLA would gather all devices' tokens to compute weight gradients.
-        """
+        """Whether products of bfloat16 matrices are summed in float32 (see `models.matmul`)."""
+        # On a mesh, XLA would gather all devices' tokens to compute weight gradients.
         if self.dtype != "bfloat16" or self.mesh is not None:
             return False
         return has_fast_float32_sums() if self.float32_sums is None else self.float32_sums

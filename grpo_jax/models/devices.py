@@ -112,10 +112,9 @@ class Target:
         kind, count = (match[1], int(match[2] or 1)) if match else (name, 0)
         counts = {1, 2, *CHIPS[kind][1]} if kind in CHIPS else range(1, 9)
         if kind not in (*GPUS, *CHIPS) or count not in counts:
-            known = ", ".join((*GPUS, *CHIPS))
             raise ValueError(
-                f"device must be one of {known}, optionally with a count, as in H100-8 or v5e-8; got {name!r}. Up to 8"
-                " GPUs, or 1, 2, 4 or 8 TPU chips (for v5e and v6e also 16), are supported"
+                f"device must be one of {', '.join((*GPUS, *CHIPS))}, optionally with a count of up to 8 GPUs, or of 1,"
+                f" 2, 4, 8 or (for v5e and v6e) 16 TPU chips, as in H100-8 or v5e-8; got {name!r}"
             )
         return cls(kind, count)
 

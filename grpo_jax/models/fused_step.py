@@ -72,7 +72,7 @@ def step_attention(
 ) -> tuple[jax.Array, KeysValues]:
     """Write one token per completion to the cache, and compute its `attention.group_attention`.
 
-    Differentiation is not supported.
+    Returns the outputs [B, G, H_kv, R, d] and the cache. Differentiation is not supported.
 
     Args:
       q: the token's queries [B, G, H_kv, R, d].
@@ -83,9 +83,6 @@ def step_attention(
       write: [B, G] bool, False for completions whose cache does not change. Their outputs are not used.
       kernel: implementation, scale, window and soft cap, but not the tile sizes.
       mesh: B and H_kv are sharded over its devices, as in `attention.tiled_attention`.
-
-    Returns:
-      (outputs [B, G, H_kv, R, d], cache).
     """
     (b, g, h, _, d), (pk, pv, lengths) = q.shape, prefix
     slots, p = cache[1].shape[3], pv.shape[2]

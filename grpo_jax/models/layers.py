@@ -245,13 +245,10 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-
-        def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-            return ACTIVATIONS[c.activation](gate) * up
-
         gate, up = (linear(c, name, self.width, c.mlp_bias)(x) for name in ("gate_proj", "up_proj"))
         # Recomputing the activation in the backward pass is cheaper than storing it.
-        return linear(c, "down_proj", c.hidden_size, c.mlp_bias)(jax.checkpoint(gated)(gate, up))
+        gated = jax.checkpoint(lambda gate, up: ACTIVATIONS[c.activation](gate) * up)
+        return linear(c, "down_proj", c.hidden_size, c.mlp_bias)(gated(gate, up))
 
 
 def norm(config: TransformerConfig, name: str) -> RMSNorm:

@@ -281,17 +281,17 @@ def delta_rule(
     chunk: int = CHUNK,
     precision: str | None = "highest",
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the outputs [..., N, d_v] of the gated delta rule, and the memory after the last token.
+    """Compute the outputs [..., N, d_v] of the gated delta rule in chunks, and the memory after the last token.
 
-    The computation is chunked (Yang et al. 2024, Gated Delta Networks, section 3.3). Log-decays are only added, never
-    subtracted, so a token with a log-decay of −∞ does not reduce the precision of later tokens.
+    See Yang et al. 2024, Gated Delta Networks, section 3.3. Log-decays are only added, never subtracted, so a token
+    with a log-decay of −∞ does not reduce the precision of later tokens.
 
     Args:
       q, k, v: [..., N, d] float32 queries, keys and values.
       decay, beta: [..., N] float32 log α ≤ 0 and β in [0, 1]. Tokens with both zero do not change the memory.
       memory: [..., d_k, d_v] float32 memory before the first token.
-      position: [..., N] int32 position of each token in its segment, broadcastable. Requires N to be a multiple of
-        `chunk`. If None, there is one segment, which continues from `memory`.
+      position: [..., N] int32 position of each token in its segment, broadcastable. N must be a multiple of `chunk`.
+        If None, there is one segment, which continues from `memory`.
       begins: [..., N / chunk, d_k, d_v] float32 initial memory for segments that start in each chunk.
       chunk: number of tokens per chunk, a power of two.
     """

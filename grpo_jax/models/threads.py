@@ -39,20 +39,15 @@ def devices_of(params: Params) -> set[jax.Device]:
 def count_threads(params: Params, parts: int) -> int:
     """Return the number of threads for a batch with `parts` parts: one per core, but at most one per part.
 
-    Returns 1 unless the params are small and on a single CPU device. The matrix products of a large model already use
-    all cores, and each additional thread would read the weights again.
+    Returns 1 unless the params are small and on a single CPU device. A large model's matrix products use all cores.
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
         return 1
     if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) > CACHE_BYTES:
         return 1
-    return max(1, min(parts, count_cores()))
-
-
-def count_cores() -> int:
-    """Return the number of CPU cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(parts, cores))
 
 
 def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:

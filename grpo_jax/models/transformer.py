@@ -7,7 +7,6 @@ from a stack. Softmax, norms and logits are computed in float32 regardless of th
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
@@ -370,8 +369,3 @@ def kernels_by_columns(params: Params, dtype: DTypeLike) -> Params:
     """Build the "columns" collection: each kernel [in, out] transposed to [out, in], except quantized kernels."""
     kernels = ((path, x) for path, x in projections(params) if not isinstance(x, Quantized))
     return unflatten_dict({(*path, "kernel"): x.astype(dtype).T for path, x in kernels})
-
-
-def count_parameters(params: Params) -> int:
-    """Return the total number of elements in the arrays of `params`."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 
 from grpo_jax.config.sft import Config, config_class
-from grpo_jax.models.transformer import count_parameters
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import JSON, Line
 
@@ -54,7 +53,8 @@ def short_number(number: float, unit: str = "") -> str:
 
 def describe_run(config: Config, state: TrainState, *, num_rows: int) -> str:
     """Describe a run's sizes in three lines."""
-    parameters, device = short_number(count_parameters(state.params)), jax.devices()[0].device_kind
+    parameters = short_number(sum(leaf.size for leaf in jax.tree.leaves(state.params)))
+    device = jax.devices()[0].device_kind
     state_bytes = short_number(sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "B")
     sizes, steps = config.sizes(), config.total_steps(num_rows)
     iterations = math.ceil(steps / sizes.updates)

@@ -93,9 +93,8 @@ def test_dropout_applies_only_to_adapters_and_only_with_a_key_and_keeps_the_mean
     base = policy.replace(params={})
     np.testing.assert_array_equal(logits(base, rngs={"dropout": jax.random.key(0)}), logits(base_policy()))
     policy = lora_policy(dropout=0.25, targets=r"layers_1/mlp/down_proj")
-    sampled = jax.jit(
-        jax.vmap(lambda key: policy.model.apply({"params": policy.params}, TOKENS, rngs={"dropout": key}))
-    )(jax.random.split(jax.random.key(3), 2000))
+    sample = lambda key: policy.model.apply({"params": policy.params}, TOKENS, rngs={"dropout": key})
+    sampled = jax.jit(jax.vmap(sample))(jax.random.split(jax.random.key(3), 2000))
     still, spread = logits(lora_policy(targets=r"layers_1/mlp/down_proj")), sampled.std(axis=0)
     assert np.abs(sampled.mean(axis=0) - still).max() < 6 * spread.max() / np.sqrt(2000) + 0.02
 

@@ -24,7 +24,7 @@ from grpo_jax.update.state import create_state, finish_update
 SHAPE = TransformerConfig(
     *(24, 16, 32, 3, 4, 2, 6), windows=(3, None, None), local_rope=Rope(theta=100.0), norms="sandwich", qk_norm="head",
     query_scale=0.25, v_norm=True, full_heads=(1, 10), shared_kv_layers=1, shared_kv_mlp=64, layer_input_size=6,
-    layer_scalar=True, initializer_range=0.2,
+    layer_scalar=True, initializer_range=0.2, attention_soft_cap=5.0, remat=True,
 )  # fmt: skip
 
 

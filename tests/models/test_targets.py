@@ -15,15 +15,9 @@ import pytest
 from grpo_jax.models.devices import Target, compile_program
 
 MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
 EXPERTS = {**MODEL, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 64, "num_experts_per_tok": 4}
 EXPERTS |= {"moe_intermediate_size": 128, "head_dim": 64}
 PYTHON = os.environ.get("GRPO_JAX_TARGETS_PYTHON", sys.executable)
@@ -181,20 +175,11 @@ def test_targets_are_parsed_from_names():
 
 
 @pytest.mark.quick
-def test_bytes_in_collectives_are_counted():
-    text = "a = (bf16[2,3]{1,0}, f32[]) all-reduce-start(x, y)\n b = pred[8] all-gather(z)\n c = f32[4] add(d, e)"
-    assert collectives(text) == {"all-reduce": 16, "all-gather": 8}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("message", "arguments", "temporaries"),
-    [
-        ("RESOURCE_EXHAUSTED: Used 33.50G of 15.75G hbm. Exceeded hbm capacity by 17.75G.", 0, 33.5),
-        ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (29.25G) exceeds", 2.25, 27.0),
-        ("INTERNAL: HLO temporaries (29.25G)", None, None),
-    ],
-)
+@pytest.mark.parametrize(("message", "arguments", "temporaries"), [
+    ("RESOURCE_EXHAUSTED: Used 33.50G of 15.75G hbm. Exceeded hbm capacity by 17.75G.", 0, 33.5),
+    ("RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (29.25G) exceeds", 2.25, 27.0),
+    ("INTERNAL: HLO temporaries (29.25G)", None, None),
+])  # fmt: skip
 def test_memory_needed_by_a_refused_program_is_parsed(message, arguments, temporaries):
     class Lowered:
         def as_text(self):

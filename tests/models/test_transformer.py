@@ -29,28 +29,13 @@ SPARSE = dataclasses.replace(
 )
 # The last layer uses the keys and values of an earlier layer.
 SHARED = dataclasses.replace(
-    PLAIN,
-    num_layers=3,
-    windows=(3, None, None),
-    initializer_range=0.25,
-    local_rope=Rope(theta=100.0),
-    rope=Rope(kind="proportional", scaling=(("factor", 1.0), ("partial_rotary_factor", 0.5))),
-    norms="sandwich",
-    query_scale=0.3,
-    v_norm=True,
+    PLAIN, num_layers=3, windows=(3, None, None), initializer_range=0.25, local_rope=Rope(theta=100.0),
+    rope=Rope(kind="proportional", scaling=(("factor", 1.0), ("partial_rotary_factor", 0.5))), norms="sandwich",
+    query_scale=0.3, v_norm=True, full_heads=(1, 12), values_are_keys=True, shared_kv_layers=1, shared_kv_mlp=64,
     rms_norm_eps=1e-2,  # so that norms amplify the rounding of small values less
-    full_heads=(1, 12),
-    values_are_keys=True,
-    shared_kv_layers=1,
-    shared_kv_mlp=64,
-    layer_input_size=6,
-    layer_scalar=True,
-    num_experts=4,
-    num_experts_per_token=2,
-    expert_size=16,
-    expert_layers=(False, True, False),
-    parallel_experts=True,
-)
+    layer_input_size=6, layer_scalar=True, num_experts=4, num_experts_per_token=2, expert_size=16,
+    expert_layers=(False, True, False), parallel_experts=True,
+)  # fmt: skip
 # One recurrent layer of each kind. Gates multiply rounding errors, so the residual scale is small.
 RECURRENT = dataclasses.replace(
     PLAIN, num_layers=3, mixers=("delta", "attention", "conv"),
