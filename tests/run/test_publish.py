@@ -137,9 +137,6 @@ def test_card_describes_the_run_and_names_the_base_model(tmp_path):
     assert "\nlibrary_name: peft\n" in text
 
 
-# Manual push ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run_dir(tmp_path):
     """Write the files of a run that the model card reads; return their directory."""
