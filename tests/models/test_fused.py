@@ -26,7 +26,7 @@ def arrays(*shapes, seed=0):
     return [rng.standard_normal(shape, np.float32) for shape in shapes]
 
 
-def assert_same(ours, plain, given):
+def assert_same(ours, plain, given, kinds=KINDS):
     """Assert that values and the gradients of a weighted sum with respect to all arguments agree for each kind."""
     (weights,) = arrays(jax.eval_shape(plain, *given).shape, seed=1)
 
@@ -35,7 +35,7 @@ def assert_same(ours, plain, given):
         return jax.jit(jax.grad(weighted, tuple(range(len(given))), has_aux=True))(*given)
 
     expected = whole(plain)
-    for kind in KINDS:
+    for kind in kinds:
         found = whole(functools.partial(ours, kind))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, err_msg=kind), found, expected)
 
@@ -65,30 +65,34 @@ def test_completions_side_by_side(window, soft_cap, group, d, shared, sinks):
     assert_same(ours, plain, given)
 
 
+def packed(segments, lengths, kernel_of):
+    """Return attention over packed segments by tiles, for a kind of kernel, and by einsums; 0 in padding."""
+    real = np.reshape(segments.number >= 0, (1, 1, 1, -1, 1, 1))
+    assert len(set(segments.prompt[0])) == 2, "two prompts in one sequence"
+    assert not real.all()
+
+    def plain(q, k, v, pk, pv, sinks=None):
+        return real * packed_attention(q, k, v, (pk, pv, lengths), segments, kernel_of("einsum"), sinks)
+
+    def ours(kind, q, k, v, pk, pv, sinks=None):
+        kernel, prompts, tokens = kernel_of(kind), Prefix(((pk, pv),), lengths), (1, *segments.number.shape)
+        r = q.shape[4]
+        tile_mask = make_tile_mask(tokens, prompts, segments, kernel, windows={kernel.window}, queries_per_kv=r)
+        return real * tiled_attention(q, k, v, (pk, pv, lengths), tile_mask, kernel, sinks=sinks)
+
+    return ours, plain
+
+
 @pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, tiles.MIN_PART)])
 def test_packed_sequences(window, least_part, monkeypatch):
     """Fused attention over packed segments with several prompts and padding equals plain attention."""
     monkeypatch.setattr(tiles, "MIN_PART", least_part)
     h, group, d, size = 2, 2, 8, 48
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
-    sequence = pack(SequenceShape(size, 4, 12, whole=True), np.ones(mask.shape, int), mask)[0]
-    segments = sequence.segments
-    assert len(set(segments.prompt[0])) == 2, "two prompts in one sequence"
-    real = np.reshape(segments.number[0] >= 0, (1, 1, 1, size, 1, 1))
+    segments = pack(SequenceShape(size, 4, 12, whole=True), np.ones(mask.shape, int), mask)[0].segments
     given = arrays((1, h, 1, size, group, d), (1, h, 1, size, d), (1, h, 1, size, d), (2, h, d, P), (2, h, P, d))
     given += arrays((h, group)) if window else []
-
-    def plain(q, k, v, pk, pv, sinks=None):
-        kernel = Kernel("einsum", 0, 0, 0.3, window)
-        return real * packed_attention(q, k, v, (pk, pv, LENGTHS), segments, kernel, sinks)
-
-    def ours(kind, q, k, v, pk, pv, sinks=None):
-        kernel = Kernel.of(kind, d)._replace(rows=16, columns=16, scale=0.3, window=window)
-        prompts = Prefix(((pk, pv),), LENGTHS)
-        tile_mask = make_tile_mask((1, 1, size), prompts, segments, kernel, windows={window}, queries_per_kv=group)
-        return real * tiled_attention(q, k, v, (pk, pv, LENGTHS), tile_mask, kernel, sinks=sinks)
-
-    assert_same(ours, plain, given)
+    assert_same(*packed(segments, LENGTHS, lambda kind: Kernel(kind, 16, 16, 0.3, window)), given)
 
 
 @pytest.mark.parametrize("windows", [(None, None), (3, None), (4, 4)])

@@ -22,17 +22,11 @@ ARCHITECTURES = {"plain": "Qwen2ForCausalLM", "recurrent": "Lfm2ForCausalLM", "s
 OWN = {
     "recurrent": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "shared": {  # the last layer uses the keys and values of the second
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        "num_kv_shared_layers": 1,
-        "use_double_wide_mlp": True,
-        "head_dim": 8,
-        "global_head_dim": 12,
-        "sliding_window": 5,
-        "hidden_size_per_layer_input": 6,
-        "vocab_size_per_layer_input": 40,
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1, "use_double_wide_mlp": True, "head_dim": 8, "global_head_dim": 12,
+        "sliding_window": 5, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 40,
     },
-}
+}  # fmt: skip
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 7))
 logits = lambda policy, rngs=None: apply(as_argument(policy.model), policy.params, rngs)

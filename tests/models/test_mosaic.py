@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_devices import H100
+from test_fused import arrays, assert_same, packed
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig
 from grpo_jax.models import attention, tiles
-from grpo_jax.models.attention import make_tile_mask, mosaic_error, packed_attention, tiled_attention
-from grpo_jax.models.context import Prefix
+from grpo_jax.models.attention import mosaic_error
 from grpo_jax.models.packing import SequenceShape, pack
 from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.run import placement
@@ -54,32 +54,11 @@ def interpreted(monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 def test_random_packed_sequence():
     """Several prompts, empty completions and padding, with a window; two programs share the prompts' tile of keys."""
-    group, kernel = 1, Kernel("mosaic", 16, 16, 0.3, 6)
-    rng = np.random.default_rng(1)
     mask = np.arange(T) < np.array([[7, 0, 3], [5, 1, 2]])[..., None]
     segments = pack(SequenceShape(N, 2, T, whole=True), np.ones(mask.shape, int), mask)[0].segments
-    assert len(set(segments.prompt[0])) == 2, "two prompts in one sequence"
-    there, lengths = np.reshape(segments.number >= 0, (1, 1, 1, N, 1, 1)), np.array([P, 4])
-    assert not there.all()
-    shapes = (1, H, 1, N, group, D), (1, H, 1, N, D), (1, H, 1, N, D), (B, H, D, P), (B, H, P, D)
-    given = [rng.standard_normal(shape, np.float32) for shape in shapes]
-    weights = rng.standard_normal(shapes[0]) * there
-
-    def plain(q, k, v, pk, pv):
-        return packed_attention(q, k, v, (pk, pv, lengths), segments, kernel)
-
-    def ours(q, k, v, pk, pv):
-        prompts = Prefix(((pk, pv),), lengths)
-        tile_mask = make_tile_mask((1, 1, N), prompts, segments, kernel, windows={6}, queries_per_kv=group)
-        return tiled_attention(q, k, v, (pk, pv, lengths), tile_mask, kernel)
-
-    def gradients(f):
-        weighted = lambda *given: ((f(*given) * weights).sum(), f(*given))
-        grads, out = jax.jit(jax.grad(weighted, range(5), has_aux=True))(*given)
-        return there * out, *grads
-
-    for x, y in zip(gradients(ours), gradients(plain), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+    given = arrays((1, H, 1, N, 1, D), (1, H, 1, N, D), (1, H, 1, N, D), (B, H, D, P), (B, H, P, D))
+    attention = packed(segments, np.array([P, 4]), lambda kind: Kernel(kind, 16, 16, 0.3, 6))
+    assert_same(*attention, given, kinds=["mosaic"])
 
 
 @pytest.mark.quick

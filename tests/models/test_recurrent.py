@@ -53,15 +53,12 @@ def test_counts_of_weights_and_states():
     assert count_weights(model.config, head=False) == kernels
     prompts = Prompts(np.zeros((B, 6), int), np.full(B, 6))
     _, prefix = jax.eval_shape(functools.partial(model.apply, method="prefill"), {"params": params}, prompts)
-    held = sum(
-        4 * x.size for layer in prefix.layers if isinstance(layer, RecurrentState) for x in jax.tree.leaves(layer)
-    )
-    assert state_bytes(model.config, 4) == held / B
-    steps = [
-        StepCost.of(model.config, prompt_length=8, completion_length=n, itemsize=4, weight_itemsize=4)
-        for n in (100, 200)
-    ]
-    assert steps[0].state == steps[1].state == 2 * held / B
+    states = [layer for layer in prefix.layers if isinstance(layer, RecurrentState)]
+    size = 4 * sum(x.size for x in jax.tree.leaves(states)) / B
+    assert state_bytes(model.config, 4) == size
+    cost_of = functools.partial(StepCost.of, model.config, prompt_length=8, itemsize=4, weight_itemsize=4)
+    steps = [cost_of(completion_length=n) for n in (100, 200)]
+    assert steps[0].state == steps[1].state == 2 * size
     assert steps[1].own == 2 * steps[0].own == 200 * 2 * 2 * 8 * 4  # only one layer has keys
 
 

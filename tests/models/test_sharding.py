@@ -33,14 +33,12 @@ def test_axes_of_parameters_are_sharded_as_specified():
     assert at("embed_tokens", "embedding") == P("tensor", "fsdp")
     assert at("norm", "scale") == P()
     assert parameter_sharding(("layers_0", "self_attn", "k_proj", "bias"), (8,), mesh).spec == P("tensor")
-    assert parameter_sharding(("layers_0", "mlp", "experts", "up_proj"), (3, 8, 8), mesh).spec == P(
-        None, "fsdp", "tensor"
-    )
+    path = ("layers_0", "mlp", "experts", "up_proj")
+    assert parameter_sharding(path, (3, 8, 8), mesh).spec == P(None, "fsdp", "tensor")
     # A mesh axis that is missing or does not divide the size is not used.
     path = ("embed_tokens", "embedding")
     assert parameter_sharding(path, (8, 8), mesh_of(data=4)).spec == P(None, None)
     assert parameter_sharding(path, (7, 8), mesh).spec == P(None, "fsdp")
-    mesh = mesh_of(fsdp=2, tensor=2)
     _, params = tiny_model(qkv_bias=True, tie_word_embeddings=False, qk_norm="head")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         names = tuple(key.key for key in path)
