@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
-import sys
 from pathlib import Path
 
 import jax
@@ -16,22 +14,15 @@ MAX_BYTES = 2 * 2**30
 
 
 def user_cache() -> Path:
-    """Return this package's cache directory, from XDG_CACHE_HOME or the platform's convention."""
-    if home := os.environ.get("XDG_CACHE_HOME"):
-        return Path(home) / "grpo_jax"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "grpo_jax"
-    if sys.platform == "win32" and (home := os.environ.get("LOCALAPPDATA")):
-        return Path(home) / "grpo_jax" / "Cache"
-    return Path.home() / ".cache" / "grpo_jax"
+    """Return this package's cache directory, in XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo_jax"
 
 
 def enable_compilation_cache() -> Path | None:
     """Enable JAX's persistent compilation cache and return its directory, or None if this cache is not used.
 
-    Programs for CPUs depend on the instruction set, and machines may share a home directory, so the directory is named
-    after a hash of the instruction set. JAX's settings (`JAX_COMPILATION_CACHE_DIR`, `jax_enable_compilation_cache`)
-    take precedence. Multi-process runs do not use the cache: on GPUs, a miss in one process would block the others.
+    JAX's own settings take precedence. Multi-process runs do not use the cache: on GPUs, a miss in one process would
+    block the others. The directory depends on the instruction set, since machines may share a home directory.
     """
     directory = user_cache() / "programs" / _processor()
     current = _setting("jax_compilation_cache_dir")
@@ -39,7 +30,9 @@ def enable_compilation_cache() -> Path | None:
         return directory
     if current is not None or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return None
-    if not _setting("jax_enable_compilation_cache") or jax.process_count() > 1 or not _prepared(directory):
+    if not _setting("jax_enable_compilation_cache") or jax.process_count() > 1:
+        return None
+    if not _make_writable(directory):
         return None
     # Skip the many programs that compile faster: each file in the cache slows down look-ups.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
@@ -58,26 +51,21 @@ def _processor() -> str:
     """Return a hash of the processor's instruction set."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    able = sorted({line for line in lines if line.startswith(("flags", "Features"))})
-    about = repr((platform.machine(), able or platform.processor()))
-    return hashlib.sha256(about.encode()).hexdigest()[:12]
+    features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    description = repr((platform.machine(), features or platform.processor()))
+    return hashlib.sha256(description.encode()).hexdigest()[:12]
 
 
-def _prepared(directory: Path) -> bool:
-    """Create the cache directory and delete incomplete programs of killed processes.
+def _make_writable(directory: Path) -> bool:
+    """Create the cache directory and delete programs that a killed process left incomplete. Returns whether it worked.
 
-    Returns whether the directory is writable. JAX writes a program and then a file with its access time. A program
-    without this file may be truncated. JAX would fail to read it and then stop writing programs.
+    JAX writes a program and then a file with its access time. If the second file is missing, JAX's eviction fails.
     """
-    from filelock import FileLock, Timeout  # a dependency of transformers
-
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / ".lockfile", timeout=10):  # the lock that JAX uses
-            for program in directory.glob("*-cache"):
-                if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
-                    with contextlib.suppress(FileNotFoundError):
-                        program.unlink()
-    except (OSError, Timeout, NotImplementedError):  # NotImplementedError: no file locks
+        for program in directory.glob("*-cache"):
+            if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
+                program.unlink(missing_ok=True)
+    except OSError:
         return False
     return os.access(directory, os.W_OK)

@@ -49,24 +49,14 @@ def start(arguments: argparse.Namespace) -> None:
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
     """Add this process to a multi-process run. Each process must call this before any other JAX function.
 
-    `coordinator` is the "host:port" on which process 0 listens. If all arguments are None, they are detected from
-    Slurm, a TPU pod, Kubernetes or MPI. Raises ValueError if only some are given or no cluster is detected.
+    `coordinator` is the "host:port" on which process 0 listens. Arguments that are None are detected from Slurm, a
+    TPU pod, Kubernetes or MPI. Raises ValueError if an argument is invalid or no cluster is detected.
 
     An uncaught exception ends its process immediately. The other processes end at their next communication with it (on
     CPUs) or after `HEARTBEAT_TIMEOUT` seconds without its heartbeat (on other platforms).
     """
-    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < 3:
-        raise ValueError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; set all of coordinator,"
-            " num_processes and process_id, or none of them"
-        )
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise ValueError(f"coordinator must be host:port, such as host0:8476; got {coordinator!r}")
-    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        last = num_processes - 1
-        raise ValueError(f"process_id must be from 0 to {last} with {num_processes} processes; got {process_id}")
     import jax  # not at the top: `add_flags` must not load it
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

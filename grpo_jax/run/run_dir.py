@@ -6,10 +6,9 @@ import contextlib
 import errno
 import json
 import os
-import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -28,10 +27,7 @@ POLICY = "policy"
 
 
 def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
-    """Write the files that `grpo-jax chat`, `evaluate` and `export` need in addition to a checkpoint's params.
-
-    Nothing is written if a `run.yaml` specifies the model, or for custom models, adapters or vision towers.
-    """
+    """Write the files that `grpo-jax chat`, `evaluate` and `export` need, if no `run.yaml` names the model."""
     unneeded = run_dir is None or (Path(run_dir) / "run.yaml").exists()
     if unneeded or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
         return
@@ -46,83 +42,62 @@ def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -
 
 
 def check_shared_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError in all processes unless each of them can write to process 0's run directory.
-
-    All processes write each checkpoint together. With separate directories, they would deadlock.
-    """
+    """Raise ValueError unless all processes share a writable run directory. Saving would deadlock otherwise."""
     if jax.process_count() == 1:
         return
     index, message = jax.process_index(), ""
-    token = Path(str(run_dir), f".token-{gather_objects(time.time_ns())[0]}")
-    if index == 0 and run_dir is not None:
-        message = _write_error(token)
-    expected, failed = gather_objects([run_dir is not None, message])[0]  # after this, process 0's token exists
-    if index > 0 and not failed:
-        if (run_dir is not None) != expected or (expected and not _appears(token)):
+    started = gather_objects(time.time_ns())[0]
+    tokens = [Path(str(run_dir), f".token-{started}-{i}") for i in range(jax.process_count())]
+    try:
+        if run_dir is not None:
+            with reject_unwritable(run_dir):
+                tokens[index].parent.mkdir(parents=True, exist_ok=True)
+                tokens[index].touch()
+    except ValueError as error:
+        message = f"process {index}: {error}"
+    results = gather_objects([run_dir is not None, message])  # after this, the tokens exist
+    message = next((error for _, error in results if error), "")
+    if not message:
+        found = _all_exist(tokens) if run_dir is not None else not any(has_directory for has_directory, _ in results)
+        if not all(gather_objects(found)):
             message = (
-                f"run_dir = {str(run_dir)!r}: process {index} does not find the file that process 0 wrote to its"
-                " run_dir. All processes write checkpoints together; pass each of them the same directory on a shared"
-                " file system"
+                f"run_dir = {str(run_dir)!r} is not the same directory in all processes. All processes write"
+                " checkpoints together; pass each of them the same directory on a shared file system"
             )
-        elif run_dir is not None:
-            local = token.with_name(f"{token.name}-{index}")
-            message = _write_error(local)
-            local.unlink(missing_ok=True)
-    message = next(filter(None, gather_objects(message)), "")
-    if index == 0 and run_dir is not None:
-        token.unlink(missing_ok=True)
+    if run_dir is not None:
+        tokens[index].unlink(missing_ok=True)
     if message:
         raise ValueError(message)
 
 
-def _write_error(path: Path) -> str:
-    """Create an empty file. Returns an error message, or "" on success."""
-    try:
-        with reject_unwritable(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-    except ValueError as error:
-        return f"process {jax.process_index()}: {error}"
-    return ""
-
-
-def _appears(path: Path) -> bool:
-    """Wait for another process's file, which a network file system may delay. Returns whether it exists."""
+def _all_exist(paths: Sequence[Path]) -> bool:
+    """Return whether all files exist. Waits up to 10 seconds, since a network file system may delay them."""
     deadline = time.monotonic() + 10
-    while not path.exists() and time.monotonic() < deadline:
+    while not (found := all(path.exists() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return path.exists()
+    return found
 
 
 @contextlib.contextmanager
 def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Create a run directory and hold its lock (`flock` on `.lock`, released by the kernel when the process ends).
+    """Create a run directory and hold its lock (`flock`, if available) until the process ends.
 
-    Windows and file systems without locks are not protected. Raises ValueError if the directory is not writable, and
-    RuntimeError if another run holds the lock. The message names the other run's process and host.
+    Raises ValueError if the directory is not writable, and RuntimeError if another run holds the lock.
     """
     if run_dir is None:
         yield
         return
     with reject_unwritable(run_dir):
         os.makedirs(run_dir, exist_ok=True)
-        file = open(os.path.join(run_dir, ".lock"), "a+", encoding="utf-8")  # noqa: SIM115 (open while the lock is held)
-    with file:
+        file = open(os.path.join(run_dir, ".lock"), "a")  # noqa: SIM115 (open while the lock is held)
+    with file:  # the file is never deleted, since another process could then lock a new one
         if sys.platform != "win32":
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.EAGAIN, errno.EACCES):
-                    file.seek(0)
-                    holder = file.read().strip() or "by another process"
                     raise RuntimeError(
-                        f"run_dir = {str(run_dir)!r} is in use {holder}. Wait for that run to finish, stop it, or use a"
-                        " different run_dir"
+                        f"run_dir = {str(run_dir)!r} is in use by another process. Wait for that run to finish, stop"
+                        " it, or use a different run_dir"
                     ) from None
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
-        # Never delete the file: a third process could then lock a new file while a second waits for this one.
-        file.truncate(0)
-        file.write(f"by process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
         yield

@@ -39,15 +39,9 @@ def test_flags_are_passed_to_jax_and_nothing_starts_without_them(line, expected,
     assert all(how["heartbeat_timeout_seconds"] <= 30 for _, how in initialized), "loss is detected in a minute"
 
 
-ALL = "set all of coordinator, num_processes and process_id, or none of them"
-
-
 @pytest.mark.parametrize(("line", "message"), [
-    ("--num-processes 2", f"coordinator and process_id are missing; {ALL}"),
     ("--coordinator host0 --num-processes 2 --process-id 0",
         "coordinator must be host:port, such as host0:8476; got 'host0'"),
-    ("--coordinator host0:1 --num-processes 2 --process-id 2",
-        "process_id must be from 0 to 1 with 2 processes; got 2"),
     ("--distributed auto --process-id 2", "--distributed auto cannot be combined with --coordinator"),
 ])  # fmt: skip
 def test_invalid_flags_are_rejected(line, message, initialized):

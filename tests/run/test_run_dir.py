@@ -1,9 +1,7 @@
 """A run directory is used by one run at a time, within a process and across processes, even after a kill."""
 
-import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
@@ -16,10 +14,8 @@ pytestmark = pytest.mark.quick
 
 HOLD = """
 import fcntl, sys, time
-file = open(sys.argv[1], "a+")
+file = open(sys.argv[1], "a")
 fcntl.flock(file, fcntl.LOCK_EX)
-file.write("by process 1 on mars")
-file.flush()
 print("held", flush=True)
 time.sleep(600)
 """
@@ -30,14 +26,14 @@ def test_lock_is_held_until_the_process_is_killed(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / ".lock"], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RuntimeError, match="in use by process 1 on mars"), locked(tmp_path):
+        with pytest.raises(RuntimeError, match="in use by another process"), locked(tmp_path):
             pytest.fail("locked twice")
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         holder.stdout.close()
-    with locked(tmp_path):
-        assert (tmp_path / ".lock").read_text() == f"by process {os.getpid()} on {socket.gethostname()}"
+    with locked(tmp_path), pytest.raises(RuntimeError, match="in use"), locked(tmp_path):
+        pytest.fail("locked twice")
 
 
 def test_file_systems_without_locks_are_not_locked_and_unwritable_ones_rejected(tmp_path, monkeypatch):
@@ -61,10 +57,7 @@ def refuse(path, *_, **__):
 
 def test_directory_that_one_process_cannot_write_to_is_rejected(tmp_path, monkeypatch):
     """A run directory that one process cannot write to is rejected (test_two_processes.py uses real processes)."""
-    (tmp_path / ".token-7").touch()
-    answers = iter([[7], [[True, ""]]])
-    monkeypatch.setattr("grpo_jax.run.run_dir.gather_objects", lambda own: next(answers, [own]))
-    monkeypatch.setattr("grpo_jax.run.run_dir._appears", pathlib.Path.exists)
+    monkeypatch.setattr("grpo_jax.run.run_dir.gather_objects", lambda own: [own])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(pathlib.Path, "touch", refuse)

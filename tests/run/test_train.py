@@ -123,7 +123,7 @@ def test_state_holds_only_what_the_objective_reads():
 
 def test_run_files_and_run_dir_lock(tmp_path):
     def another(step, metrics):
-        with pytest.raises(RuntimeError, match="is in use by process"):
+        with pytest.raises(RuntimeError, match="is in use by another process"):
             run(run_dir=tmp_path)
 
     how = {"max_steps": 3, "eval_steps": 2, "num_generations_eval": 2, "beta": 0.1, "callbacks": [another]}

@@ -116,7 +116,7 @@ def main():
     try:
         play(arguments.run_dir / f"own-{jax.process_index()}")
     except ValueError as error:
-        CALLS["refused"] = "does not find the file that process 0 wrote" in str(error)
+        CALLS["refused"] = "is not the same directory in all processes" in str(error)
     for _ in range(2):  # the second call finds a complete run
         state = play(arguments.run_dir / "turns")
     whole = jax.tree.leaves(fetch({"params": state.params, "ref": state.ref_params}))
