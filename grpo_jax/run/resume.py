@@ -53,10 +53,7 @@ def with_saved_gradient_checkpointing(config: GRPOConfig, run_dir: str | Path | 
 
 
 def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
-    """Describe what a resumed run must have in common with the saved run, as a JSON object for the checkpoints.
-
-    Prompts are hashed, frozen arrays by their first elements. Functions, tools and environments have only their names.
-    """
+    """Describe what a resumed run must have in common with the saved run, as JSON. Functions have only names."""
     config, sizes, custom_optimizer = run.config, run.config.sizes(), run.schedule is None
     eval_data = run.eval_data.values() if isinstance(run, SFTRun) else [x for x in [run.eval_data] if x is not None]
     eos_token_ids = () if isinstance(run, SFTRun) else run.policy.eos_token_ids  # used only to sample completions
@@ -144,17 +141,14 @@ def fingerprint(tree: Params) -> str:
 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
-    """Compare two results of `run_identity` and return one line per difference that prevents resuming from `step`.
-
-    Only names in both are compared, because another version of this library may describe more or less of a run.
-    """
+    """Return a line per difference that prevents resuming from `step`. Names in only one of the two are ignored."""
     kind, other = (config_class(identity["config"]).__name__ for identity in (current, saved))
     if kind != other:
         return [f"config: {kind}, but the run has {other}"]
     lines = [
         *_config_differences(saved, current, step),
-        *_function_differences(saved["functions"], current["functions"]),
-        *_dataset_differences(saved["dataset"], current["dataset"]),
+        *(line for _, line in _changed_in_both(saved["functions"], current["functions"])),
+        *_prompt_differences("dataset", saved["dataset"], current["dataset"]),
         *_evaluation_differences(saved, current),
         *_policy_differences(saved, current),
     ]
@@ -194,19 +188,12 @@ def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
             yield f"{line} and is already at step {step}"
 
 
-def _function_differences(old: Json, new: Json) -> Iterator[str]:
-    """Yield a line for each argument of `train` whose functions do not have the run's names."""
-    for argument, _ in _changed_in_both(old, new):
-        names, other = (", ".join(functions[argument]) or "none" for functions in (new, old))
-        yield f"{argument}: {names}, but the run has {other}"
-
-
-def _dataset_differences(old: Json, new: Json) -> Iterator[str]:
-    """Yield a line if the prompts to train on differ."""
+def _prompt_differences(argument: str, old: Json, new: Json) -> Iterator[str]:
+    """Yield a line if the prompts of a dataset differ."""
     if old["rows"] != new["rows"]:
-        yield f"dataset: {new['rows']} rows, but the run has {old['rows']}"
+        yield f"{argument}: {new['rows']} rows, but the run has {old['rows']}"
     elif old["prompts"] != new["prompts"]:
-        yield f"dataset: the prompts or their order differ from the saved run's ({new['rows']} rows in both)"
+        yield f"{argument}: the prompts or their order differ from the saved run's ({new['rows']} rows in both)"
 
 
 def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:
@@ -215,13 +202,8 @@ def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:
     if name is None or not name.startswith("eval/") or saved["config"].get("metric_for_best_model") != name:
         return
     old, new = saved["evaluation"], current["evaluation"]
-    changed = dict(_changed_in_both(old, new))
-    if "rows" in changed:
-        changed["rows"] = f"eval_dataset: {new['rows']} rows, but the run has {old['rows']}"
-        changed.pop("prompts", None)
-    elif "prompts" in changed:
-        changed["prompts"] = f"eval_dataset: its {new['rows']} prompts differ from the run's"
-    for line in changed.values():
+    settings = [line for name, line in _changed_in_both(old, new) if name not in ("rows", "prompts")]
+    for line in (*_prompt_differences("eval_dataset", old, new), *settings):
         yield f"{line}; metric_for_best_model = {show(name)} requires all evaluations of the run to be comparable"
 
 
