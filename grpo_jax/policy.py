@@ -26,12 +26,6 @@ class Donated(dict[str, Any]):
 
     __getitem__ = __iter__ = __len__ = __contains__ = __or__ = keys = values = items = get = copy = refuse
 
-    def __reduce__(self) -> Any:
-        return Donated, ()
-
-    def __repr__(self) -> str:
-        return "Donated()"
-
 
 jax.tree_util.register_pytree_node(Donated, Donated().refuse, Donated().refuse)
 

@@ -9,12 +9,8 @@ checkpoints/40/   params   the trained params, the only part needed for export
                            transcript of the completions in `ahead`
 ```
 
-The teacher and the adapters' frozen base model are not stored, but resuming checks that they are unchanged.
 Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (after a stop, an
 error or `save_minutes`) are used only for resuming. They cannot be the best one and do not replace scheduled ones.
-
-Orbax writes to a temporary directory in the background and renames it at the end, so a killed process does not leave
-a partial checkpoint. `save` copies the arrays, so the next update may donate them immediately.
 """
 
 from __future__ import annotations
@@ -62,8 +58,7 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints in a run directory. If `run_dir` is None, nothing is written or found.
 
-    Exiting the context waits for a save in progress. `identity` is from `resume.run_identity`. If a save fails,
-    `save`, `wait` or the exit raises OSError. All processes in a run must call each method together.
+    If a save fails, `save`, `wait` or the exit raises OSError. All processes in a run must call each method together.
     """
 
     def __init__(self, run_dir: str | Path | None, config: Config, identity: Json | None = None):
@@ -159,10 +154,7 @@ class Checkpoints:
         return gather_objects(local)[0]
 
     def record_metric(self, progress: Progress) -> None:
-        """Record the value of `metric_for_best_model` at a scheduled step, if it is available.
-
-        A stopped run may write its checkpoint before the evaluation, which the resumed run then performs.
-        """
+        """Record the value of `metric_for_best_model` at a scheduled step, if it is available."""
         name, step = self._config.metric_for_best_model, progress.step
         if name is None or not self.scheduled(step):
             return
@@ -207,24 +199,20 @@ class Checkpoints:
         return [step in kept for step in steps]
 
     def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
-        """Load the best checkpoint's state if `load_best_model_at_end` is True, else return `state`.
-
-        The arrays of `state` are deleted before the checkpoint is read, so that only one state is in memory.
-        """
+        """Load the best checkpoint's state if `load_best_model_at_end` is True, else return `state`."""
         if not self._config.load_best_model_at_end:
             return state
         best = self.best(progress)
         if best is None or best[0] == int(state.step):
             return state
         like = jax.tree.map(as_target, state)
-        _delete(state)
+        _delete(state)  # only one state is in memory
         return self._load(best[0], like, {"progress": {}}).state
 
     def restore(self, state: TrainState, resume: str = "auto", *, keep_params: bool = False) -> Restored:
-        """Restore the newest readable checkpoint into arrays with the shapes and shardings of `state`.
+        """Restore the newest readable checkpoint with the shardings of `state`. Returns `state` for a new run.
 
-        Returns `state` for a new run. Otherwise, the arrays of `state` are deleted before the checkpoint is read, so
-        that only one state is in memory. `keep_params` keeps its params, for a caller whose policy still shares them.
+        The arrays of `state` are deleted before the checkpoint is read, except the params if `keep_params` is True.
         Raises ValueError, with a list of all differences, if settings changed, or if no checkpoint can be read.
         """
         steps = self.steps()
@@ -270,10 +258,7 @@ class Checkpoints:
             )
 
     def _stored_json(self, step: int) -> Json:
-        """Read a checkpoint's JSON metadata directly from orbax's file.
-
-        `checkpointables_metadata` also reads the arrays' files and may hang if they are truncated (orbax 0.12.8).
-        """
+        """Read the JSON metadata directly, since `checkpointables_metadata` may hang if arrays are truncated."""
         stored = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
         metadata = stored.get("custom_metadata")
         if not metadata or "about" not in metadata:
@@ -339,10 +324,7 @@ def _delete(state: TrainState) -> None:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Remove temporary directories left by an interrupted save, which would make orbax's first save fail.
-
-    A background thread of this process may still write there and recreate a directory, so retry for 10 seconds.
-    """
+    """Remove temporary directories of an interrupted save. Retries, since a thread may still write there."""
     deadline = time.monotonic() + 10
     while left := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
         for path in left:

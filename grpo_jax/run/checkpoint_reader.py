@@ -24,10 +24,9 @@ Shapes = dict[str, Any] | list[Any] | None
 
 
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """Load a checkpoint's params for evaluation, chat or export. Returns (step, params).
+    """Load a checkpoint's step and params, the newest if `step` is None, in the form of the initial params `like`.
 
-    `like` are the params that the run started from. The result has their shapes, dtypes and devices. If `step` is
-    None, the newest checkpoint is read. Raises ValueError if the checkpoint is missing or does not match `like`.
+    Raises ValueError if the checkpoint is missing or does not match `like`.
     """
     from orbax.checkpoint import v1 as ocp
 

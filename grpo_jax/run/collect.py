@@ -1,13 +1,8 @@
 """Collection of one iteration's batch: prompts → completions → rewards → advantages → `Batch`.
 
-`collect` requests completions from a `RolloutSource`, which samples them on request. The subclasses in `run.sources`
-prefetch them.
-
 While the reward functions run on the host, the device computes the reference log-probs and then, with prefetching,
 samples the next completions. With `dynamic_sampling`, the reference log-probs are computed after the rewards, which
-select the groups. Meanwhile, the device holds the training state (`run.new_state`), a frozen base model, a teacher and,
-without `donate`, the caller's params. The reference log-probs add the prompts' keys and values and one packed sequence,
-and prefetching adds the next rollout's caches. The current rollout's tokens and log-probs are already on the host.
+select the groups.
 """
 
 from __future__ import annotations
@@ -61,10 +56,9 @@ _jit_advantages = jax.jit(
 class RolloutSource:
     """Source of rollouts, which samples completions from the current policy on request. Subclasses prefetch them.
 
-    The n-th prompt of a run is the n-th entry of the shuffled epochs, and its sampling keys are derived from n, so a
-    single integer records the run's position in its dataset. `cursor` is the number of prompts in completed iterations;
-    `next_cursor` includes the current iteration. Checkpoints store `cursor`, so a resumed run repeats an interrupted
-    iteration. They also store `in_progress`, which is True while an engine samples the prompts that start at `cursor`.
+    `cursor` is the number of prompts in completed iterations and `next_cursor` includes the current one. Prompts and
+    keys depend only on the position in the shuffled epochs. Checkpoints store `cursor`, so a resumed run repeats an
+    interrupted iteration, and `in_progress`, which is True while an engine samples the prompts that start at `cursor`.
     """
 
     in_progress = False
@@ -197,10 +191,7 @@ def _sample_and_score(
 
 
 def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
-    """Build a rollout's `Batch`, with zero advantages. The device may still be computing the reference log-probs.
-
-    `counted` [B] bool is False for padding groups, which are excluded from the loss. None means no padding groups.
-    """
+    """Build a rollout's `Batch`, with zero advantages, without blocking. `counted` [B] is False for padding groups."""
     prompts, completions, config = rollout.prompts, rollout.completions, run.config
     t = run.updater.padded_length(int(lengths_of(np.asarray(completions.mask)).max()))
     tokens, mask = completions.tokens[:, :, :t], completions.mask[:, :, :t]
@@ -288,9 +279,7 @@ def sample(
     """Sample completions for the rows of `data` at `row_indices`, with `generate` or with the engine `sampler`.
 
     The sampling keys are derived from `prompt_indices` [B]. P is `prompt_length`, or larger if an environment makes a
-    prompt longer. `evaluation` selects the evaluation settings. `interaction` has the tools and environments for
-    multi-turn completions. `interrupt` is called every few tokens. An exception that it raises stops the sampling.
-    `on_tokens` is passed to `generate`.
+    prompt longer. `interrupt` is called every few tokens. An exception that it raises stops the sampling.
     """
     ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     generate_fn: Callable[..., Completions] = generate
@@ -347,10 +336,7 @@ def call_reward_fns(
     on_error: str,
     trainer_state: TrainerState | None = None,
 ) -> Rewards:
-    """Call the reward functions on this process's rows, if it has any.
-
-    `gather_rewards` concatenates the results of all processes.
-    """
+    """Call the reward functions on this process's rows, if it has any."""
     tokens, present, names = rollout.completions.tokens, rollout.present, reward_names(reward_fns)
     g = np.shape(tokens)[1]
     process_rows = local_range(len(rollout.rows)) if rollout.process_rows is None else rollout.process_rows

@@ -41,9 +41,7 @@ COMPILED = 0.9
 def decide_checkpointing(run: Run, memory: float | None) -> Run:
     """Choose `gradient_checkpointing` from a device's `memory` in bytes, if the config does not set it.
 
-    Activations are kept if the compiled update fits in memory together with the state and the caller's params. On CPUs
-    they are always kept, since packed sequences are short there. In multi-process runs, the smallest memory determines
-    the choice for all processes.
+    Activations are kept on CPUs, where packed sequences are short, and if the compiled update fits in every process.
     """
     if run.config.gradient_checkpointing is not None:
         return run
@@ -73,10 +71,7 @@ def compiled_peak_bytes(run: Run) -> int:
 
 
 def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
-    """Return the bytes per device that an update needs beyond the state, from the `cost` of its largest program.
-
-    If a minibatch is split, this includes the accumulated gradients, which are passed as an argument.
-    """
+    """Return the bytes per device that an update needs beyond the state, from the `cost` of its largest program."""
     params = device_bytes((as_argument(run.policy.model), state.params))
     return max(0, cost.arguments + cost.results - params) + cost.temporaries
 
@@ -96,10 +91,7 @@ def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
 
 
 def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
-    """Bind a rollout's largest decode program to abstract arguments (see `decode_call`).
-
-    Returns None for a model without a KV cache, or if an engine samples the completions.
-    """
+    """Bind the largest decode program, or return None for a model without a KV cache or if an engine samples."""
     config = run.config
     if run.sampler is not None:
         return None
@@ -162,8 +154,7 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
-    """Add shardings to abstract arrays. On a mesh, params are sharded according to the table and other arrays along
-    prompts. Without a mesh, arrays have the sharding of a result computed from `source`."""
+    """Add shardings to abstract arrays: those of the table or along prompts, or without a mesh those of `source`."""
     if mesh is None:
         at = place_of(source)
         return tree if at is None else jax.tree.map(lambda x: _at(x, at), tree)

@@ -1,7 +1,4 @@
-"""Multi-turn rollouts and per-turn advantages.
-
-Environments are created and reset before sampling, called between turns, and released when all completions have ended.
-"""
+"""Multi-turn rollouts and per-turn advantages."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ def sample_episodes(
 def episode_prompts(
     interaction: Interaction, data: EncodedPrompts, rows: Sequence[int], reset_rows: Sequence[Row], *, length: int
 ) -> Prompts:
-    """Return encoded prompts for `reset_rows`. Prompts that an environment's `reset` changed are encoded again.
-
-    P is `length` if all prompts fit, else the longest prompt's padded length.
-    """
+    """Return encoded prompts for `reset_rows`, with P = `length` or larger. Changed prompts are encoded again."""
     ids = []
     for i, row in zip(rows, reset_rows, strict=True):
         encoded = data.token_ids[i]
@@ -75,10 +69,7 @@ def episode_prompts(
 def credit_turns(
     batch: Batch, rollout: RolloutResult, rewards: Rewards, names: Sequence[str], config: GRPOConfig
 ) -> np.ndarray:
-    """Compute advantages [B, G, T] for turn_credit="to_go". They are 0 where the mask is False.
-
-    Raises ValueError if a reward function returned per-token rewards but the settings scale advantages.
-    """
+    """Compute advantages [B, G, T] for turn_credit="to_go". They are 0 where the mask is False."""
     of_tokens = next((part for part in rewards.parts if part.per_token), None)
     aggregation = config.multi_objective_aggregation
     unscaled = in_units_of_rewards(config.scale_rewards, aggregation, config.advantage_estimator)

@@ -59,10 +59,7 @@ def vocab_size(model: Model, params: Params) -> int:
 def with_settings(
     model: Model, config: Config, devices: Sequence[jax.Device] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """Set compute dtype and activation checkpointing from the config, and the attention implementation for the devices.
-
-    A custom model is returned unchanged.
-    """
+    """Set compute dtype, activation checkpointing and attention from the config and the devices."""
     if not isinstance(model, Transformer | LoraModel):
         return model
     dtype = compute_dtype(config.compute_dtype, devices)

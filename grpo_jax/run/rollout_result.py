@@ -1,7 +1,4 @@
-"""Rollout results: completions with their prompts, rows and episodes; their rewards, metrics and records.
-
-Rewards are gathered across processes. With dynamic sampling, zero-signal groups are replaced.
-"""
+"""Rollout results: completions with their prompts, rows and episodes; their rewards, metrics and records."""
 
 from __future__ import annotations
 
@@ -30,12 +27,11 @@ _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "mult
 
 
 class RolloutResult(NamedTuple):
-    """Completions [B, G, T] for B dataset rows, as NumPy arrays.
+    """Completions [B, G, T] for B dataset rows, as NumPy arrays. `metrics` are the sampling engine's.
 
     The prompts in `rows` include text that environments added. `episodes` are the records of B·G multi-turn
-    completions, prompt-major. `environments` are the environments for this process's completions, or None if the
-    completions were prefetched. `process_rows` are this process's rows. None divides the rows equally.
-    `metrics` are the sampling engine's metrics.
+    completions, prompt-major. `environments` are the environments of this process's completions, or None if they were
+    prefetched. `process_rows` are this process's rows; None divides the rows equally.
     """
 
     rows: list[Row]
@@ -116,10 +112,7 @@ class RolloutResult(NamedTuple):
 
 
 def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
-    """Gather the rewards for all rows from all processes. Each process passes the rewards for its own rows.
-
-    Reward statistics are recomputed over all completions. Error counts are summed, and times are maxima over processes.
-    """
+    """Gather the rewards for all rows. Error counts are summed, and times are maxima over processes."""
     if jax.process_count() == 1:
         return process_rewards
     names, (_, g, k) = reward_names(reward_fns), process_rewards.values.shape
@@ -224,9 +217,8 @@ def refill_groups(
 ) -> tuple[RolloutResult, Rewards, dict[str, float], np.ndarray]:
     """Replace zero-signal groups with groups for the next prompts from `sample_more` (DAPO's dynamic sampling).
 
-    After `MAX_REFILLS` additional rollouts, missing groups are padded with zero-signal groups. The last result is a
-    mask [B], False for padding groups, which are excluded from the loss, its normalizers and batch statistics. Metrics
-    are from the first rollout, because rewards did not select its prompts. Only costs are summed over all rollouts.
+    After `MAX_REFILLS` rollouts, missing groups are padded with zero-signal groups. The last result [B] is False for
+    them. Metrics are from the first rollout, because rewards did not select its prompts. Only costs are summed.
     """
     count, refills = len(rollout.rows), 0
     costs = [name for name in metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]

@@ -32,13 +32,11 @@ if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseRun:
-    """The constant part of a run, with the fields that `train` and `sft` share.
+    """The constant part of a run, shared by `train` and `sft`. Fields with a default are for `train` only.
 
-    `policy.params` are the initial params, and are released once a `TrainState` holds them. All batches have
-    P = `prompt_length`, so that each program is compiled only once. `mesh` is None for a single device, and `schedule`
-    is None for a custom optimizer. Fields with a default are for `train` only. `reward_fns` include the environments'
-    rewards, `interaction` has the tools and environments for multi-turn completions, and `sampler` is an engine.
-    `images` contains one prompt's images (all batches have the same shapes, except for B), or is None without images.
+    `policy.params` are the initial params, released once a `TrainState` holds them. All batches have P =
+    `prompt_length` and images with the shapes in `images`, so that each program is compiled only once. `mesh` is None
+    for a single device, and `schedule` is None for a custom optimizer.
     """
 
     policy: Policy
@@ -85,10 +83,7 @@ class Run(BaseRun):
 
     @property
     def samples_in_background(self) -> bool:
-        """Whether an engine samples the next completions during rewards and updates (`EngineRollouts`).
-
-        False with several processes, because their threads would run collectives in different orders.
-        """
+        """Whether an engine samples during updates. Threads of several processes would run collectives in any order."""
         takes_params = callable(getattr(self.sampler, "set_params", None))
         return self.config.rollout_ahead and takes_params and jax.process_count() == 1
 
@@ -129,8 +124,7 @@ class Run(BaseRun):
 class SFTRun(BaseRun):
     """A run of `sft`, whose batches are examples of its dataset. `sizes.prompts` counts blocks of examples.
 
-    The keys of `eval_data` are dataset names, or "" for a single dataset. `num_groups` is the number of prompts per
-    batch if all examples start with the same tokens, or None if each example has a separate prompt.
+    `num_groups` is the number of prompts per batch if all examples share their first tokens, else None.
     """
 
     config: SFTConfig

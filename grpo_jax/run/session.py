@@ -60,11 +60,10 @@ def open_session(
     callbacks: Sequence[Callback] = (),
     hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
-    """Open a run's `Session` in a `with` block, which defers SIGTERM and SIGINT unless `run_dir` is None.
+    """Open a run's `Session` in a `with` block. If a signal ended the run, exits with `StopSignals.exit`.
 
-    All processes write checkpoints together. Only process 0 locks the directory, logs, publishes and calls `callbacks`.
-    `state` is the state at step 0, whose shapes are compared with a checkpoint's. `hints` is a function that takes a
-    line of metrics and returns a list of messages. If a signal ended the run, exits (see `StopSignals.exit`).
+    `state` is the state at step 0. `hints` is a function that takes a line of metrics and returns a list of messages.
+    Signals are deferred unless `run_dir` is None. Only process 0 locks the directory, logs and publishes.
     """
     identity = None if run_dir is None else run_identity(run, state)
     first = jax.process_index() == 0
@@ -91,8 +90,8 @@ def open_session(
 class Session:
     """A run's progress, and the objects that log, stop, save and publish it.
 
-    `run_dir` is None in all processes except process 0. Checkpoints store `progress` and the completions prefetched by
-    `source`. `train` and `sft` set `evaluate`, a function from params to metrics. If None, the run is not evaluated.
+    `run_dir` is None in all processes except process 0. `train` and `sft` set `evaluate`, a function from params to
+    metrics.
     """
 
     run: BaseRun
@@ -164,10 +163,7 @@ class Session:
     def check_skipped(
         self, state: TrainState, minibatch: Batch, metrics: Mapping[str, float], batch: Batch | None
     ) -> None:
-        """Warn about the first skipped update. Raises FloatingPointError after `max_skipped_updates` in a row.
-
-        Before raising, the run is saved with the count reset to 0, so that a resumed run does not fail immediately.
-        """
+        """Warn about the first skipped update. Raise FloatingPointError after `max_skipped_updates` in a row."""
         run, progress = self.run, self.progress
         step, limit = progress.step, run.config.max_skipped_updates
         exceeded = limit is not None and progress.skipped >= limit
@@ -176,7 +172,7 @@ class Session:
         self._warned_of_skipped = True
         cause = describe_non_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
         if exceeded:
-            progress.skipped = 0
+            progress.skipped = 0  # so that a resumed run does not fail immediately
             self.save(state, batch)
             raise FloatingPointError(
                 f"step {step}: {limit} consecutive updates were skipped, the limit set by max_skipped_updates. The loss"
@@ -230,11 +226,7 @@ class Session:
                 self.publisher.checkpoint_saved(step, state.params, last=self.run.total_steps)
 
     def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Save the run after an error in a reward function, environment or engine.
-
-        An error while saving is only printed. With several processes no checkpoint is written, because all of them
-        would have to participate and one has failed.
-        """
+        """Save the run after an error in rewards or sampling, unless there are several processes."""
         step = self.progress.step
         if step == 0 or self.run_dir is None or jax.process_count() > 1:
             return
@@ -268,8 +260,7 @@ def describe_non_finite(
 ) -> str:
     """Describe the first non-finite value found in a skipped update, with its prompt and completion.
 
-    Searches the advantages, then the log-probs of the sampler, the old policy, the references and `params`, and finally
-    the metrics. `params` are the params before the update. With several processes, all of them must call this.
+    `params` are the params before the update. With several processes, all of them must call this.
     """
     batch = fetch(batch)
     used = batch.mask if batch.advantages.ndim == 3 else batch.mask.any(axis=-1)

@@ -252,10 +252,7 @@ def next_examples(run: SFTRun, cursor: int) -> tuple[Batch, int, dict[str, float
 
 
 def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) -> Batch:
-    """Build a batch from the given blocks: [rows, 1, T], or [run.num_groups, G, T] if all examples share a prefix.
-
-    With a shared prefix, there is one group per data-parallel device, and its prompt is the prefix.
-    """
+    """Build a batch from the given blocks: [rows, 1, T], or [run.num_groups, G, T] if all examples share a prefix."""
     length, groups = run.updater.config.max_completion_length, run.num_groups
     batch = examples.batch(blocks, rows=rows, length=length, prompt_length=run.prompt_length)
     if groups is None:

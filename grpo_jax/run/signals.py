@@ -17,8 +17,7 @@ class Interrupted(Exception):
 class StopSignals:
     """Context manager that records the first SIGTERM or SIGINT in `received`, and then restores the previous handlers.
 
-    Handlers are installed if `enabled`, only in the main thread, and only for signals that are not ignored or handled
-    outside Python. Unless `single_process`, rollouts involve other processes and are therefore not interrupted.
+    Signals that are ignored or handled outside Python keep their handlers.
     """
 
     def __init__(self, enabled: bool = True, single_process: bool = True):
@@ -51,10 +50,7 @@ class StopSignals:
             raise Interrupted
 
     def exit(self) -> NoReturn:
-        """Raise SystemExit with status 128 + signal number, so that a supervisor does not consider the run finished.
-
-        After SIGINT in a notebook or interactive session, raises KeyboardInterrupt instead, which ends only the cell.
-        """
+        """Raise SystemExit with status 128 + signal number, or KeyboardInterrupt in an interactive session."""
         if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython also sets `ps1`
             raise KeyboardInterrupt
         raise SystemExit(128 + (self.received or signal.SIGTERM))

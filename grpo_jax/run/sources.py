@@ -32,13 +32,10 @@ from grpo_jax.watch.monitor import Progress
 
 
 class PrefetchedRollouts(RolloutSource):
-    """A source that samples the next completions while rewards are computed, from the same policy as the current ones.
+    """A source that samples the next completions from the same policy while rewards are computed."""
 
-    `next` returns `_unconsumed`. `commit` copies it to `prefetched`, the completions from `cursor` on that are saved.
-    """
-
-    prefetched: RolloutResult | None = None
-    _unconsumed: RolloutResult | None = None
+    prefetched: RolloutResult | None = None  # completions from `cursor` on, which checkpoints store
+    _unconsumed: RolloutResult | None = None  # the next result of `next`
 
     def set_prefetched(self, prefetched: RolloutResult | None) -> None:
         """Set the prefetched completions, for example from a checkpoint."""
@@ -71,10 +68,7 @@ class PrefetchedRollouts(RolloutSource):
         self.cursor, self.prefetched = self.next_cursor, self._unconsumed
 
     def to_checkpoint(self) -> tuple[Completions | None, Json | None]:
-        """Return the completions in `prefetched`, and its other parts as JSON values.
-
-        These are an engine's metrics and, for multi-turn completions, episodes and texts that `reset` added to prompts.
-        """
+        """Return the prefetched completions, and their metrics, episodes and reset texts as JSON values."""
         if self.prefetched is None:
             return None, None
         metrics = {name: float(value) for name, value in self.prefetched.metrics.items()}
@@ -96,8 +90,8 @@ class PrefetchedRollouts(RolloutSource):
 class EngineRollouts(PrefetchedRollouts):
     """A source whose engine samples the next completions in the background, during rewards and updates.
 
-    The engine receives its params beforehand (`Sampler.set_params`). They are also kept in the state's `old_params`, to
-    compute the completions' log-probs. Checkpoints do not wait for the engine. A resumed run repeats the request.
+    The engine's params are kept in the state's `old_params`. Checkpoints do not wait for the engine. A resumed run
+    repeats the request.
     """
 
     _future: Future[RolloutResult] | None = None

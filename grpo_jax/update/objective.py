@@ -2,9 +2,6 @@
 
 Each loss is a sum divided by a count over the whole minibatch. The parts' losses and gradients therefore add up to the
 minibatch's loss and gradient, no matter how it is split.
-
-A teacher model runs on the same tokens in the same program as the policy. Its hidden states [tokens, D] are stored, and
-its logits are computed one chunk at a time, like the policy's. For an external teacher, the batch contains log-probs.
 """
 
 from __future__ import annotations
@@ -37,10 +34,7 @@ from grpo_jax.update.state import TrainState
 
 
 def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> LossSettings:
-    """Build the static settings for `grpo_loss` from a config and an optional custom `surrogate`.
-
-    The entropy coefficient is not included: it can change during training, so it is part of the state.
-    """
+    """Build the static settings for `grpo_loss`. The entropy coefficient can change, so it is part of the state."""
     names = {field.name for field in dataclasses.fields(LossSettings)} - {"surrogate"}
     return LossSettings(**{name: getattr(config, name) for name in names}, surrogate=surrogate)
 
@@ -56,10 +50,7 @@ def has_entropy_bonus(config: Config) -> bool:
 
 
 def zero_advantage_has_no_gradient(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
-    """Return whether completions with zero advantage have no gradient, because the advantage multiplies the whole loss.
-
-    This does not depend on `loss_type`. Returns False for a custom surrogate, which may use advantages differently.
-    """
+    """Return whether the advantage multiplies the whole loss. False for a custom surrogate."""
     others = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_coef_of(model, config))
     return surrogate is None and not any(others)
 
@@ -73,10 +64,7 @@ def router_coef_of(model: Model, config: Config) -> float:
 
 
 def sampler_correction_weights(batch: Batch, config: GRPOConfig) -> jax.Array | None:
-    """Return importance weights [..., T] or [...] for completions from an engine, or None without a correction.
-
-    A completion's weights do not depend on other completions, so splitting a batch does not change them.
-    """
+    """Return importance weights [..., T] or [...] for an engine's completions, or None without a correction."""
     if batch.old_log_probs is None or config.sampler_correction is None:
         return None
     return sampler_weights(
@@ -90,10 +78,7 @@ def sampler_correction_weights(batch: Batch, config: GRPOConfig) -> jax.Array | 
 
 
 def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Return the loss normalizers: counts over the whole minibatch, which all of its parts use.
-
-    `selected` [B, G, T] is the `top_entropy_mask` of the whole minibatch, required if `top_entropy_quantile` < 1.
-    """
+    """Return the loss normalizers, counted over a whole minibatch and its `top_entropy_mask`, `selected`."""
     totals = batch_totals(batch.mask, selected)
     if batch.counted is not None:
         totals["num_rows"] = jnp.maximum(batch.counted.sum() * batch.mask.shape[1], 1)
@@ -232,12 +217,7 @@ def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Arra
 
 
 class Teacher(flax.struct.PyTreeNode):
-    """A teacher model and its params, which are not differentiated.
-
-    Attributes:
-      model: teacher model, converted with `types.as_argument`.
-      params: the teacher's params.
-    """
+    """A teacher model, converted with `types.as_argument`, and its params, which are not differentiated."""
 
     model: Model
     params: Params
@@ -258,8 +238,8 @@ def logit_statistic(
 ) -> LogitStatistic | None:
     """Return the `LogitStatistic` for tokens [..., T], or None if the loss and metrics do not need one.
 
-    SFT checks whether each token has the largest logit. GRPO computes the divergence from the teacher's distributions,
-    given either its hidden `states` [..., T, D] or an external teacher's k most probable tokens [..., T, k].
+    In SFT, it is 1 for the most probable token. In GRPO, it is the divergence from a teacher, given its hidden `states`
+    [..., T, D] or its k most probable tokens [..., T, k].
     """
     if isinstance(config, SFTConfig):
         return LogitStatistic(_is_most_probable, (tokens[..., None],))

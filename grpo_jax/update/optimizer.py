@@ -39,10 +39,7 @@ def is_decayed(path: str) -> bool:
 
 
 def _add_decay(weight: float) -> optax.GradientTransformation:
-    """Add weight·θ to the updates for params with weight decay.
-
-    Unlike `optax.masked`, this has an empty state, like weight decay in `optax.adamw` without a mask.
-    """
+    """Add weight·θ to the updates for params with weight decay, with an empty state as in `optax.adamw`."""
 
     def one(path: jax.tree_util.KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
         decays = is_decayed(jax.tree_util.keystr(path, simple=True, separator="/"))
@@ -73,8 +70,7 @@ def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
     """Return AdamW with global-norm clipping. Equal configs give the same object, so that `jit` does not recompile.
 
-    The learning rate depends on the `step` that `update.state.finish_update` passes, which counts skipped updates too.
-    Adam's bias correction counts only applied updates.
+    The learning rate depends on `TrainState.step`, Adam's bias correction on the number of applied updates.
     """
     clip = _clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     adamw = optax.chain(  # has the same transformations and state as `optax.adamw`

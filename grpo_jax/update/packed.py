@@ -166,8 +166,8 @@ class PackedUpdater(Updater):
     ) -> tuple[list[Part], np.ndarray]:
         """Split a batch into parts, returned with their prompt indices [parts, A·K], -1 where a part has fewer prompts.
 
-        Tokens are balanced between parts and devices. Prompts without a gradient come last, so that some parts need
-        only a forward pass. Parts without completions are omitted unless `for_scoring` is True.
+        Prompts without a gradient come last, so that some parts need only a forward pass. Parts without completions are
+        omitted unless `for_scoring` is True.
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
@@ -250,10 +250,7 @@ def choose_updater(
     surrogate: Surrogate | None = None,
     teacher: Teacher | None = None,
 ) -> Updater:
-    """Return a `PackedUpdater` if the model and any teacher model come from this package, else an `Updater`.
-
-    `micro_shape` is the shape (prompts, completions per prompt) of a micro-batch.
-    """
+    """Return a `PackedUpdater` if the model and any teacher model come from this package, else an `Updater`."""
     kind = PackedUpdater if is_builtin(model) and (teacher is None or is_builtin(teacher.model)) else Updater
     mesh = mesh if mesh and mesh.size > 1 else None
     return kind(as_argument(model), config, micro_shape, optimizer, config.on_policy, mesh, surrogate, teacher)
@@ -319,10 +316,7 @@ def _loss(
 def add_gradients(
     updater: PackedUpdater, grads: Params, state: TrainState, part: Part, totals: dict[str, jax.Array]
 ) -> tuple[Params, MetricSums]:
-    """Add the params gradient for one part to `grads`, and return the sum and the part's metric sums.
-
-    `totals` is the result of `count_totals` for the whole minibatch.
-    """
+    """Add the params gradient for one part to `grads`, and return the sum and the part's metric sums."""
     model, mesh, prompts = updater.model, updater.mesh, part.batch.prompts
     key, teacher_prompts = dropout_key(model, state, part.index, 0), _teacher_states(updater, prompts)
     prompt_states, pull_back = jax.vjp(lambda params: _prefill(model, params, prompts, mesh, key), state.params)

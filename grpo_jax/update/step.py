@@ -72,10 +72,7 @@ class Updater(flax.struct.PyTreeNode):
         return self.skip_zero_signal and zero_advantage_has_no_gradient(self.model, self.config, self.surrogate)
 
     def padded_length(self, longest: int) -> int:
-        """Return the length to pad a batch to if its longest completion has `longest` tokens.
-
-        This is the smallest sufficient length among T, T/2, T/4, …, which limits the number of compilations.
-        """
+        """Return the smallest sufficient length among T, T/2, T/4, …, for a batch of at most `longest` tokens."""
         length = self.config.max_completion_length
         while length % 2 == 0 and length // 2 >= max(longest, 8):
             length //= 2
@@ -242,10 +239,7 @@ def dropout_key(model: Model, state: TrainState, *indices: jax.typing.ArrayLike)
 def apply_gradients(
     updater: Updater, state: TrainState, grads: Params, sums: MetricSums
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Run the optimizer step for a minibatch's gradient, and return the new state and the metrics.
-
-    If no token contributes to the loss, averaged metrics are NaN and the params do not change.
-    """
+    """Run the optimizer step. Without tokens in the loss, averaged metrics are NaN and params do not change."""
     assert updater.optimizer is not None, "update requires an updater with an optimizer"
     config, metrics = updater.config, finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
@@ -298,8 +292,7 @@ def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[Tr
 def split_batch(batch: Batch, micro_shape: tuple[int, int]) -> Batch:
     """Split a batch [B, G, ...] into micro-batches [N, prompts, completions, ...], repeating prompts as needed.
 
-    A micro-batch contains every (B / prompts)-th prompt. If prompts are sharded, each device therefore has an equal
-    share of each micro-batch, and no data moves between devices.
+    A micro-batch contains every (B / prompts)-th prompt, so each device has an equal share and no data moves.
     """
     chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
     repeated = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
