@@ -378,6 +378,6 @@ def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array
     position = jnp.arange(p + t)[None]
     lengths = jnp.repeat(prompts.lengths, g)[:, None]
     prompt = jnp.pad(jnp.repeat(prompts.tokens, g, axis=0), ((0, 0), (0, t)))
-    at = jnp.clip(position - lengths, 0, t - 1)
-    completion = jnp.take_along_axis(tokens.reshape(b * g, t), at, axis=1)
+    index = jnp.clip(position - lengths, 0, t - 1)
+    completion = jnp.take_along_axis(tokens.reshape(b * g, t), index, axis=1)
     return jnp.where(position < lengths, prompt, completion), lengths[:, 0]

@@ -93,8 +93,8 @@ def turn_advantages(
     # Turn index of each token; observation tokens belong to the preceding turn. There are at most T turns.
     turn_of = jnp.maximum(jax.lax.cummax(turns, axis=2), 0)
     rows = jnp.arange(b)[:, None, None], jnp.arange(g)[None, :, None], turn_of
-    earned = jnp.zeros_like(rewards).at[rows].add(rewards)  # [B, G, turn, K]
-    to_go = _to_go(earned)
+    turn_rewards = jnp.zeros_like(rewards).at[rows].add(rewards)  # [B, G, turn, K]
+    to_go = _to_go(turn_rewards)
     exists = jnp.arange(t)[None, None] <= turns.max(axis=2, keepdims=True)
     to_go = jnp.where(exists[..., None] & scored, to_go, jnp.nan)
     advantages = compute_advantages(
@@ -106,12 +106,12 @@ def turn_advantages(
         estimator=estimator,
     )
     advantages = jnp.moveaxis(advantages.reshape(b, t, g), 1, 2)
-    found = jnp.take_along_axis(advantages, turn_of, axis=2)
+    per_token = jnp.take_along_axis(advantages, turn_of, axis=2)
     if in_units_of_rewards(scale_rewards, multi_objective_aggregation, estimator):
         per_function = jnp.ones(k, rewards.dtype) if weights is None else jnp.asarray(weights, rewards.dtype)
         weighted = (rewards * per_function[None, None, None]).sum(axis=-1)
-        found = found - _earlier_in_turn(weighted, turn_of)
-    return jnp.where(turns >= 0, found, 0)
+        per_token = per_token - _earlier_in_turn(weighted, turn_of)
+    return jnp.where(turns >= 0, per_token, 0)
 
 
 def in_units_of_rewards(scale_rewards: str, aggregation: str, estimator: str) -> bool:
@@ -119,14 +119,14 @@ def in_units_of_rewards(scale_rewards: str, aggregation: str, estimator: str) ->
     return scale_rewards == "none" and aggregation == "sum_then_normalize" and estimator in ("grpo", "rloo")
 
 
-def _to_go(earned: jax.Array) -> jax.Array:
+def _to_go(turn_rewards: jax.Array) -> jax.Array:
     """Return Σ_{m≥n} r_m along axis 2."""
 
     def step(later: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
         to_go = now + later
         return to_go, to_go
 
-    by_turn = jnp.moveaxis(earned, 2, 0)
+    by_turn = jnp.moveaxis(turn_rewards, 2, 0)
     _, to_go = jax.lax.scan(step, jnp.zeros_like(by_turn[0]), by_turn, reverse=True)
     return jnp.moveaxis(to_go, 0, 2)
 

@@ -100,10 +100,10 @@ def _jvp(
     p = jnp.exp(log_p)
     # For excluded tokens (log_p = −inf), use p, which is 0: XLA would materialize a constant 0 with shape [..., V].
     centered = jnp.where(jnp.isneginf(log_p), p, log_p) + entropy[..., None]
-    here = _is_token(tokens, logits.shape)
+    mask = _is_token(tokens, logits.shape)
     # A mask, which XLA fuses with the rest of the gradient of the logits: the gradient of a gather would be a separate
     # array of their size. Not `where`: XLA would store its zeros as such an array.
-    sums = (p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1), (here.astype(p.dtype) * tangent).sum(-1)
+    sums = (p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1), (mask.astype(p.dtype) * tangent).sum(-1)
     return [log_z, entropy, logit], list(sums)
 
 

@@ -21,8 +21,8 @@ def _check_trees(ref_params: Params, params: Params) -> None:
         for tree in (ref_params, params)
     )
     if ref_leaves.keys() != leaves.keys():
-        odd = sorted(ref_leaves.keys() ^ leaves.keys())
-        raise ValueError(f"ref_params and params differ in structure; missing from one of them: {', '.join(odd)}.")
+        names = sorted(ref_leaves.keys() ^ leaves.keys())
+        raise ValueError(f"ref_params and params differ in structure; missing from one of them: {', '.join(names)}.")
     for name, ref_leaf in ref_leaves.items():
         leaf = leaves[name]
         if jnp.shape(ref_leaf) != jnp.shape(leaf):

@@ -128,13 +128,13 @@ def draw_tokens(
     masses = masses if all_gather is None else all_gather(masses)
     block = jnp.expand_dims(_inverse_cdf(u[..., 0], masses, axis), (axis, axis + 1))
     if all_gather is None:
-        inside = jnp.take_along_axis(parts, block, axis=axis).squeeze(axis)
+        block_logits = jnp.take_along_axis(parts, block, axis=axis).squeeze(axis)
     else:
         index = jax.lax.broadcasted_iota(jnp.int32, parts.shape, axis)
-        inside = all_gather(jnp.where(index == block, parts, 0).sum(axis=axis))
-    place = _inverse_cdf(u[..., 1], jnp.exp(inside - top), axis)
-    drawn = jnp.take_along_axis(inside, jnp.expand_dims(place, axis), axis=axis)
-    tokens = block.squeeze((axis, axis + 1)) * width + place
+        block_logits = all_gather(jnp.where(index == block, parts, 0).sum(axis=axis))
+    index_in_block = _inverse_cdf(u[..., 1], jnp.exp(block_logits - top), axis)
+    drawn = jnp.take_along_axis(block_logits, jnp.expand_dims(index_in_block, axis), axis=axis)
+    tokens = block.squeeze((axis, axis + 1)) * width + index_in_block
     return tokens.astype(jnp.int32), (drawn - top).squeeze(axis) - jnp.log(masses.sum(axis=axis))
 
 

@@ -326,8 +326,8 @@ def _delete(state: TrainState) -> None:
 def _remove_unfinished(directory: Path) -> None:
     """Remove temporary directories of an interrupted save. Retries, since a thread may still write there."""
     deadline = time.monotonic() + 10
-    while left := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
-        for path in left:
+    while unfinished := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
+        for path in unfinished:
             shutil.rmtree(path, ignore_errors=True)
         if time.monotonic() > deadline:
             break

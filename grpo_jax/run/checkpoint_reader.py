@@ -32,19 +32,19 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
 
     directory = Path(run_dir).expanduser().absolute() / "checkpoints"
     steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
-    chosen = max(steps, default=None) if step is None else step
-    if chosen is None or chosen not in steps:
+    selected = max(steps, default=None) if step is None else step
+    if selected is None or selected not in steps:
         missing = "no checkpoint" if step is None else f"no checkpoint at step {step}"
-        there = f"; available steps: {', '.join(map(str, steps))}" if steps else "; check that run_dir is correct"
-        raise ValueError(f"run_dir = {str(run_dir)!r} contains {missing}{there}")
+        hint = f"; available steps: {', '.join(map(str, steps))}" if steps else "; check that run_dir is correct"
+        raise ValueError(f"run_dir = {str(run_dir)!r} contains {missing}{hint}")
     wanted = {"params": jax.tree.map(as_target, like)}
-    found, reason = try_read(functools.partial(ocp.load_checkpointables, directory / str(chosen), wanted))
-    if found is None:
+    checkpoint, reason = try_read(functools.partial(ocp.load_checkpointables, directory / str(selected), wanted))
+    if checkpoint is None:
         raise ValueError(
-            f"run_dir = {str(run_dir)!r}: the params of step {chosen} cannot be read ({reason}); check that the run"
+            f"run_dir = {str(run_dir)!r}: the params of step {selected} cannot be read ({reason}); check that the run"
             " trained this model"
         )
-    return chosen, found["params"]
+    return selected, checkpoint["params"]
 
 
 def try_read(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
@@ -62,9 +62,9 @@ def try_read(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
 
 def try_read_in_all_processes(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
     """Call `try_read` in all processes. If any of them fails, all return None and the first error."""
-    found, error = try_read(read)
+    result, error = try_read(read)
     reason = next(filter(None, gather_objects(error)), "")
-    return (None, reason) if reason else (found, "")
+    return (None, reason) if reason else (result, "")
 
 
 def as_target(x: jax.Array) -> jax.ShapeDtypeStruct:

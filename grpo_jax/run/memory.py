@@ -62,12 +62,12 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
 def compiled_peak_bytes(run: Run) -> int:
     """Return an update's peak memory per device in bytes, as reported by the compiler."""
     state, batch = abstract_arrays(run)
-    held = device_bytes(state) + device_bytes((as_argument(run.policy.model), run.policy.params))
+    constant_bytes = device_bytes(state) + device_bytes((as_argument(run.policy.model), run.policy.params))
     if run.distillation is not None:
-        held += device_bytes(run.distillation.teacher)
+        constant_bytes += device_bytes(run.distillation.teacher)
     arguments = device_bytes((as_argument(run.policy.model), state.params))
     cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
-    return held + added_bytes(run, state, batch, cost)
+    return constant_bytes + added_bytes(run, state, batch, cost)
 
 
 def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
@@ -132,7 +132,7 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
     totals = _placed(jax.eval_shape(count_totals, batch, selected), mesh, (batch, part))
     total = jax.eval_shape(zero_gradients, updater, state.params)
     if mesh is not None:  # use the sharding table, which also names the leaves to replicate
-        total = jax.tree.map(_at, total, tree_sharding(total, mesh))
+        total = jax.tree.map(_with_sharding, total, tree_sharding(total, mesh))
     total, state = _placed(total, mesh, state.params), _placed(state, mesh)
     scored_by = state.params if state.ref_params is None else state.ref_params
     return UpdateCalls(
@@ -143,8 +143,8 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
 
 def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Part:
     """Return an abstract part of a minibatch whose completions all have the maximum length T."""
-    _, _, each = updater.count_parts(state.params, batch)
-    rows, shapes = each * shard_count(updater.mesh), updater.shapes(state.params, batch.mask.shape)
+    _, _, prompts_per_device = updater.count_parts(state.params, batch)
+    rows, shapes = prompts_per_device * shard_count(updater.mesh), updater.shapes(state.params, batch.mask.shape)
     part: Batch = jax.tree.map(lambda x: np.zeros((rows, *x.shape[1:]), x.dtype), batch.replace(counted=None))
     part = part.replace(mask=~part.mask)
     selected = part.mask if updater.config.top_entropy_quantile < 1 else None
@@ -156,15 +156,15 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
     """Add shardings to abstract arrays: those of the table or along prompts, or without a mesh those of `source`."""
     if mesh is None:
-        at = place_of(source)
-        return tree if at is None else jax.tree.map(lambda x: _at(x, at), tree)
+        sharding = place_of(source)
+        return tree if sharding is None else jax.tree.map(lambda x: _with_sharding(x, sharding), tree)
     by_prompts, by_table = split_sharding(tree, mesh), tree_sharding(tree, mesh)
     return jax.tree.map(
-        lambda x, prompts, table: _at(x, table if any(table.spec) else prompts), tree, by_prompts, by_table
+        lambda x, prompts, table: _with_sharding(x, table if any(table.spec) else prompts), tree, by_prompts, by_table
     )
 
 
-def _at(x: jax.Array | jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+def _with_sharding(x: jax.Array | jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     """Make an array abstract, with the given sharding unless it already has a sharding."""
     sharding = getattr(x, "sharding", None) or sharding
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))

@@ -70,12 +70,12 @@ def credit_turns(
     batch: Batch, rollout: RolloutResult, rewards: Rewards, names: Sequence[str], config: GRPOConfig
 ) -> np.ndarray:
     """Compute advantages [B, G, T] for turn_credit="to_go". They are 0 where the mask is False."""
-    of_tokens = next((part for part in rewards.parts if part.per_token), None)
+    per_token_part = next((part for part in rewards.parts if part.per_token), None)
     aggregation = config.multi_objective_aggregation
     unscaled = in_units_of_rewards(config.scale_rewards, aggregation, config.advantage_estimator)
-    if of_tokens is not None and not unscaled:
+    if per_token_part is not None and not unscaled:
         raise ValueError(
-            f"reward function {names[of_tokens.function]!r} returned an array of per-token rewards, which"
+            f"reward function {names[per_token_part.function]!r} returned an array of per-token rewards, which"
             f' turn_credit={config.turn_credit!r} supports only for unscaled advantages. Set scale_rewards="none" with'
             ' multi_objective_aggregation="sum_then_normalize" and advantage_estimator="grpo" or "rloo", or return a'
             " list with one reward per turn"

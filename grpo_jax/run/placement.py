@@ -79,18 +79,18 @@ def with_settings(
 
 def _attention(config: TransformerConfig, devices: Sequence[jax.Device]) -> str:
     """Resolve `config.attention`. Hopper's kernels are used if they agree with a plain implementation on the device."""
-    chosen = implementation(config.attention, devices)
-    here = [device for device in devices or jax.local_devices() if device in jax.local_devices()]  # of this process
-    if chosen != "mosaic" or config.attention == chosen or not config.fits_mosaic or not here:
-        return chosen
-    errors = [error for width in config.attention_widths if (error := mosaic_error(here[0], width)) is not None]
+    kernels = implementation(config.attention, devices)
+    local = [device for device in devices or jax.local_devices() if device in jax.local_devices()]  # of this process
+    if kernels != "mosaic" or config.attention == kernels or not config.fits_mosaic or not local:
+        return kernels
+    errors = [error for width in config.attention_widths if (error := mosaic_error(local[0], width)) is not None]
     if errors:
         warnings.warn(
-            f"slower attention kernels are used, because those for {here[0].device_kind} do not work with jax "
+            f"slower attention kernels are used, because those for {local[0].device_kind} do not work with jax "
             f"{jax.__version__} and this version of CUDA: {errors[0]}. Try another version of CUDA",
             stacklevel=2,
         )
-    return triton_or_tiles() if errors else chosen
+    return triton_or_tiles() if errors else kernels
 
 
 def place_policy(policy: Policy, mesh: jax.sharding.Mesh | None) -> Policy:

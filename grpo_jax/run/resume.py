@@ -142,9 +142,9 @@ def fingerprint(tree: Params) -> str:
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
     """Return a line per difference that prevents resuming from `step`. Names in only one of the two are ignored."""
-    kind, other = (config_class(identity["config"]).__name__ for identity in (current, saved))
-    if kind != other:
-        return [f"config: {kind}, but the run has {other}"]
+    current_class, saved_class = (config_class(identity["config"]).__name__ for identity in (current, saved))
+    if current_class != saved_class:
+        return [f"config: {current_class}, but the run has {saved_class}"]
     lines = [
         *_config_differences(saved, current, step),
         *(line for _, line in _changed_in_both(saved["functions"], current["functions"])),

@@ -62,7 +62,7 @@ class RolloutResult(NamedTuple):
         """Number of turns in each of the B·G completions."""
         if self.episodes is None:
             return [1] * self.completions.ended.size
-        return [max(1, len(one.lengths)) for one in self.episodes]
+        return [max(1, len(episode.lengths)) for episode in self.episodes]
 
     @property
     def episode_metrics(self) -> dict[str, float]:
@@ -100,8 +100,8 @@ class RolloutResult(NamedTuple):
             # Repeat the last values: in `PromptImages.feature_index`, 0 would mark the padding as an image token.
             return np.concatenate([np.pad(z, width, mode="edge") for z, width in zip((x, y), widths, strict=True)])
 
-        mine, others = ((x.prompts, x.completions) for x in (self, other))
-        prompts, completions = jax.tree.map(joined, mine, others)
+        first, second = ((x.prompts, x.completions) for x in (self, other))
+        prompts, completions = jax.tree.map(joined, first, second)
         episodes = None
         if self.episodes is not None and other.episodes is not None:
             episodes = [*self.episodes, *other.episodes]
@@ -117,13 +117,15 @@ def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[Rew
         return process_rewards
     names, (_, g, k) = reward_names(reward_fns), process_rewards.values.shape
     arrays = {"values": process_rewards.values.tolist(), "logged_columns": to_json(process_rewards.logged_columns)}
-    sent = [Rewards._make(one) for one in gather_objects([*(process_rewards._asdict() | arrays).values()])]
-    values = [np.asarray(one.values, np.float32).reshape(len(one.values), g, k) for one in sent]
-    parts = [[RewardParts._make(part) for part in one.parts] for one in sent]
-    joined = join_rewards([one._replace(values=x, parts=p) for one, x, p in zip(sent, values, parts, strict=True)])
+    by_process = [Rewards._make(local) for local in gather_objects([*(process_rewards._asdict() | arrays).values()])]
+    values = [np.asarray(local.values, np.float32).reshape(len(local.values), g, k) for local in by_process]
+    parts = [[RewardParts._make(part) for part in local.parts] for local in by_process]
+    joined = join_rewards(
+        [local._replace(values=x, parts=p) for local, x, p in zip(by_process, values, parts, strict=True)]
+    )
     stats = reward_stats(names, np.concatenate(joined.values)) if names else {}
-    for name in dict.fromkeys(name for one in sent for name in one.stats):
-        per_process = [one.stats[name] for one in sent if name in one.stats]
+    for name in dict.fromkeys(name for local in by_process for name in local.stats):
+        per_process = [local.stats[name] for local in by_process if name in local.stats]
         if name.endswith("/errors"):
             stats[name] = float(sum(per_process))
         elif name.endswith("/seconds"):
@@ -141,9 +143,9 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
         values=np.concatenate([part.values for part in parts]),
         stats=parts[0].stats,
         parts=[
-            one._replace(completion=first + one.completion)
+            reward_part._replace(completion=first + reward_part.completion)
             for first, part in zip(firsts, parts, strict=False)
-            for one in part.parts
+            for reward_part in part.parts
         ],
         logged_metrics=metrics,
         logged_columns=[columns for part in parts for columns in part.logged_columns],
@@ -240,7 +242,7 @@ def _take_groups(rewards: Rewards, groups: np.ndarray) -> Rewards:
     """Return the rewards for the given groups, in the given order."""
     g = rewards.values.shape[1]
     old = [b * g + i for b in groups.tolist() for i in range(g)]
-    new = {completion: at for at, completion in enumerate(old)}
+    new = {completion: i for i, completion in enumerate(old)}
     return rewards._replace(
         completions=[rewards.completions[i] for i in old],
         logged_columns=[rewards.logged_columns[i] for i in old],

@@ -46,8 +46,8 @@ def check_shared_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
     if jax.process_count() == 1:
         return
     index, message = jax.process_index(), ""
-    started = gather_objects(time.time_ns())[0]
-    tokens = [Path(str(run_dir), f".token-{started}-{i}") for i in range(jax.process_count())]
+    started_at = gather_objects(time.time_ns())[0]
+    tokens = [Path(str(run_dir), f".token-{started_at}-{i}") for i in range(jax.process_count())]
     try:
         if run_dir is not None:
             with reject_unwritable(run_dir):
@@ -58,8 +58,8 @@ def check_shared_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
     results = gather_objects([run_dir is not None, message])  # after this, the tokens exist
     message = next((error for _, error in results if error), "")
     if not message:
-        found = _all_exist(tokens) if run_dir is not None else not any(has_directory for has_directory, _ in results)
-        if not all(gather_objects(found)):
+        shared = _all_exist(tokens) if run_dir is not None else not any(has_directory for has_directory, _ in results)
+        if not all(gather_objects(shared)):
             message = (
                 f"run_dir = {str(run_dir)!r} is not the same directory in all processes. All processes write"
                 " checkpoints together; pass each of them the same directory on a shared file system"
@@ -73,9 +73,9 @@ def check_shared_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
 def _all_exist(paths: Sequence[Path]) -> bool:
     """Return whether all files exist. Waits up to 10 seconds, since a network file system may delay them."""
     deadline = time.monotonic() + 10
-    while not (found := all(path.exists() for path in paths)) and time.monotonic() < deadline:
+    while not (all_exist := all(path.exists() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return all_exist
 
 
 @contextlib.contextmanager

@@ -66,8 +66,8 @@ def open_session(
     Signals are deferred unless `run_dir` is None. Only process 0 locks the directory, logs and publishes.
     """
     identity = None if run_dir is None else run_identity(run, state)
-    first = jax.process_index() == 0
-    log_dir = run_dir if first else None
+    logs = jax.process_index() == 0
+    log_dir = run_dir if logs else None
     publisher = None
     if run.config.push_to_hub:
         assert run_dir is not None  # ensured by `check_run_dir`
@@ -78,7 +78,7 @@ def open_session(
         locked(log_dir),
         StopSignals(enabled=run_dir is not None, single_process=jax.process_count() == 1) as signals,
         Checkpoints(run_dir, run.config, identity) as checkpoints,
-        Monitor(log_dir, run.config, callbacks=callbacks if first else (), hints=hints, quiet=not first) as monitor,
+        Monitor(log_dir, run.config, callbacks=callbacks if logs else (), hints=hints, quiet=not logs) as monitor,
     ):
         session = Session(run, log_dir, monitor, signals, checkpoints, publisher)
         yield session

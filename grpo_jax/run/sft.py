@@ -148,7 +148,7 @@ def prepare_sft(
     errors.raise_together()
     encode = functools.partial(_encode, policy, config)
     policy, config, mesh, encoded = encode_and_place(policy, config, rows, encode, errors)
-    longest = max(len(ids) for some in encoded.values() for ids in some.token_ids)
+    longest = max(len(ids) for examples in encoded.values() for ids in examples.token_ids)
     data, *held_out = encoded.values()
     eval_data = dict(zip(named_datasets(eval_dataset), held_out, strict=True))
     return derive_sft(policy, config, data, eval_data, mesh=mesh, longest=longest, optimizer=optimizer)
@@ -173,14 +173,14 @@ def derive_sft(
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
     # With images, an example's prompt is all tokens before the loss. Otherwise, it is the common prefix of all
     # examples, which a model with a cache computes only once.
-    parts = (data, *eval_data.values())
+    datasets = (data, *eval_data.values())
     if images := data.image_encoder is not None:
-        starts = [start for some in parts for start in some.starts]
+        starts = [start for examples in datasets for start in examples.starts]
         start, shared = config.padded(max(starts)), 0
-        ends = (len(ids) for some in parts for ids in some.token_ids)
-        rest = max(end - own for end, own in zip(ends, starts, strict=True))
+        ends = (len(ids) for examples in datasets for ids in examples.token_ids)
+        rest = max(end - start_of_loss for end, start_of_loss in zip(ends, starts, strict=True))
     else:
-        shared = min(some.shared for some in parts) if is_builtin(policy.model) else 0
+        shared = min(examples.shared for examples in datasets) if is_builtin(policy.model) else 0
         start = max(1, shared)
         rest = longest - start
     length = config.padded(rest)
@@ -228,12 +228,12 @@ def _rows(policy: Policy, dataset: Dataset, config: SFTConfig, argument: str) ->
 
 def _encode(policy: Policy, config: SFTConfig, rows: Sequence[Row], argument: str) -> Examples:
     """Tokenize rows and check the token ids against the model's vocabulary."""
-    ends, packing = policy.eos_token_ids, config.packing and argument == "dataset"
+    eos_token_ids, packing = policy.eos_token_ids, config.packing and argument == "dataset"
     data = encode_examples(
         rows,
         policy.tokenizer,
         config,
-        eos_token_ids=ends,
+        eos_token_ids=eos_token_ids,
         packing=packing,
         processor=load_processor_if_needed(policy, rows, argument),
         argument=argument,

@@ -77,9 +77,9 @@ class PrefetchedRollouts(RolloutSource):
             from grpo_jax.rollout.episodes import appended_text
 
             rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._num_prompts)]
-            pairs = [(row["prompt"], mine["prompt"]) for row, mine in zip(rows, self.prefetched.rows, strict=True)]
-            stored["reset_texts"] = ["" if mine is prompt else appended_text(prompt, mine) for prompt, mine in pairs]
-            stored["episodes"] = [dataclasses.asdict(one) for one in self.prefetched.episodes]
+            pairs = [(row["prompt"], full["prompt"]) for row, full in zip(rows, self.prefetched.rows, strict=True)]
+            stored["reset_texts"] = ["" if full is prompt else appended_text(prompt, full) for prompt, full in pairs]
+            stored["episodes"] = [dataclasses.asdict(episode) for episode in self.prefetched.episodes]
         return self.prefetched.completions, stored
 
     def _has_next(self, state: TrainState) -> bool:
@@ -193,5 +193,5 @@ def _restored(run: Run, cursor: int, completions: Completions, transcript: Json 
     pairs = zip(rows, stored["reset_texts"], strict=True)
     rows = [{**row, "prompt": with_appended_text(row["prompt"], text)} if text else row for row, text in pairs]
     prompts = episode_prompts(run.interaction, data, indices, rows, length=run.prompt_length)
-    episodes = [EpisodeRecord.from_json(one) for one in stored["episodes"]]
+    episodes = [EpisodeRecord.from_json(episode) for episode in stored["episodes"]]
     return RolloutResult(rows, prompts, completions, episodes, metrics=metrics)

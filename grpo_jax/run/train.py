@@ -199,8 +199,8 @@ def train(
 
 def _shares_params(policy: Policy, teacher: Policy | Scorer | None) -> bool:
     """Return whether a teacher's params, or the base model of its adapters, contain arrays of the policy's params."""
-    own = {id(leaf) for leaf in jax.tree.leaves(policy.params)}
-    return isinstance(teacher, Policy) and any(id(x) in own for x in jax.tree.leaves((teacher.model, teacher.params)))
+    ids = {id(leaf) for leaf in jax.tree.leaves(policy.params)}
+    return isinstance(teacher, Policy) and any(id(x) in ids for x in jax.tree.leaves((teacher.model, teacher.params)))
 
 
 def _minibatch(batch: Batch, updates_done: int, sizes: Sizes) -> Batch:

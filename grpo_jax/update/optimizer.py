@@ -23,14 +23,14 @@ def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
     peak, warmup = config.learning_rate, config.total_warmup_steps(total_steps)
     rest = max(1, total_steps - warmup)
     if config.lr_scheduler_type == "linear":
-        after = optax.linear_schedule(peak, 0.0, rest)
+        decay = optax.linear_schedule(peak, 0.0, rest)
     elif config.lr_scheduler_type == "cosine":
-        after = optax.cosine_decay_schedule(peak, rest)
+        decay = optax.cosine_decay_schedule(peak, rest)
     else:
-        after = optax.constant_schedule(peak)
+        decay = optax.constant_schedule(peak)
     if warmup == 0 or config.lr_scheduler_type == "constant":
-        return after
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+        return decay
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), decay], [warmup])
 
 
 def is_decayed(path: str) -> bool:
@@ -41,12 +41,12 @@ def is_decayed(path: str) -> bool:
 def _add_decay(weight: float) -> optax.GradientTransformation:
     """Add weight·θ to the updates for params with weight decay, with an empty state as in `optax.adamw`."""
 
-    def one(path: jax.tree_util.KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
+    def add_to_leaf(path: jax.tree_util.KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
         decays = is_decayed(jax.tree_util.keystr(path, simple=True, separator="/"))
         return update + weight * param if decays else update
 
     def add(updates: Params, params: Params) -> Params:
-        return jax.tree_util.tree_map_with_path(one, updates, params)
+        return jax.tree_util.tree_map_with_path(add_to_leaf, updates, params)
 
     return optax.stateless(add)
 

@@ -154,8 +154,8 @@ class PackedUpdater(Updater):
         threads = count_threads(params, len(parts))
 
         def score_parts(thread: int) -> list[tuple[jax.Array, jax.Array]]:
-            chosen = (split(part, self.mesh) for part in parts[thread::threads])
-            return [wait_on_cpu(score_part(self, params, part, with_entropy)) for part in chosen]
+            thread_parts = (split(part, self.mesh) for part in parts[thread::threads])
+            return [wait_on_cpu(score_part(self, params, part, with_entropy)) for part in thread_parts]
 
         by_thread = run_in_threads(score_parts, range(threads))
         scores = [by_thread[i % threads][i // threads] for i in range(len(parts))]
@@ -179,12 +179,12 @@ class PackedUpdater(Updater):
         shape = best_shape(self.shapes(params, batch.mask.shape), padded, t, devices=devices, part_size=size)
         by_part, parts = indices.reshape(count, -1), list[Part]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
-        for chosen in by_part:
-            part, part_selected = jax.tree.map(operator.itemgetter(chosen), arrays)
-            part = part.replace(mask=part.mask & (chosen >= 0)[:, None, None])
+        for part_indices in by_part:
+            part, part_selected = jax.tree.map(operator.itemgetter(part_indices), arrays)
+            part = part.replace(mask=part.mask & (part_indices >= 0)[:, None, None])
             if for_scoring or part.mask.any():
-                parts.append(self.pack_part(part, part_selected, has_gradient[chosen], shape, len(parts)))
-        return parts or [self.pack_part(part, part_selected, has_gradient[chosen], shape, 0)], by_part
+                parts.append(self.pack_part(part, part_selected, has_gradient[part_indices], shape, len(parts)))
+        return parts or [self.pack_part(part, part_selected, has_gradient[part_indices], shape, 0)], by_part
 
     def pack_part(
         self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
@@ -379,9 +379,9 @@ def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
 
 
 @jax.jit
-def _in_order(updater: PackedUpdater, parts: list[tuple[jax.Array, ...]], at: jax.Array) -> tuple[jax.Array, ...]:
+def _in_order(updater: PackedUpdater, parts: list[tuple[jax.Array, ...]], order: jax.Array) -> tuple[jax.Array, ...]:
     """Concatenate the parts' arrays and restore the batch order."""
-    return jax.tree.map(lambda *x: constrain(jnp.concatenate(x)[at], updater.mesh), *parts)
+    return jax.tree.map(lambda *x: constrain(jnp.concatenate(x)[order], updater.mesh), *parts)
 
 
 apply_update = jax.jit(apply_gradients, donate_argnames=("state",))

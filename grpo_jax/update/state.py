@@ -64,13 +64,13 @@ class TrainState(flax.struct.PyTreeNode):
 def _unshared(tree: TrainState, seen: set[int]) -> TrainState:
     """Copy arrays that occur twice in a tree or have an id in `seen`, since donated buffers must not be shared."""
 
-    def one(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    def copy_if_shared(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and id(x) in seen):
             x = jnp.copy(x)
         seen.add(id(x))
         return x
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(copy_if_shared, tree)
 
 
 def create_state(
@@ -199,7 +199,7 @@ def finish_update(
 def _zero_untrained(updates: Params) -> Params:
     """Set updates for untrained params to zero, since weight decay would otherwise change these params."""
 
-    def one(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
+    def zero_if_untrained(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x) if path and getattr(path[-1], "key", None) in UNTRAINED else x
 
-    return jax.tree_util.tree_map_with_path(one, updates)
+    return jax.tree_util.tree_map_with_path(zero_if_untrained, updates)
