@@ -289,10 +289,7 @@ def clip_events(surrogate: Surrogate, inputs: SurrogateInputs, settings: LossSet
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Static settings for the objective, with the names of `grpo_loss` arguments and `GRPOConfig` fields.
-
-    `surrogate` is an argument to `train`, not a config field. Raises ValueError for an unknown variant.
-    """
+    """Static settings for the objective, with the names of `grpo_loss` arguments and `GRPOConfig` fields."""
 
     loss_type: str = "dapo"
     beta: Scalar = 0.0

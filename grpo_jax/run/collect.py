@@ -131,12 +131,9 @@ def collect(
 ) -> tuple[Batch, dict[str, float], list[dict[str, Any]]]:
     """Sample one iteration's completions and compute their rewards, advantages and log-probs.
 
-    `phase` times the phases "rollout", "reference" (log-probs and advantages), "rewards" and "teacher". `interrupt` is
-    called between phases. An exception that it raises ends the iteration.
-
-    Returns:
-      A tuple (batch, metrics, records): the iteration's `Batch` as NumPy arrays [B, G, T], with T from
-      `Updater.padded_length`; the rollout's metrics; and one dict per completion for `completions.jsonl`.
+    Returns the `Batch` as NumPy arrays [B, G, T], the rollout's metrics, and one dict per completion for
+    `completions.jsonl`. `phase` times the phases "rollout", "reference" (log-probs and advantages), "rewards" and
+    "teacher". `interrupt` is called between phases and may raise an exception.
     """
     config = run.config
 

@@ -39,8 +39,6 @@ def start(arguments: argparse.Namespace) -> None:
     if arguments.distributed is None and given == (None, None, None):
         return
     try:
-        if arguments.distributed is not None and given != (None, None, None):
-            raise ValueError("--distributed auto cannot be combined with --coordinator, --num-processes, --process-id")
         initialize(*given)
     except ValueError as error:
         raise SystemExit(str(error)) from error

@@ -109,15 +109,10 @@ def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
 
 
 class UpdateCalls(NamedTuple):
-    """An updater's largest compiled functions, bound to abstract completions of the maximum length T.
+    """An updater's largest compiled functions, bound to abstract completions of the maximum length T."""
 
-    Attributes:
-      update: computes the gradient for one part of a minibatch, or runs the whole step if completions are padded.
-      score: computes log-probs under the reference, or under the policy if there is no reference.
-    """
-
-    update: functools.partial[Any]
-    score: functools.partial[Any]
+    update: functools.partial[Any]  # the gradient for one part, or the whole step if completions are padded
+    score: functools.partial[Any]  # log-probs under the reference, or else under the policy
 
 
 def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCalls:

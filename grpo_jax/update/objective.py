@@ -99,16 +99,9 @@ def compute_loss(
 ) -> tuple[jax.Array, MetricSums]:
     """Compute the loss and metric sums of a micro-batch or packed sequence: `likelihood_loss` or `grpo_loss`.
 
-    Args:
-      scores: log-probs and entropies [..., T] of its completions under the current params.
-      batch: its arrays; advantages are [...] or [..., T].
-      state: training state, read only for the entropy bonus coefficient.
-      totals: result of `count_totals` for the whole minibatch.
-      config: a `GRPOConfig` or `SFTConfig`.
-      on_policy: whether the current params sampled the completions. If True, the ratio is 1 and needs no old log-probs.
-      surrogate: a custom surrogate to use instead of `loss_type`, or None. SFT ignores it.
-      selected: its slice of the minibatch's `top_entropy_mask`, or None.
-      router_coef: coefficient for the load-balancing loss in `scores`.
+    `scores` are [..., T] under the current params. `totals` are the whole minibatch's `count_totals`, and `selected` is
+    a slice of its `top_entropy_mask`. If `on_policy`, the current params sampled the completions, so the ratio is 1 and
+    old log-probs are not used. `router_coef` multiplies the load-balancing loss in `scores`.
     """
     chex.assert_equal_shape([scores.log_probs, scores.entropies, batch.mask, batch.sampling_log_probs])
     chex.assert_shape(batch.advantages, scores.log_probs.shape[: batch.advantages.ndim])

@@ -159,14 +159,10 @@ def finish_update(
 
     θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0,  with α = sync_alpha
 
-    If there are master params, θ denotes them, and params are set to their rounded values. For a reference from
-    `lora.reference_of`, pass `lora.sync_adapters` as `sync`: it averages the products A·B instead of the factors.
-
-    If `is_finite` ([] bool, for the loss and the gradient) is False, params and optimizer state do not change and
-    `skipped` is incremented. `step` is always incremented, so that skipped updates do not affect schedule, data or
-    keys. The config's schedule uses the extra argument `step`; an optax schedule passed to `train` counts applied
-    updates only. If `has_tokens` is False (no token contributes to the loss), params and optimizer state do not change
-    either; otherwise, the optimizer's moments would still move them. A `sync_every` of None freezes the reference.
+    If there are master params, θ denotes them, and params are set to their rounded values. If `is_finite` (of the loss
+    and the gradient) or `has_tokens` is False, params and optimizer state do not change. `step` is always incremented,
+    so that skipped updates do not affect schedule, data or keys. A `sync_every` of None freezes the reference. `sync`
+    is `lora.sync_adapters` for a reference from `lora.reference_of`.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update

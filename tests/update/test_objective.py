@@ -83,19 +83,6 @@ def test_filler_groups_are_not_counted():
     assert jax.tree.map(int, count_totals(filled)) == jax.tree.map(int, count_totals(two))
 
 
-def test_selected_tokens_are_not_selected_again_by_entropy():
-    """The loss uses the given selection: recomputed entropies may differ by an ulp, which could change it."""
-    batch, log_probs, entropies = case()
-    selected = jnp.zeros(batch.mask.shape, bool).at[0, 0, 0].set(True)
-    config = GRPOConfig(max_completion_length=T, top_entropy_quantile=0.0)
-    scores, totals = Scores(log_probs, entropies.at[0, 0, 0].set(0.0)), count_totals(batch, selected)
-    how = {"config": config, "on_policy": True, "selected": selected}
-    of = lambda l: compute_loss(scores._replace(log_probs=l), batch, state_of(), totals, **how)
-    moves, metrics = jax.grad(of, has_aux=True)(log_probs)
-    np.testing.assert_array_equal(moves != 0, selected)
-    assert float(finalize_metrics(metrics)["selected_tokens"]) == 1
-
-
 @pytest.mark.parametrize(
     ("gradient", "target", "after"), [(0.1, 10.0, (0.105, 0.105)), (0.1, 0.0, (0.095, 0.0)), (np.nan, 10.0, (0.1, 0.0))]
 )
