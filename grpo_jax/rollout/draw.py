@@ -117,13 +117,11 @@ def initial_stop_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.
 
 
 def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
-    """Return uniforms [steps, B, G, 2] for the token indices first, first + 1, …; `first` is [], [B] or [B, G].
+    """Return uniforms [steps, B, G, 2] for the token indices first, first + 1, …; `first` is [] or [B, G].
 
     One wide draw per burst is cheaper than many narrow draws. The draw is flat, because XLA's CPU backend compiles it
     two to three times as fast as a four-dimensional draw. B is the major axis, so that prompts can be sharded.
     """
-    first = jnp.broadcast_to(first, jnp.shape(first) or keys.shape[:1])
-    first = jnp.broadcast_to(first if first.ndim == 2 else first[:, None], keys.shape)
-    indices = first[..., None] + jnp.arange(steps)[None, None]
+    indices = jnp.broadcast_to(first, keys.shape)[..., None] + jnp.arange(steps)[None, None]
     u = uniforms(jax.vmap(jax.random.fold_in)(jnp.repeat(keys.reshape(-1), steps), indices.reshape(-1)))
     return jnp.moveaxis(u.reshape((*keys.shape, steps, 2)), 2, 0)

@@ -207,25 +207,25 @@ class Episode:
         template = ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), eos)
         return template.observation_ids(observation, last_token=last_token)
 
-    def _guarded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    def _guarded(self, method: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call an environment method or factory. Raises `EnvironmentFailure` or `_Failed` if the call fails."""
         begin = time.monotonic()
         try:
             return call_within(self._interaction.config.environment_timeout, function, *args)
         except (Exception, SystemExit) as error:
-            raise self._failure(what, error) from error
+            raise self._failure(method, error) from error
         finally:
             self.record.seconds += time.monotonic() - begin
 
-    def _failure(self, what: str, problem: BaseException | str) -> Exception:
+    def _failure(self, method: str, problem: BaseException | str) -> Exception:
         """Count an environment error, and return the exception to raise."""
         self.record.errors, self.has_failed = self.record.errors + 1, True
         if self._interaction.config.on_environment_error != "raise":
             return _Failed()
         kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
         return EnvironmentFailure(
-            f"{kind}: {what} {describe_failure(problem)}, for {self.description}. Set on_environment_error='end' to end"
-            " only this episode and continue the run"
+            f"{kind}: {method} {describe_failure(problem)}, for {self.description}. Set on_environment_error='end' to"
+            " end only this episode and continue the run"
         )
 
 

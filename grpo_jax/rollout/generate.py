@@ -190,7 +190,7 @@ def _sample_one_turn(job: SamplingJob, at_once: int, on_tokens: OnTokens | None)
 
 
 class _SingleTurnRollout:
-    """Single-turn completions that are decoded together, between bursts."""
+    """State, between bursts, of single-turn completions that are decoded together."""
 
     def __init__(self, job: SamplingJob, groups: np.ndarray):
         self.job, g, p = job, job.keys.shape[1], job.prompts.tokens.shape[1]

@@ -120,7 +120,7 @@ class Layouts:
     def smaller(self, layout: int, slots: int, alive: np.ndarray) -> tuple[int, int, Selection] | None:
         """Return the cheapest smaller layout that holds all active completions, or None if a move saves too little.
 
-        The result is the layout's index, its cache size for a current size of `slots`, and the result of `select`.
+        The result is the layout's index, its cache size if the current size is `slots`, and the result of `select`.
         """
         max_cost = MAX_RELATIVE_COST * self._cost(layout, slots)
         moves = []

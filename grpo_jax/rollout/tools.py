@@ -56,7 +56,7 @@ def read_tools(tools: Sequence[Function]) -> dict[str, Tool]:
     by_name: dict[str, Tool] = {}
     problems: list[str] = []
     for index, function in enumerate(tools):
-        tool = _read(function, f"tools[{index}]")
+        tool = _make_tool(function, f"tools[{index}]")
         if isinstance(tool, str):
             problems.append(tool)
         elif tool.name in by_name:
@@ -80,7 +80,7 @@ def environment_tools(environment: object) -> dict[str, Tool]:
         member = None if name.startswith("_") or name in CALLED_BY_TRAINER else inspect.getattr_static(kind, name)
         if not isinstance(member, (types.FunctionType, staticmethod, classmethod)):
             continue
-        tool = _read(getattr(environment, name), f"{kind.__name__}.{name}", name)
+        tool = _make_tool(getattr(environment, name), f"{kind.__name__}.{name}", name)
         if isinstance(tool, str):
             problems.append(f"{tool} (if it is not a tool, rename it to start with '_')")
         else:
@@ -89,7 +89,7 @@ def environment_tools(environment: object) -> dict[str, Tool]:
     return methods
 
 
-def _read(function: Function, where: str, name: str | None = None) -> Tool | str:
+def _make_tool(function: Function, where: str, name: str | None = None) -> Tool | str:
     """Convert a function to a `Tool`, or return an error message if that fails. `name` is set for methods."""
     from transformers.utils import get_json_schema
 
