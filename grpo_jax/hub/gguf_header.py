@@ -174,9 +174,9 @@ def read_tokenizer(fields: Json) -> Tokenizer | None:
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import gguf_tokenizer_mapping as gguf_tokenizers
 
-    known = {*gguf_tokenizers.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
-    if kind == "gpt2" and split not in known:
-        raise ValueError(f"GGUF key 'tokenizer.ggml.pre' must be one of {', '.join(sorted(known))}; got {split!r}.")
+    supported = {*gguf_tokenizers.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
+    if kind == "gpt2" and split not in supported:
+        raise ValueError(f"GGUF key 'tokenizer.ggml.pre' must be one of {', '.join(sorted(supported))}; got {split!r}.")
     names = gguf_tokenizers.GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = {name: fields[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in fields}
     backend, _ = gguf_tokenizers.convert_gguf_tokenizer(fields["general.architecture"], parts)

@@ -110,9 +110,9 @@ def _random_params(model: Transformer, key: jax.Array) -> Params:
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
     """Suppress transformers' warning that PyTorch was not found."""
-    before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS", "")
+    previous = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS", "")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     try:
         yield
     finally:
-        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = before
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = previous

@@ -153,8 +153,8 @@ def dynamic_levels() -> np.ndarray:
 def without_quantization(raw: Json) -> Json:
     """Remove a bitsandbytes NF4 `quantization_config` from a config.json. `read_config` rejects other methods."""
     stored = raw.get("quantization_config") or {}
-    wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    if any(stored.get(key) != value for key, value in wanted.items()):
+    supported = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    if any(stored.get(key) != value for key, value in supported.items()):
         return raw
     return {key: value for key, value in raw.items() if key != "quantization_config"}
 

@@ -77,7 +77,7 @@ class Loading:
 def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError if a size in config.json exceeds the tensors' shapes, before such arrays are allocated."""
     layer = re.compile(r"(?:(?:language_model\.)?model\.(?:(?:language|text)_model\.)?layers|blk)\.(\d+)\.")
-    layers = max((int(found[1]) + 1 for name in shapes if (found := layer.match(name))), default=0)
+    layers = max((int(match[1]) + 1 for name in shapes if (match := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)
     for key, value in config.items():
         limit, unit = longest, "elements along the longest axis"
@@ -90,15 +90,15 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
             raise ValueError(f"config key {key!r} is {value:,}, but the weights have {limit:,} {unit}.")
 
 
-def shape_differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
-    """Describe how the names and shapes of arrays differ from the wanted ones. Returns "" if they are equal."""
+def shape_differences(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]) -> str:
+    """Describe how the names and shapes of arrays differ from the expected ones. Returns "" if they are equal."""
     problems = {
-        "missing": [name for name in wanted if name not in found],
-        "unexpected": [name for name in found if name not in wanted],
+        "missing": [name for name in expected if name not in actual],
+        "unexpected": [name for name in actual if name not in expected],
         "of the wrong shape": [
-            f"{name} has shape {list(found[name])}, not {list(shape)}"
-            for name, shape in wanted.items()
-            if name in found and found[name] != shape
+            f"{name} has shape {list(actual[name])}, not {list(shape)}"
+            for name, shape in expected.items()
+            if name in actual and actual[name] != shape
         ],
     }
     return "; ".join(f"{what}: {shorten(names)}" for what, names in problems.items() if names)
@@ -108,17 +108,17 @@ def check_tensors(
     directory: Path, plan: tuple[Tensor, ...], stored: Mapping[str, StoredTensor], raw: Json, *, tied: bool
 ) -> list[str]:
     """Raise ValueError if a checkpoint does not match the plan. Returns the names of tensors outside the text model."""
-    wanted = {tensor.name: tensor.shape for tensor in plan}
+    expected = {tensor.name: tensor.shape for tensor in plan}
     prefixes = prefixes_of(raw, layout_of(stored))
     head = [re.escape(f"{prefixes[1]}weight")] if tied else []  # the embedding is used instead
     ignored = re.compile("|".join((r".*rotary_emb\.inv_freq", *head)))  # older files store the RoPE frequencies
     text = {name for name in stored if name.startswith(prefixes) or not has_vision(raw)}
     spare = {name for name in text if any(re.fullmatch(pattern, name) for pattern in family_of(raw).spare)}
-    others = [name for name in stored if name not in wanted and not ignored.fullmatch(name) and name not in spare]
-    shapes = {name: x.shape for name, x in stored.items() if name in wanted or (name in text and name in others)}
-    if problems := shape_differences(wanted, shapes):
+    others = [name for name in stored if name not in expected and not ignored.fullmatch(name) and name not in spare]
+    shapes = {name: x.shape for name, x in stored.items() if name in expected or (name in text and name in others)}
+    if problems := shape_differences(expected, shapes):
         raise ValueError(f"name_or_directory {str(directory)!r}: config.json does not match the weights: {problems}.")
-    check_dtypes({name: stored[name] for name in wanted})
+    check_dtypes({name: stored[name] for name in expected})
     return others
 
 
@@ -135,9 +135,9 @@ def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.
     """Raise ValueError if params do not have the names and shapes of the plan."""
     # The parts of experts are in order, so the last one has the number of experts.
     parts = [part for tensor in plan for part in tensor.parts]
-    wanted = {part.path: part.shape if part.expert is None else (part.expert + 1, *part.shape) for part in parts}
+    expected = {part.path: part.shape if part.expert is None else (part.expert + 1, *part.shape) for part in parts}
     shapes = {"/".join(path): leaf.shape for path, leaf in leaves.items()}
-    if problems := shape_differences({"/".join(path): shape for path, shape in wanted.items()}, shapes):
+    if problems := shape_differences({"/".join(path): shape for path, shape in expected.items()}, shapes):
         raise ValueError(f"policy.params does not match policy.config: {problems}.")
 
 

@@ -88,9 +88,9 @@ def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[i
     return PrecedingText(last, text, prefill.rstrip() if last and not text.endswith(prefill[-1:]) else prefill)
 
 
-def continuation(before: str, both: str) -> str:
-    """Remove the common prefix with `before` from `both`: ("caf\ufffd", "café!") → "é!"."""
-    return both[common_length(before, both) :]
+def continuation(preceding: str, text: str) -> str:
+    """Remove the common prefix with `preceding` from `text`: ("caf\ufffd", "café!") → "é!"."""
+    return text[common_length(preceding, text) :]
 
 
 def _prefill(prompt: str | Messages) -> str:
@@ -158,8 +158,8 @@ _BYTES |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(25
 
 def _bytes_of(name: str, index: int) -> bytes:
     """Parse the bytes of a token, which may be only part of a character, from the token's vocabulary name."""
-    if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
-        return bytes([int(found[1], 16)])
+    if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
+        return bytes([int(match[1], 16)])
     if all(character in _BYTES for character in name):
         return bytes(_BYTES[character] for character in name)
     if _REPLACEMENT in name:  # the replacement character itself

@@ -182,12 +182,12 @@ def encode_texts(
     return token_ids
 
 
-def _size(source: ImageSource, what: str) -> Size:
+def _size(source: ImageSource, label: str) -> Size:
     """Return an image's height and width in pixels. Raises ValueError if it cannot be read."""
     try:
         image = open_image(source)
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-        raise ValueError(f"{what} cannot be read ({one_line(error)}); use {_SOURCES}") from error
+        raise ValueError(f"{label} cannot be read ({one_line(error)}); use {_SOURCES}") from error
     return image.height, image.width
 
 

@@ -156,8 +156,8 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
 def _read_file(path: Path, argument: str) -> list[object]:
     """Read the rows of a .csv or .parquet file, or of a JSONL file with any other suffix."""
     if not path.is_file():
-        what = "is a directory" if path.is_dir() else "file not found"
-        raise FileNotFoundError(f"{argument}={str(path)!r}: {what}; pass the path to a file ({', '.join(_SUFFIXES)})")
+        reason = "is a directory" if path.is_dir() else "file not found"
+        raise FileNotFoundError(f"{argument}={str(path)!r}: {reason}; pass the path to a file ({', '.join(_SUFFIXES)})")
     if path.suffix != ".parquet":
         read = _read_csv if path.suffix == ".csv" else _read_jsonl
         try:

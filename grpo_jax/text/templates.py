@@ -150,8 +150,8 @@ class ChatTemplate:
         except ValueError:
             return None
         special = {text: index for index, text in special_tokens(self.tokenizer).items() if text in suffix}
-        found = _first(suffix, sorted(special))
-        return None if found is None or set(self.eos_token_ids) & set(special.values()) else special[found[1]]
+        token = _first(suffix, sorted(special))
+        return None if token is None or set(self.eos_token_ids) & set(special.values()) else special[token[1]]
 
     def _omits_tools(self) -> bool:
         try:
@@ -161,8 +161,8 @@ class ChatTemplate:
 
     def _after_mark(self, messages: Messages, mark: str, *, generation_prompt: bool = True) -> str:
         """Render the messages after a user message, and return the text after the last mark."""
-        _, found, suffix = self.render([_USER, *messages], generation_prompt=generation_prompt).rpartition(mark)
-        if not found:
+        _, separator, suffix = self.render([_USER, *messages], generation_prompt=generation_prompt).rpartition(mark)
+        if not separator:
             raise ValueError("it omits earlier assistant turns; use a template that renders them")
         return suffix
 
