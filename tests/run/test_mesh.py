@@ -77,7 +77,7 @@ def test_invalid_meshes_and_batches_are_rejected(monkeypatch):
         ),
         (
             lambda: generate(model, placed, prompts, jax.random.key(0), **few),
-            r"batch_size must be at least 16, .* the 4 data-parallel devices; got 15",
+            r"batch_size must be at least 16, .* on each data-parallel device; got 15",
         ),
     ):
         with pytest.raises(ValueError, match=message):
