@@ -197,6 +197,8 @@ def _ids_fault(row: Json) -> str:
             return f"must have a non-empty list of integers in {name!r}; got {show(values)}"
         if len(values) != len(row["input_ids"]):
             return f"has {len(row['input_ids'])} 'input_ids' but {len(values)} {name!r}; the lengths must be equal"
+    if min(row["input_ids"]) < 0:
+        return f"has the negative token id {min(row['input_ids'])} in 'input_ids'; only 'labels' may contain {_IGNORED}"
     labels = row.get("labels", row["input_ids"])
     for i, (token, label) in enumerate(zip(row["input_ids"], labels, strict=True)):
         if label not in (token, _IGNORED):

@@ -56,6 +56,8 @@ def test_learned_part_of_text_and_token_rows():
     assert learned([tokens])[0][1] == tiny_tokenizer().decode([71, EOS])
     with pytest.raises(ValueError, match="row 0 has 'labels' that differ from 'input_ids' at index 1"):
         load_examples([{"input_ids": [1, 2], "labels": [1, 3]}])
+    with pytest.raises(ValueError, match="row 0 has the negative token id -100 in 'input_ids'"):
+        load_examples([{"input_ids": [-100, 2], "labels": [-100, 2]}])
 
 
 MASKED = {"input_ids": [70, 71, EOS], "assistant_masks": [0, 1, 1], "completion_mask": [1, 0, 1]}
