@@ -41,7 +41,8 @@ COMPILED = 0.9
 def decide_checkpointing(run: Run, memory: float | None) -> Run:
     """Choose `gradient_checkpointing` from a device's `memory` in bytes, if the config does not set it.
 
-    Activations are kept on CPUs, where packed sequences are short, and if the compiled update fits in every process.
+    Activations are kept on CPUs, where packed sequences are short. On other devices, they are kept if the compiled
+    update fits in the memory of every process's device.
     """
     if run.config.gradient_checkpointing is not None:
         return run
@@ -149,7 +150,7 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
-    """Add shardings to abstract arrays: those of the table or along prompts, or without a mesh those of `source`."""
+    """Add shardings to abstract arrays: from the table or along prompts, or without a mesh like results of `source`."""
     if mesh is None:
         sharding = place_of(source)
         return tree if sharding is None else jax.tree.map(lambda x: _with_sharding(x, sharding), tree)

@@ -53,7 +53,7 @@ def with_saved_gradient_checkpointing(config: GRPOConfig, run_dir: str | Path | 
 
 
 def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
-    """Describe what a resumed run must have in common with the saved run, as JSON. Functions have only names."""
+    """Describe what a resumed run must have in common with the saved run, as JSON. Functions are compared by name."""
     config, sizes, custom_optimizer = run.config, run.config.sizes(), run.schedule is None
     eval_data = run.eval_data.values() if isinstance(run, SFTRun) else [x for x in [run.eval_data] if x is not None]
     eos_token_ids = () if isinstance(run, SFTRun) else run.policy.eos_token_ids  # used only to sample completions

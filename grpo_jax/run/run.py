@@ -83,7 +83,7 @@ class Run(BaseRun):
 
     @property
     def samples_in_background(self) -> bool:
-        """Whether an engine samples during updates. Threads of several processes would run collectives in any order."""
+        """Whether an engine samples during updates. False with several processes, whose collectives could deadlock."""
         takes_params = callable(getattr(self.sampler, "set_params", None))
         return self.config.rollout_ahead and takes_params and jax.process_count() == 1
 

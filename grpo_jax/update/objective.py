@@ -78,7 +78,7 @@ def sampler_correction_weights(batch: Batch, config: GRPOConfig) -> jax.Array | 
 
 
 def count_totals(batch: Batch, selected: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Return the loss normalizers, counted over a whole minibatch and its `top_entropy_mask`, `selected`."""
+    """Return the loss normalizers: counts over a whole minibatch. `selected` is its `top_entropy_mask`."""
     totals = batch_totals(batch.mask, selected)
     if batch.counted is not None:
         totals["num_rows"] = jnp.maximum(batch.counted.sum() * batch.mask.shape[1], 1)

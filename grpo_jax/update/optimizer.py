@@ -70,7 +70,7 @@ def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
     """Return AdamW with global-norm clipping. Equal configs give the same object, so that `jit` does not recompile.
 
-    The learning rate depends on `TrainState.step`, Adam's bias correction on the number of applied updates.
+    The learning rate depends on `TrainState.step`. Adam's bias correction counts only applied updates.
     """
     clip = _clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     adamw = optax.chain(  # has the same transformations and state as `optax.adamw`

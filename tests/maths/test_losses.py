@@ -503,29 +503,6 @@ def test_custom_surrogate_replaces_the_surrogate_of_the_loss_type(loss_type):
         of(lambda tokens, _: tokens.ratio.sum())
 
 
-@pytest.mark.parametrize("loss_type", TYPES)
-def test_neutral_settings_do_not_change_the_loss(loss_type):
-    plain = outcome(case(loss_type, "token", {"use": ["old", "ref", "A", "H"]}))
-    for neutral in (
-        {"delta": 1e9},
-        {"top_entropy_quantile": 1.0, "entropy_coef": 0.0},
-        {"off_policy_mask_threshold": 1e9},
-        {"normalizer": int(MASK.sum())},
-        {"max_completion_length": T},
-    ):
-        other = outcome(case(loss_type, "token", {"use": ["old", "ref", "A", "H"], **neutral}))
-        other[2].pop("off_policy_fraction", None)
-        assert_same(plain, other, tolerance=0)
-    arrays = data()
-    ones = outcome(
-        case(loss_type, "token", {"use": ["old", "ref", "A", "H", "weights_row"]}, arrays | {"weights_row": np.ones(R)})
-    )
-    assert_same(plain, ones, tolerance=0)
-    per_token = outcome(case(loss_type, "token", {"use": ["old", "ref", "A_token", "H"]},
-                             arrays | {"A_token": np.repeat(arrays["A"][:, None], T, 1)}))  # fmt: skip
-    assert_same(plain, per_token, tolerance=0)
-
-
 # Symmetries ---------------------------------------------------------------------------------------------------------
 
 
