@@ -188,7 +188,9 @@ def plan(
         return run.plan(jax.devices()[0].device_kind, donate=donate)
     target = Target.read(device)
     if needed > target.count:
-        raise ValueError(f"config.mesh = {config.mesh} needs {needed} devices; got device = {device!r}")
+        raise ValueError(
+            f"config.mesh = {config.mesh} needs {needed} devices; got device = {device!r}. Use '{target.kind}-{needed}'"
+        )
     if target.missing:
         raise ValueError(f"device = {device!r}: the compiler is not installed; run pip install {target.missing}")
     memory = target.memory if memory is None else memory

@@ -143,9 +143,9 @@ def _attend(
     def score(products: jax.Array) -> jax.Array:
         return cap_scores(products.astype(jnp.float32), kernel)
 
-    own = score(_product("...qd,...ds->...qs", q.reshape((*rows, t * r, d)), k)).reshape(b, h, g, t, r, s)
-    own = jnp.where(visible[:, None, :, :, None], own, MASKED)
-    top = own.max(axis=-1, keepdims=True)
+    own_scores = score(_product("...qd,...ds->...qs", q.reshape((*rows, t * r, d)), k)).reshape(b, h, g, t, r, s)
+    own_scores = jnp.where(visible[:, None, :, :, None], own_scores, MASKED)
+    top = own_scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sinks.reshape(1, h, 1, 1, r, 1)
         top = jnp.maximum(top, sinks)
@@ -153,21 +153,21 @@ def _attend(
         pk, pv, lengths = prefix
         p = pv.shape[2]
         chex.assert_shape([pk, pv, lengths], [(b, h, d, p), (b, h, p, d), (b,)])
-        shared = score(_product("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
+        prompt_scores = score(_product("bhqd,bhdp->bhqp", q.reshape(b, h, g * t * r, d), pk)).reshape(b, h, g, t, r, p)
         slot, length = jnp.arange(p).reshape(1, 1, 1, p), lengths.reshape(b, 1, 1, 1)
         in_prompt = slot < length
         if kernel.window is not None:
             in_prompt = in_prompt & (length + position[..., None] - slot < kernel.window)
-        shared = jnp.where(in_prompt[:, None, :, :, None], shared, MASKED)
-        top = jnp.maximum(top, shared.max(axis=-1, keepdims=True))
+        prompt_scores = jnp.where(in_prompt[:, None, :, :, None], prompt_scores, MASKED)
+        top = jnp.maximum(top, prompt_scores.max(axis=-1, keepdims=True))
     top = jax.lax.stop_gradient(top)
-    e_own = jnp.exp(own - top)
+    e_own = jnp.exp(own_scores - top)
     total = e_own.sum(axis=-1, keepdims=True)
     out = _product("...qs,...sd->...qd", e_own.astype(v.dtype).reshape((*rows, t * r, s)), v).reshape(q.shape)
     if prefix is not None:
-        e_shared = jnp.exp(shared - top)
-        total += e_shared.sum(axis=-1, keepdims=True)
-        out += _product("bhqp,bhpd->bhqd", e_shared.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
+        e_prompt = jnp.exp(prompt_scores - top)
+        total += e_prompt.sum(axis=-1, keepdims=True)
+        out += _product("bhqp,bhpd->bhqd", e_prompt.astype(v.dtype).reshape(b, h, g * t * r, p), pv).reshape(q.shape)
     if sinks is not None:
         total += jnp.exp(sinks - top)
     return (out / total.astype(out.dtype)).astype(v.dtype)
@@ -217,9 +217,9 @@ def make_tile_mask(
     # The kernels run this number of steps for every tile of queries.
     most = sum((keys - 2) // kernel.columns + 2 for keys in (kernel.rows + segments.longest, shared))
     tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
-    slot, own = jnp.arange(shared)[None], jnp.broadcast_to(prompt, (b, n))
+    slot, query_prompt = jnp.arange(shared)[None], jnp.broadcast_to(prompt, (b, n))
     slot_prompt = jnp.where(slot % size >= size - jnp.repeat(lengths, size, axis=1), slot // size, NO_PROMPT)
-    return TileMask(tiles, (own, jnp.concatenate([slot_prompt, own], axis=1)), kernel.implementation)
+    return TileMask(tiles, (query_prompt, jnp.concatenate([slot_prompt, query_prompt], axis=1)), kernel.implementation)
 
 
 def tiled_attention(
@@ -263,16 +263,16 @@ def tiled_attention(
         return attend(merged, k, v, tile_mask, sinks).reshape(q.shape)
 
     # Use `shard_map`, since XLA's partitioner would gather the arrays that the loops over tiles read.
-    first, heads = dividing_axes(b, mesh, "data", "fsdp"), dividing_axes(h, mesh, "tensor")
-    each = PartitionSpec(first, heads)
-    local = jax.shard_map(
+    prompts, heads = dividing_axes(b, mesh, "data", "fsdp"), dividing_axes(h, mesh, "tensor")
+    spec = PartitionSpec(prompts, heads)
+    sharded = jax.shard_map(
         attend,
         mesh=mesh,
-        in_specs=(each, each, each, PartitionSpec(first), PartitionSpec(heads)),
-        out_specs=each,
+        in_specs=(spec, spec, spec, PartitionSpec(prompts), PartitionSpec(heads)),
+        out_specs=spec,
         check_vma=False,
     )
-    return local(merged, k, v, tile_mask, sinks).reshape(q.shape)
+    return sharded(merged, k, v, tile_mask, sinks).reshape(q.shape)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def fused_attention(
     tiles = tile_mask.tiles[str(kernel.window)]
     chex.assert_shape(tiles.bounds, (a, 4, n))
     kernel = kernel._replace(shared=k.shape[2] - n)
-    # The kernels require widths that are powers of two, and at least as large as a matrix product on tensor cores.
+    # The kernels require widths that are powers of two and not smaller than a matrix product on tensor cores.
     least = 64 if kernel.implementation == "mosaic" else MIN_TILE_SIDE
     width = d if kernel.implementation == "tiles" else max(least, 1 << (d - 1).bit_length())
 
@@ -62,7 +62,7 @@ def fused_attention(
     return out[:, :, : n * r, :d].reshape(a, h, n, r, d)
 
 
-# The JAX implementation, mapped over A and H.
+# The "tiles" implementation. Functions for one tile and head are mapped over A and H.
 
 
 def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> Callable[..., Any]:
@@ -75,9 +75,9 @@ def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> C
     return mapped
 
 
-def _take(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
+def _take(x: jax.Array, tile: jax.Array, size: int) -> jax.Array:
     """Slice tile `at` [A] out of an array [A, H, N, ...]."""
-    return jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=1))(x, at)
+    return jax.vmap(lambda x, tile: jax.lax.dynamic_slice_in_dim(x, tile * size, size, axis=1))(x, tile)
 
 
 def _seen_by_tile(kernel: Kernel, x: Inputs, row: jax.Array, column: jax.Array, valid: jax.Array) -> jax.Array:
@@ -159,9 +159,9 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
     own, own_bounds = q[...], [x[...] for x in bounds]
 
     def add(j: jax.Array, sums: Sums) -> Sums:
-        at = pl.ds(tiles[j] * kernel.columns, kernel.columns)
-        seen = visible(own_bounds, key[at])
-        return add_tile(sums, own, k[at, :], v[at, :], seen, kernel)
+        span = pl.ds(tiles[j] * kernel.columns, kernel.columns)
+        seen = visible(own_bounds, key[span])
+        return add_tile(sums, own, k[span, :], v[span, :], seen, kernel)
 
     sums = jax.lax.fori_loop(0, count[...], add, initial_sums(own.shape))
     out[...], lse[...] = finish(sums, out.dtype)
@@ -173,10 +173,10 @@ def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
     own_bounds = [x[...] for x in bounds]
 
     def add(j: jax.Array, total: jax.Array) -> jax.Array:
-        at = pl.ds(tiles[j] * kernel.columns, kernel.columns)
-        tile = k[at, :]
-        seen = visible(own_bounds, key[at])
-        _, slope = tile_gradients(own, tile, v[at, :], own_g, own_lse, own_delta, seen, kernel=kernel)
+        span = pl.ds(tiles[j] * kernel.columns, kernel.columns)
+        tile = k[span, :]
+        seen = visible(own_bounds, key[span])
+        _, slope = tile_gradients(own, tile, v[span, :], own_g, own_lse, own_delta, seen, kernel=kernel)
         return total + tile_product(slope.astype(tile.dtype), tile, (1, 0))
 
     dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own.shape)).astype(dq.dtype)
@@ -192,10 +192,10 @@ def _key_kernel(*refs: Ref, kernel: Kernel, parts: int = 1) -> None:
         begin, end = end * part // parts, end * (part + 1) // parts
 
     def add(j: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at = pl.ds(tiles[j] * kernel.rows, kernel.rows)
-        queries, upstream = q[at, :], g[at, :]
-        seen = visible([x[at] for x in bounds], own_key)
-        weights, slope = tile_gradients(queries, own_k, own_v, upstream, lse[at], delta[at], seen, kernel=kernel)
+        span = pl.ds(tiles[j] * kernel.rows, kernel.rows)
+        queries, upstream = q[span, :], g[span, :]
+        seen = visible([x[span] for x in bounds], own_key)
+        weights, slope = tile_gradients(queries, own_k, own_v, upstream, lse[span], delta[span], seen, kernel=kernel)
         more = tile_product(slope.astype(queries.dtype), queries, (0, 0))
         return sums[0] + more, sums[1] + tile_product(weights.astype(upstream.dtype), upstream, (0, 0))
 
@@ -204,7 +204,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, parts: int = 1) -> None:
 
 
 KernelInput = tuple[jax.Array, str, bool]
-"""An array, the axis to split into tiles ("rows", "columns" or "line"), and whether all heads share the array."""
+"""An array, the axis that is split into tiles ("rows", "columns" or "line"), and whether all heads share the array."""
 
 
 def _call(
@@ -230,20 +230,20 @@ def _call(
     def spec(shape: tuple[int, ...], axis: str, shared: bool) -> pl.BlockSpec:
         # Each program reads one tile of the arrays that are split along its axis, its row of the tile indices, and all
         # other arrays in full.
-        mine = axis in ("rows" if by_rows else "columns", "line")
+        tiled = axis in ("rows" if by_rows else "columns", "line")
         lead = 1 if shared else 2
         length, rest = shape[lead], shape[lead + 1 :]
-        block = (None,) * lead + (None if axis == "line" else size[axis] if mine else length, *rest)
+        block = (None,) * lead + (None if axis == "line" else size[axis] if tiled else length, *rest)
         zeros = (0,) * len(rest)
-        return pl.BlockSpec(block, lambda i, j, *_: (*(i // h, i % h)[:lead], first + j if mine else 0, *zeros))
+        return pl.BlockSpec(block, lambda i, j, *_: (*(i // h, i % h)[:lead], first + j if tiled else 0, *zeros))
 
     def result(like: jax.ShapeDtypeStruct, axis: str) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
         shape = (*like.shape[:2], count * size[axis], *like.shape[3:])
         block, zeros = (None, None, size[axis], *shape[3:]), (0,) * len(shape[3:])
         if parts == 1:
             return jax.ShapeDtypeStruct(shape, like.dtype), pl.BlockSpec(block, lambda i, j: (i // h, i % h, j, *zeros))
-        each = pl.BlockSpec((None, *block), lambda i, j, part: (part, i // h, i % h, j, *zeros))
-        return jax.ShapeDtypeStruct((parts, *shape), like.dtype), each
+        part_spec = pl.BlockSpec((None, *block), lambda i, j, part: (part, i // h, i % h, j, *zeros))
+        return jax.ShapeDtypeStruct((parts, *shape), like.dtype), part_spec
 
     results = [result(like, axis) for like, axis in outputs]
     call = pl.pallas_call(
@@ -284,10 +284,10 @@ def _kernel_forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
 def _kernel_backward(
     kernel: Kernel, x: Inputs, g: jax.Array, lse: jax.Array, delta: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    more = [(y, "rows", False) for y in (g, lse, delta)]
+    row_inputs = [(y, "rows", False) for y in (g, lse, delta)]
     output = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), "rows"
-    (dq,) = _call(_query_kernel, kernel, _kernel_inputs(x, by_rows=True) + more, [output], by_rows=True)
-    inputs = _kernel_inputs(x, by_rows=False) + more
+    (dq,) = _call(_query_kernel, kernel, _kernel_inputs(x, by_rows=True) + row_inputs, [output], by_rows=True)
+    inputs = _kernel_inputs(x, by_rows=False) + row_inputs
 
     def of_keys(first: int, number: int, parts: int) -> list[jax.Array]:
         like = [(jax.ShapeDtypeStruct(x.shape, x.dtype if parts == 1 else jnp.float32), "columns") for x in (x.k, x.v)]
@@ -322,8 +322,8 @@ Residuals = tuple[Inputs, jax.Array | None, jax.Array, jax.Array]
 def _attend_forward(kernel: Kernel, x: Inputs, sinks: jax.Array | None) -> tuple[jax.Array, Residuals]:
     out, lse = _passes(kernel)[0](kernel, x)
     if sinks is not None:
-        kept = jax.nn.sigmoid(lse - sinks[None])
-        out, lse = (out * kept[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
+        weight = jax.nn.sigmoid(lse - sinks[None])
+        out, lse = (out * weight[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
     return out, (x, sinks, out, lse)
 
 

@@ -41,10 +41,10 @@ MIN_PROGRAMS = 96
 class NormAndRope(NamedTuple):
     """Norm and rotation of queries and keys, which the kernel applies to projections."""
 
-    scales: tuple[jax.Array, jax.Array] | None = None  # of the query and key norms [d]; None: no norms
-    table: tuple[jax.Array, jax.Array] | None = None  # a `rope_table` for one token; None: no rotation
-    eps: float = 0.0  # see `layers.RMSNorm`, also for `offset`
-    offset: float = 0.0
+    scales: tuple[jax.Array, jax.Array] | None = None  # scales [d] of the query and key norms; None disables them
+    table: tuple[jax.Array, jax.Array] | None = None  # `rope_table` for one token; None disables the rotation
+    eps: float = 0.0  # see `layers.RMSNorm`
+    offset: float = 0.0  # see `layers.RMSNorm`
     pairs: bool = False  # see `rope.rotate`
 
 
@@ -105,7 +105,7 @@ def step_attention(
 
 
 def _rope_by_channel(norm_and_rope: NormAndRope, b: int, d: int) -> tuple[jax.Array, jax.Array] | None:
-    """Expand the rope table to cos and ±sin per channel, each [B, G or 1, d]: 1 and 0 for channels without rotation."""
+    """Expand the table to cos and ±sin per channel, each [B, G or 1, d], with 1 and 0 for channels without rotation."""
     if norm_and_rope.table is None:
         return None
     tables = (x.swapaxes(-1, -2) if norm_and_rope.pairs else x for x in norm_and_rope.table)
@@ -139,8 +139,8 @@ def _step_attention_on_device(
 
     position = slot - first
     window = 2**30 if kernel.window is None else kernel.window
-    # Tiles [first_tile, end_tile) contain visible completion keys, and the prompt tiles visible prompt keys.
-    full = slot >= slots  # the ring buffer is full, and all slots are read
+    # Tiles [first_tile, end_tile) contain visible completion keys, and the prompt tiles contain visible prompt keys.
+    full = slot >= slots  # whether the ring buffer is full, so that all slots are read
     first_tile = jnp.where(full, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
     end_tile = jnp.where(full, -(-slots // sizes[0]), slot // sizes[0] + 1)
     length = jnp.broadcast_to(lengths[:, None], (b, g))
@@ -148,7 +148,7 @@ def _step_attention_on_device(
     end_prompt_tile = -(-length // sizes[1])
     scalars = [slot % slots, position, length, first_tile, end_tile, first_prompt_tile, end_prompt_tile, write]
 
-    # XLA computes queries, key and value with one product. As blocks of its result, they are not copied.
+    # XLA computes queries, key and value with one product. Blocks of its result are not copied.
     token = jnp.concatenate([q.reshape(b, g, h * r, d), *(new or ())], axis=2)
     inputs = {"scalars": jnp.stack(scalars, -1).astype(jnp.int32), "q": token, "prompt_keys": pk, "prompt_values": pv}
     in_specs = {
@@ -173,7 +173,7 @@ def _step_attention_on_device(
         inputs["sinks"] = jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, _padded_rows(r) - r)))
         in_specs["sinks"] = pl.BlockSpec((None, _padded_rows(r)), lambda j, i: (i % h, 0))
     cache_specs = [pl.BlockSpec((None, None, None, *x.shape[3:]), lambda j, i: (i // h, i % h, j, 0, 0)) for x in cache]
-    # In the order of the output projection's input, so that the result is not transposed.
+    # The result has the axis order of the output projection's input, so that it is not transposed.
     out_spec = pl.BlockSpec((None, None, None, r, d), lambda j, i: (i // h, j, i % h, 0, 0))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *(() if new is None else cache))]
     out, *new_cache = pl.pallas_call(

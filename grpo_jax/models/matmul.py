@@ -33,7 +33,7 @@ def matmul(
 
 
 def _contract(x: jax.Array, w: jax.Array, transposed: bool, dtype: DTypeLike | None = None) -> jax.Array:
-    """Return x w or x wᵀ. In a loop, XLA would store a transpose that is written out, as a copy of the weights."""
+    """Return x w or x wᵀ. In a loop, XLA would store an explicit transpose of w as a copy of the weights."""
     return jax.lax.dot_general(x, w, (((1,), (int(transposed),)), ((), ())), preferred_element_type=dtype)
 
 

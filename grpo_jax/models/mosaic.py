@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from grpo_jax.models.tiles import MASKED, Inputs, Kernel, Ref, over_key_tiles
 
 HALF = 64
-"""Rows of a tile that a warpgroup computes. Hopper's tensor cores multiply matrices of 64 rows."""
+"""Number of a tile's rows that a warpgroup computes. Hopper's tensor cores multiply matrices with 64 rows."""
 
 SLOTS = 2
 """Number of slots in the ring."""
@@ -35,7 +35,7 @@ LOG2_E = math.log2(math.e)
 """Weights are powers of two, for which the hardware has an instruction: exp(x) = 2^(x · log₂ e)."""
 
 WIDE, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-"""Layouts in registers of a product's result, and of vectors with an element for each of its rows or columns."""
+"""Register layouts of a product's result, and of vectors with an element for each row or column of the result."""
 
 Arrays = tuple[jax.Array, ...]
 RowSlice = pl.Slice | slice
@@ -142,13 +142,13 @@ def _pipeline(
 
         @pl.loop(0, steps)
         def _(step: jax.Array) -> None:
-            slot, found = lax.rem(step, SLOTS), sources(step)  # finds the tile while the slot is in use
+            slot, arrays = lax.rem(step, SLOTS), sources(step)  # finds the tile while the slot is in use
 
             @pl.when(step >= SLOTS)
             def _() -> None:
                 plgpu.barrier_wait(free.at[slot])
 
-            copy(found, ring, slot, ready)
+            copy(arrays, ring, slot, ready)
 
         @pl.loop(lax.max(steps - SLOTS, 0), steps)
         def _(step: jax.Array) -> None:
@@ -191,8 +191,8 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
     a, h, i = _place()
 
     def sources(step: jax.Array) -> Sequence[Ref]:
-        at = pl.ds(tiles[a, i, step] * kernel.columns, kernel.columns)
-        return k.at[a, h, at], v.at[a, h, at]
+        span = pl.ds(tiles[a, i, step] * kernel.columns, kernel.columns)
+        return k.at[a, h, span], v.at[a, h, span]
 
     def compute(warpgroup: jax.Array, own: Sequence[Ref], loop: Loop) -> None:
         (q_half, bounds_half), (k_ring, v_ring), rows = own, ring, _half(i, warpgroup)
@@ -211,9 +211,9 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
         # The first `top` is larger than masked scores, so that the weights of keys that are not visible are 0.
         top, total = (_in_layout(jnp.full((HALF,), x, jnp.float32), ROWS) for x in (MASKED / 2, 0.0))
         values, top, total = loop(add, (_zeros(q.shape[-1]), top, total))
-        some = total > 0
-        total = jnp.where(some, total, 1.0)
-        lse[a, h, rows] = jnp.where(some, (top + jnp.log2(total)) / LOG2_E, -MASKED)
+        nonempty = total > 0
+        total = jnp.where(nonempty, total, 1.0)
+        lse[a, h, rows] = jnp.where(nonempty, (top + jnp.log2(total)) / LOG2_E, -MASKED)
         _write(values / _along(total, values, 0), q_half, out.at[a, h, rows])
 
     def own_sources(rows: RowSlice) -> Sequence[Ref]:
@@ -234,8 +234,8 @@ def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
         return q.at[a, h, rows], g.at[a, h, rows], bounds.at[a, :, rows], lse.at[a, h, rows], delta.at[a, h, rows]
 
     def sources(step: jax.Array) -> Sequence[Ref]:
-        at = pl.ds(first_key(step), HALF)
-        return k.at[a, h, at], v.at[a, h, at]
+        span = pl.ds(first_key(step), HALF)
+        return k.at[a, h, span], v.at[a, h, span]
 
     def compute(warpgroup: jax.Array, own: Sequence[Ref], loop: Loop) -> None:
         (q_half, g_half, bounds_half, lse_half, delta_half), (k_ring, v_ring) = own, ring
@@ -263,9 +263,9 @@ def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int)
     begin, end = (lax.div(count[a, i] * x, parts) for x in (part, part + 1))
 
     def sources(step: jax.Array) -> Sequence[Ref]:
-        at = pl.ds(tiles[a, i, begin + lax.div(step, 2)] * kernel.rows + lax.rem(step, 2) * HALF, HALF)
+        span = pl.ds(tiles[a, i, begin + lax.div(step, 2)] * kernel.rows + lax.rem(step, 2) * HALF, HALF)
         pair = pl.ds(_range_of(i * kernel.columns, kernel), 2)
-        return q.at[a, h, at], g.at[a, h, at], bounds.at[a, pair, at], lse.at[a, h, at], delta.at[a, h, at]
+        return q.at[a, h, span], g.at[a, h, span], bounds.at[a, pair, span], lse.at[a, h, span], delta.at[a, h, span]
 
     def compute(warpgroup: jax.Array, own: Sequence[Ref], loop: Loop) -> None:
         (k_half, v_half), rows = own, _half(local, warpgroup)
@@ -277,7 +277,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int)
             weights = _masked(weights, 0.0, (pair.at[0], pair.at[1]), first_key, 1)
             total_v = _add_product(sums[1], weights, upstream)
             slope = _slope(weights, _product(v_half, upstream), own_delta, 1)
-            plgpu.commit_smem()  # no copy to the slot overtakes the loads of vectors
+            plgpu.commit_smem()  # vectors must be loaded before the slot is overwritten
             return _add_product(sums[0], slope, queries), total_v
 
         total_k, total_v = loop(add, (_zeros(k.shape[-1]),) * 2)

@@ -200,35 +200,35 @@ def order_prompts(work: np.ndarray, has_gradient: np.ndarray, *, bins: int, bin_
 def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dict[int, list[int]]]:
     """Assign completions to sequences with `blocks` blocks and at most `most` segments, as dicts keyed by prompt."""
     *few, many = OPEN_SEQUENCES
-    full = _fill(lengths, blocks, block, most, tried=many)
-    for tried in few:
-        members = _fill(lengths, blocks, block, most, tried=tried)
+    full = _fill(lengths, blocks, block, most, num_open=many)
+    for num_open in few:
+        members = _fill(lengths, blocks, block, most, num_open=num_open)
         if len(members) <= len(full):
             return members
     return full
 
 
-def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, tried: int) -> list[dict[int, list[int]]]:
+def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, num_open: int) -> list[dict[int, list[int]]]:
     """Assign completions like `_choose`, by first-fit packing into the last `tried` sequences."""
     members: list[dict[int, list[int]]] = []
     filled: list[dict[int, int]] = []  # tokens per prompt in each sequence
-    used: list[int] = []  # blocks used in each sequence
+    used_blocks: list[int] = []  # blocks used in each sequence
     for prompt, group in enumerate(lengths):
         for i in np.argsort(-group, kind="stable"):
             n = int(group[i])
             if n == 0:
                 continue
-            for at in range(max(0, len(members) - tried), len(members) + 1):
-                if at == len(members):
+            for index in range(max(0, len(members) - num_open), len(members) + 1):
+                if index == len(members):
                     members.append({})
                     filled.append({})
-                    used.append(0)
-                before = filled[at].get(prompt, 0)
-                more = math.ceil((before + n) / block) - math.ceil(before / block)
-                if used[at] + more <= blocks and sum(map(len, members[at].values())) < most:
-                    members[at].setdefault(prompt, []).append(prompt * lengths.shape[1] + int(i))
-                    filled[at][prompt] = before + n
-                    used[at] += more
+                    used_blocks.append(0)
+                previous = filled[index].get(prompt, 0)
+                new_blocks = math.ceil((previous + n) / block) - math.ceil(previous / block)
+                if used_blocks[index] + new_blocks <= blocks and sum(map(len, members[index].values())) < most:
+                    members[index].setdefault(prompt, []).append(prompt * lengths.shape[1] + int(i))
+                    filled[index][prompt] = previous + n
+                    used_blocks[index] += new_blocks
                     break
     return members
 
@@ -242,18 +242,18 @@ def _lay_out(
     prompt = np.zeros(size // block, np.int32)
     completions = np.zeros(most, np.int32)
     starts, counts = np.zeros_like(completions), np.zeros_like(completions)
-    at = number = 0
+    end = number = 0
     for b, members in groups.items():
-        begin = at
+        start = end
         for i in members:
             n = int(lengths[i])
-            flat[at : at + n] = tokens[i, :n]
-            position[at : at + n] = np.arange(n)
-            segment[at : at + n] = number
-            completions[number], starts[number], counts[number] = i, at, n
-            at, number = at + n, number + 1
-        at = -(-at // block) * block
-        prompt[begin // block : at // block] = b
+            flat[end : end + n] = tokens[i, :n]
+            position[end : end + n] = np.arange(n)
+            segment[end : end + n] = number
+            completions[number], starts[number], counts[number] = i, end, n
+            end, number = end + n, number + 1
+        end = -(-end // block) * block
+        prompt[start // block : end // block] = b
     return flat, segment, position, prompt, completions, starts, counts
 
 

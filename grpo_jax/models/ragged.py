@@ -87,12 +87,12 @@ def _by_rows(
         number = pl.program_id(0) * rows + jnp.arange(rows)
 
         def of_group(e: jax.Array, total: jax.Array) -> jax.Array:
-            mine = ((number >= starts[e]) & (number < starts[e + 1]))[:, None]
+            in_group = ((number >= starts[e]) & (number < starts[e + 1]))[:, None]
 
             def of_part(i: jax.Array, total: jax.Array) -> jax.Array:
-                at = pl.ds(i * part, part)
-                own, matrix = jnp.where(mine, x[:, at], 0), w[e, :, at] if transposed else w[e, at, :]
-                return total + tile_product(own, matrix, (1, 1) if transposed else (1, 0))
+                span = pl.ds(i * part, part)
+                group_rows, matrix = jnp.where(in_group, x[:, span], 0), w[e, :, span] if transposed else w[e, span, :]
+                return total + tile_product(group_rows, matrix, (1, 1) if transposed else (1, 0))
 
             return jax.lax.fori_loop(0, parts[e], of_part, total)
 
@@ -133,9 +133,9 @@ def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array
 
     def kernel(first: Ref, last: Ref, start: Ref, end: Ref, x: Ref, g: Ref, out: Ref) -> None:
         def of_tile(i: jax.Array, total: jax.Array) -> jax.Array:
-            number, at = i * rows + jnp.arange(rows), pl.ds(i * rows, rows)
-            mine = ((number >= start[...]) & (number < end[...]))[:, None]
-            return total + tile_product(jnp.where(mine, x[at, :], 0), g[at, :], (0, 0))
+            number, span = i * rows + jnp.arange(rows), pl.ds(i * rows, rows)
+            in_group = ((number >= start[...]) & (number < end[...]))[:, None]
+            return total + tile_product(jnp.where(in_group, x[span, :], 0), g[span, :], (0, 0))
 
         zeros = jnp.zeros((height, width), jnp.float32)
         out[...] = jax.lax.fori_loop(first[...], last[...] + 1, of_tile, zeros).astype(out.dtype)

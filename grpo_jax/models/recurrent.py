@@ -356,9 +356,9 @@ def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> ja
     while size < n:
         pairs = n // (2 * size)
         blocks = x.reshape((*rows, pairs, 2 * size, pairs, 2 * size))
-        of_pairs = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        below, both = of_pairs[..., size:, :size], inverse.reshape((*rows, pairs, 2, size, size))
-        a, c = both[..., 0, :, :], both[..., 1, :, :]
+        diagonal_blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+        below, inverses = diagonal_blocks[..., size:, :size], inverse.reshape((*rows, pairs, 2, size, size))
+        a, c = inverses[..., 0, :, :], inverses[..., 1, :, :]
         low = -jnp.einsum("...ij,...jk,...kl->...il", c, below, a, precision=precision)
         upper = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
         inverse = jnp.concatenate([upper, jnp.concatenate([low, c], axis=-1)], axis=-2)

@@ -187,13 +187,13 @@ def predicting_states(
         hidden, aux = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1])), None
         if t > 1 or router_mask is not None:
             # The last token's state is not needed, but T is usually a more efficient size than T − 1.
-            rest, aux = _hidden(model, params, tokens, prefix, router_mask, rngs=rngs)
-            hidden = jnp.concatenate([hidden, rest[:, :, :-1]], axis=2)
+            later, aux = _hidden(model, params, tokens, prefix, router_mask, rngs=rngs)
+            hidden = jnp.concatenate([hidden, later[:, :, :-1]], axis=2)
         return hidden, aux
     whole, start = join_rows(prompts, tokens)
     logits = model.apply({"params": params}, whole)
-    at = start[:, None] - 1 + jnp.arange(t)[None]
-    return jnp.take_along_axis(logits, at[..., None], axis=1).reshape(b, g, t, -1), None
+    index = start[:, None] - 1 + jnp.arange(t)[None]
+    return jnp.take_along_axis(logits, index[..., None], axis=1).reshape(b, g, t, -1), None
 
 
 def _hidden(

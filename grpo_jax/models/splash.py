@@ -17,7 +17,8 @@ from grpo_jax.models.tiles import NO_PROMPT, Kernel, TileMask
 
 MaskInfo = tuple[jax.Array | None, ...]  # a `MaskInfo` of the kernels
 
-BITS = 16  # for a query's index, and for the number of own keys before it; sequences have at most 2^BITS tokens
+BITS = 16
+"""Bits for a query's index, and for the number of own keys before it. Sequences have at most 2^BITS tokens."""
 
 
 @functools.cache  # `jit` compares functions by identity
@@ -36,12 +37,12 @@ def _visible(shared: int, size: int, window: int | None) -> Callable[[jax.Array,
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, kernel: Kernel, size: int
 ) -> jax.Array:
-    """Compute `fused.fused_attention` for packed sequences, without sinks. Outputs at padding are finite, but not 0.
+    """Compute `fused.fused_attention` for packed sequences, without sinks. Outputs in padding are finite, but not 0.
 
     The first keys belong to prompts. Each prompt is right-aligned in `size` slots, so the distance between a query and
     a prompt key depends only on the query's position and the key's slot.
     """
-    # Import the modules when they are used, and without their types, which are for masks known at compile time.
+    # The modules' types are for masks that are known at compile time, so the modules are imported without types.
     package = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
     splash, masks = (importlib.import_module(package + name) for name in ("kernel", "mask_info"))
     a, h, n, r, d = q.shape
@@ -55,12 +56,12 @@ def splash_attention(
         for x, side in zip(tile_mask.prompts, (rows, columns), strict=True)
     )
 
-    def steps(at: jax.Array, count: jax.Array, axis: int) -> MaskInfo:
-        """Read `count` [A, X] of the tiles `at` [A, X, Y], and at least one, since outputs are NaN without a tile."""
-        step, last = jnp.arange(at.shape[2])[None, None], jnp.maximum(count - 1, 0)[..., None]
-        at = jnp.take_along_axis(at, jnp.minimum(step, last), axis=2)  # a repeated tile is not loaded again
-        at, used = (jnp.moveaxis(x, 2, axis)[:, None] for x in (at, (step <= last).astype(jnp.int32)))
-        return masks.MaskInfo(at, None, used, None, (index << BITS) | reach)
+    def steps(tile: jax.Array, count: jax.Array, axis: int) -> MaskInfo:
+        """Read `count` [A, X] of the tile indices `tile` [A, X, Y], at least one, to avoid NaN."""
+        step, last = jnp.arange(tile.shape[2])[None, None], jnp.maximum(count - 1, 0)[..., None]
+        tile = jnp.take_along_axis(tile, jnp.minimum(step, last), axis=2)  # a repeated tile is not loaded again
+        tile, used = (jnp.moveaxis(x, 2, axis)[:, None] for x in (tile, (step <= last).astype(jnp.int32)))
+        return masks.MaskInfo(tile, None, used, None, (index << BITS) | reach)
 
     forward, backward = steps(tiles.keys, tiles.key_count, 2), steps(tiles.queries, tiles.query_count, 1)
     attention = functools.partial(

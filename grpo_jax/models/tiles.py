@@ -53,7 +53,7 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
 
 
 def triton_or_tiles() -> str:
-    """Return "triton", or "tiles" if JAX has no Triton backend. It has been deprecated since jax 0.11."""
+    """Return "triton", or "tiles" if JAX does not have a Triton backend, which is deprecated since jax 0.11."""
     return "triton" if _has_module("triton") else "tiles"
 
 
@@ -87,7 +87,7 @@ class Tiles(flax.struct.PyTreeNode):
     """
 
     bounds: jax.Array  # [A, 4, N]
-    keys: jax.Array  # [A, X, Y], indices of key tiles, visible tiles first; for "splash" [A, X, at most Y]
+    keys: jax.Array  # [A, X, Y], indices of key tiles, starting with the visible tiles; for "splash" [A, X, at most Y]
     key_count: jax.Array  # [A, X], number of visible key tiles
     queries: jax.Array  # [A, Y, X], indices of query tiles, starting with the tiles that read the key tile
     query_count: jax.Array  # [A, Y], number of query tiles that read the key tile
