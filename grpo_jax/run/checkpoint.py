@@ -44,13 +44,11 @@ _OPTIONAL = {"batch": Batch, "ahead": Completions}
 
 
 class Restored(NamedTuple):
-    """State that a run starts from. `progress` is None for a new run, `batch` is a batch with updates left to do, and
-    `transcript` belongs to the completions `prefetched`.
-    """
+    """State that a run starts from. `progress` is None for a new run. `transcript` belongs to `prefetched`."""
 
     state: TrainState
     progress: Progress | None = None
-    batch: Batch | None = None
+    batch: Batch | None = None  # with updates left to do
     prefetched: Completions | None = None
     transcript: Json | None = None
 

@@ -26,8 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `start` reads to a script's parser."""
     detected = "use several processes, detected from Slurm, TPU pods, Kubernetes or MPI"
     parser.add_argument("--distributed", choices=["auto"], help=detected)
-    address = "use several processes; address of process 0"
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help=address)
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="use several processes; address of process 0")
     parser.add_argument("--num-processes", type=int, metavar="N", help="with --coordinator: number of processes")
     index = "with --coordinator: index of this process, from 0 to N - 1"
     parser.add_argument("--process-id", type=int, metavar="I", help=index)

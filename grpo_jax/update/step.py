@@ -50,9 +50,8 @@ class Updater(flax.struct.PyTreeNode):
       optimizer: transformation that created `state.opt_state`, or None if only log-probs are computed.
       on_policy: whether the params at the start of an update sampled its completions, so that the ratio is 1.
       mesh: device mesh that the params are sharded over, or None for one device.
-      surrogate: custom surrogate to use instead of the config's `loss_type`, or None.
-      teacher: model with which the policy's distributions are compared. None if there is no teacher or if it provides
-        only log-probs.
+      surrogate: as in `train_step`.
+      teacher: as in `train_step`.
       skip_zero_signal: whether to omit the backward pass for packed zero-signal groups if they have no gradient.
     """
 

@@ -126,10 +126,8 @@ def test_on_policy_means_a_ratio_of_one():
 def test_every_loss_field_of_the_config_reaches_the_loss():
     """Every config field that is an argument of `grpo_loss` is passed to it."""
     changed = config(epsilon=0.11, epsilon_high=0.33, delta=4.0, kl_estimator="k2", off_policy_mask_threshold=0.5)
-    settings = loss_settings(changed)
-    assert (settings.epsilon, settings.epsilon_high) == (0.11, 0.33)
-    assert (settings.delta, settings.kl_estimator, settings.off_policy_mask_threshold) == (4.0, "k2", 0.5)
-    given = dict(vars(settings))
+    given = dict(vars(loss_settings(changed)))
+    assert given["epsilon"] == 0.11
     assert given.pop("surrogate") is None, "surrogate is not a field of the config"
     assert all(value == getattr(changed, name) for name, value in given.items())
     assert given.keys() == {f.name for f in dataclasses.fields(GRPOConfig)} & set(LOSS_ARGUMENTS) - {"entropy_coef"}
