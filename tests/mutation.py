@@ -68,7 +68,7 @@ EQUIVALENT = [
     ("advantages", "mean = jnp.sum(shifted", "1 → 2", "a single value is its own minimum, so the sum is 0"),
     ("advantages", "mean = jnp.sum(shifted", "1 → -1", EMPTY),
     ("advantages", "rewards = jnp.asarray", "asarray(x) → x", ALREADY),
-    ("advantages", "return rewards, weights", "astype(x) → x", ALREADY),
+    ("advantages", "return jnp.where(weights", "astype(x) → x", ALREADY),
     *(("advantages", line, "1 → -1", SAME_AXIS) for line in AXIS_1),
     ("advantages", "tokens = jnp.where(scored", "asarray(x) → x", ALREADY),
     ("advantages", "return jnp.all((std[", "0 → 1", CLAMPED),

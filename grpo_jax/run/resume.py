@@ -156,15 +156,11 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
     return lines or _state_differences(saved["state"], current["state"])
 
 
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the names whose values differ or that only one of the dicts contains, sorted."""
-    return sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-
-
 def _changed_in_both(old: Json, new: Json) -> Iterator[tuple[str, str]]:
     """Yield each name in both dicts whose values differ, with a description."""
-    for name in (name for name in _changed(old, new) if name in old and name in new):
-        yield name, f"{name} = {show(new[name])}, but the run has {show(old[name])}"
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            yield name, f"{name} = {show(new[name])}, but the run has {show(old[name])}"
 
 
 def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
@@ -221,6 +217,7 @@ def _policy_differences(saved: Json, current: Json) -> Iterator[str]:
 
 def _state_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Describe up to three changed arrays of the state, params first. Returns [] if none changed."""
-    paths = sorted(_changed(old, new), key=lambda path: not path.startswith(".params"))
+    paths = [path for path in sorted({*old, *new}) if old.get(path) != new.get(path)]
+    paths.sort(key=lambda path: not path.startswith(".params"))
     arrays = [f"{x.lstrip('.')} {new.get(x, '(none)')} instead of {old.get(x, '(none)')}" for x in paths]
     return [f"state: its arrays differ from the run's: {shorten(arrays, 3)}"] if arrays else []

@@ -174,9 +174,10 @@ def about(token_ids=((5, 6), (7,)), reward_fns=(vowels,), steps=10, optimizer=No
     return json.loads(json.dumps(run_identity(run, state)))
 
 
-def interaction(tools=(), kinds=()):
-    """Return the parts of an `Interaction` that are compared; `kinds` are environments by name."""
-    return {"interaction": SimpleNamespace(tools={tool.__name__: tool for tool in tools}, kinds=dict(kinds))}
+def interaction(tools=(), classes=()):
+    """Return the parts of an `Interaction` that are compared; `classes` are environments by name."""
+    named = {tool.__name__: tool for tool in tools}
+    return {"interaction": SimpleNamespace(tools=named, environment_classes=dict(classes))}
 # fmt: on
 
 
@@ -246,7 +247,7 @@ DIFFERENCES = [
         " constant from the first step on (lr_scheduler_type = 'constant_with_warmup')"]),
     ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1), "max_steps": 20, "steps": 20}, []),
     ({"per_device_train_batch_size": 32}, {"per_device_train_batch_size": 8, "mesh": {"fsdp": 4},
-        "rollout_batch_size": 8}, []),
+        "rollout_batch_size": 32}, []),
     ({}, {"per_device_train_batch_size": 16}, ["per_device_train_batch_size = 16, but the run has 8"]),
     ({"on_reward_error": "raise"}, {"on_reward_error": "none"}, []),
     ({"on_reward_error": "none"}, {"on_reward_error": "raise"}, ["on_reward_error = 'raise', but the run has 'none'"]),
@@ -258,9 +259,9 @@ COMPARED = "; metric_for_best_model = 'eval/vowels' requires all evaluations of 
 DIFFERENCES += [
     (interaction([vowels]), interaction([vowels]), []),
     (interaction([vowels]), {}, ["tools = [], but the run has ['vowels']"]),
-    (interaction(kinds={"a": Game}), interaction(kinds={"a": Game, "b": Game}),
+    (interaction(classes={"a": Game}), interaction(classes={"a": Game, "b": Game}),
         ["environment_factory = ['a: Game', 'b: Game'], but the run has ['a: Game']"]),
-    (interaction(kinds={None: Game}), interaction(kinds={None: Cut}),
+    (interaction(classes={None: Game}), interaction(classes={None: Cut}),
         ["environment_factory = ['Cut'], but the run has ['Game']"]),
     (BEST, BEST, []), (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, but the run has 2{COMPARED}"]),
     (BEST, BEST | {"eval_ids": [[8], [7]]}, 
