@@ -59,10 +59,10 @@ CLAMPED = "JAX clamps an out-of-range index on an axis of size 1"
 ZERO = "the surrogate is 0 at A = 0 in both cases"
 UNDER = "finite masked values have no effect"
 AXIS_1 = [
-    "centered, std = _center(_weighted_sum", "centered, std = _center(r,", "centered, _ = _center",
+    "centered, std = _center(r,", "centered, _ = _center",
     "_, std = _center(_weighted_sum", "_, std = _center(r, scored", "_, std = _center(centered",
     "count = jnp.sum(scored, axis=1", "mean = jnp.mean(r, axis", "total = jnp.sum(tokens", "baseline = jnp.sum(tokens",
-    "return jnp.all((std[",
+    "return jnp.all(std[",
 ]  # fmt: skip
 EQUIVALENT = [
     ("advantages", "mean = jnp.sum(shifted", "1 → 2", "a single value is its own minimum, so the sum is 0"),
@@ -71,7 +71,7 @@ EQUIVALENT = [
     ("advantages", "return jnp.where(weights", "astype(x) → x", ALREADY),
     *(("advantages", line, "1 → -1", SAME_AXIS) for line in AXIS_1),
     ("advantages", "tokens = jnp.where(scored", "asarray(x) → x", ALREADY),
-    ("advantages", "return jnp.all((std[", "0 → 1", CLAMPED),
+    ("advantages", "return jnp.all(std[", "0 → 1", CLAMPED),
     ("advantages", "return std[:, 0] == 0", "0 → 1", CLAMPED),
     ("surrogates", "return jnp.broadcast_to", "broadcast_to(x) → x", "[..., 1] broadcasts to the documented shape"),
     ("surrogates", "mask = jnp.asarray(mask)", "asarray(x) → x", ALREADY),
