@@ -1,6 +1,7 @@
 """Supported model families: how each Hugging Face architecture maps to a `TransformerConfig`.
 
-To add a family, add a row to `FAMILIES`. A mechanism that the decoder lacks also needs a `TransformerConfig` field.
+To add a family, add an entry to `FAMILIES`. A mechanism that the decoder does not support yet also requires a new
+`TransformerConfig` field.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from grpo_jax.types import Json
 
 
 def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """Return Qwen's sliding windows, by default for layers from `max_window_layers` on. Returns None if disabled."""
+    """Return each layer's window. Without `layer_types`, layers from `max_window_layers` on use sliding windows."""
     on = keys["use_sliding_window"] and keys["sliding_window"] is not None
     windows = windows_of(keys, lambda i: on and i >= keys["max_window_layers"])
     return windows if on else None
@@ -63,7 +64,7 @@ def _smollm3(keys: Keys) -> Fields:
 
 
 def _gemma(keys: Keys) -> Fields:
-    """Return the fields that Gemma 2 and 3 share: sandwich norms (offset 1), scaled embeddings and a query scale."""
+    """Return the fields that Gemma 2 and 3 share, such as sandwich norms with an offset of 1."""
     return {
         **biases_of(keys),
         "norms": "sandwich",
@@ -257,12 +258,12 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: Json) -> Family:
-    """Return the row of `FAMILIES` for a config.json. Raises ValueError if the architecture is not supported."""
+    """Return the entry of `FAMILIES` for a config.json. Raises ValueError if the architecture is not supported."""
     raw = text_config(raw)
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
         supported = ", ".join((*FAMILIES, *VISION_MODELS))
-        raise ValueError(f"config key 'architectures' must contain one of {supported}; got {names}.")
+        raise ValueError(f"config key 'architectures' must contain exactly one of {supported}; got {names}.")
     return FAMILIES[names[0]]
 
 

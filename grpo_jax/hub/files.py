@@ -20,10 +20,10 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""Tokenizer files, which are copied unchanged."""
+"""Names of tokenizer files in a checkpoint."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Processor files of a vision-language model, which are copied unchanged."""
+"""Names of processor files in a vision-language checkpoint. These files are copied unchanged."""
 
 STORAGE_DTYPES = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
@@ -39,10 +39,10 @@ PARAM_DTYPES = ("F32", "F16", "BF16")
 
 @contextlib.contextmanager
 def parsing(source: Path | str) -> Iterator[None]:
-    """Convert parser exceptions to a ValueError whose message contains `source`, such as the path of the file."""
+    """Convert exceptions except ImportError and OSError to a ValueError that starts with `source`, such as a path."""
     try:
         yield
-    except Exception as error:  # parsers raise any exception for damaged files
+    except Exception as error:  # parsers can raise any exception for damaged files
         if isinstance(error, ImportError | OSError) or str(source) in str(error):
             raise
         reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
@@ -50,7 +50,7 @@ def parsing(source: Path | str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Json | None:
-    """Return the JSON object in a file. Returns None if the file does not exist."""
+    """Return the JSON object in a file, or None if the file does not exist. Raises ValueError for other content."""
     if not path.is_file():
         return None
     try:
@@ -62,7 +62,7 @@ def read_json(path: Path) -> Json | None:
     return content
 
 
-POINTER = "a Git LFS pointer to the file; download the file with `git lfs pull`"
+POINTER = "a Git LFS pointer, not the file itself; download the file with `git lfs pull`"
 
 
 def is_pointer(path: Path) -> bool:
@@ -79,8 +79,9 @@ def write_json(path: Path, content: Json) -> None:
 class StoredTensor:
     """A tensor in a checkpoint file that is read on demand, in slices along the first axis (rows).
 
-    `read(start, count)` returns `count` elements from `start` on, in C order. Both are multiples of the row size.
-    `offset` is the byte offset of the elements in `file`, or None if `file` does not store them in C order.
+    `read(start, count)` returns `count` elements from index `start` on, in C order. `start` and `count` are multiples
+    of the row size. `offset` is the byte offset of the elements in `file`, or None if `read` converts stored elements
+    (dequantizes or reorders them).
     """
 
     file: Path
@@ -113,7 +114,7 @@ def computed(
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: config.json (`raw`), unread tensors (`stored`), and tokenizer files as bytes (`files`)."""
+    """An open checkpoint. `raw` is its config.json, and `files` contains its tokenizer and processor files as bytes."""
 
     raw: Json
     generation_config: Json
@@ -132,7 +133,7 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
     missing = [name for name in files if not (directory / name).is_file()]
     if missing:
         others = sorted(path.name for path in directory.glob("*.bin"))
-        advice = f" Convert the PyTorch weights to safetensors: {shorten(others)}." if others else ""
+        advice = f" Convert its PyTorch weights ({shorten(others)}) to safetensors." if others else ""
         raise FileNotFoundError(f"name_or_directory {str(directory)!r} does not contain {shorten(missing)}.{advice}")
     return {name: tensor for path in files for name, tensor in _tensors_of(directory / path).items()}
 
@@ -152,7 +153,8 @@ def _tensors_of(path: Path) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in header.items():
         if entry["dtype"] not in STORAGE_DTYPES:
-            raise ValueError(f"{path}: tensor {name!r} has the dtype {entry['dtype']}, which is not supported.")
+            names = ", ".join(STORAGE_DTYPES)
+            raise ValueError(f"{path}: tensor {name!r} must have one of the dtypes {names}; got {entry['dtype']}.")
         offset = start + entry["data_offsets"][0]
         tensors[name] = _in_file(path, tuple(entry["shape"]), STORAGE_DTYPES[entry["dtype"]], offset)
     return tensors
@@ -178,9 +180,9 @@ def check_dtypes(stored: Mapping[str, StoredTensor]) -> None:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise FileExistsError if `target` exists and is not a directory that contains only checkpoint files."""
+    """Raise FileExistsError if `target` is a file or symbolic link, or contains files that are not checkpoint files."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise FileExistsError(f"directory {str(target)!r} exists and is not a directory; pass a different path.")
+        raise FileExistsError(f"directory {str(target)!r} is a file or symbolic link; pass a different path.")
     if not target.exists():
         return
     known = {"config.json", "adapter_config.json", "generation_config.json", "model.safetensors.index.json"}

@@ -1,7 +1,8 @@
 """Read GGUF files (llama.cpp's format) with the `gguf` package.
 
 `gguf_header` builds the config.json and the tokenizer. This module finds the file and converts its tensors to Hugging
-Face names, row order and values. llama.cpp reorders the rows of some tensors and adds 1 to some norm weights.
+Face names, row order and values. For some architectures, llama.cpp reorders the rows of the query and key projections
+or adds 1 to the norm weights.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ _END_TOKENS = (
 
 
 def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """Return the GGUF file at a path, in a directory or in an installed package. Returns None if there is none.
+    """Return the GGUF file at a path, in a directory or in an installed package, which is not imported.
 
-    The package is not imported. Raises ValueError for a directory with several GGUF files.
+    Returns None if there is no GGUF file, or if the directory also contains safetensors files. Raises ValueError if
+    there are several GGUF files.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path).expanduser()
     if path.is_file() and path.suffix.lower() == ".gguf":
@@ -86,7 +88,7 @@ def gguf_config(path: Path) -> Json:
 
 @contextlib.contextmanager
 def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
-    """Yield a reader and header. Errors, including errors in the `with` block, become ValueErrors with the path."""
+    """Yield a reader and a header. Converts exceptions except ImportError to ValueErrors that contain the path."""
     try:
         reader = _open(path)
         yield reader, _header(reader)
@@ -99,8 +101,8 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
 
 def _damaged(path: Path, error: Exception) -> str:
     if is_pointer(path):
-        return f"it is {POINTER}."
-    return f"it is truncated or damaged; download it again ({path.stat().st_size:,} bytes; {one_line(error)})."
+        return f"the file is {POINTER}."
+    return f"the file is truncated or damaged; download it again ({path.stat().st_size:,} bytes; {one_line(error)})."
 
 
 def _open(path: Path) -> GGUFReader:
@@ -110,7 +112,7 @@ def _open(path: Path) -> GGUFReader:
         raise ImportError(f"reading {str(path)!r} requires gguf; run `pip install 'grpo_jax[gguf]'`") from error
 
     class PlainReader(GGUFReader):
-        """A reader that slices an `ndarray`. A header's 150,000 slices take four times as long on a memory map."""
+        """A reader that slices an `ndarray`. Slicing a memory map, 150,000 times per file, takes four times as long."""
 
         data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
 
@@ -119,7 +121,7 @@ def _open(path: Path) -> GGUFReader:
     except Exception as error:
         raise ValueError(_damaged(path, error)) from error
     if (parts := reader.get_field("split.count")) is not None and parts.contents() > 1:
-        raise ValueError(f"it is one of {parts.contents()} parts; merge them with `llama-gguf-split --merge`.")
+        raise ValueError(f"the file is one of {parts.contents()} parts; merge them with `llama-gguf-split --merge`.")
     return reader
 
 
@@ -168,7 +170,7 @@ def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
 def _find_tensors(
     plan: tuple[Tensor, ...], files: Mapping[str, StoredTensor], row: Architecture, config: TransformerConfig, name: str
 ) -> dict[str, StoredTensor]:
-    """Return a plan's tensors, keyed by Hugging Face name. Raises ValueError if the file contains other tensors."""
+    """Return a plan's tensors, keyed by Hugging Face name. Raises ValueError if they differ from the file's tensors."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     (architecture,) = (key for key, value in MODEL_ARCH_NAMES.items() if value == name)
@@ -196,6 +198,6 @@ def _converted(name: str, stored: StoredTensor, row: Architecture, config: Trans
 
 
 def _take(stored: StoredTensor, indices: np.ndarray) -> np.ndarray:
-    """Return a tensor's rows at some indices, with a single read that spans them."""
+    """Return a tensor's rows at the given indices, using a single read that spans all of them."""
     low = int(indices.min())
     return stored.rows(low, int(indices.max()) + 1 - low)[indices - low]

@@ -1,7 +1,7 @@
 """Build a config.json and a tokenizer from the header of a GGUF file.
 
-`ARCHITECTURES` has one row for each llama.cpp architecture, with the values that llama.cpp hard-codes for it. Unknown
-keys raise an error, since ignoring them could change the model.
+`ARCHITECTURES` has an entry for each supported architecture, with the values that llama.cpp hard-codes for it.
+An error is raised for unknown keys, since ignoring them could change the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa",
 class Header:
     """Header of a GGUF file: all keys (`fields`), tensor shapes, and divisors of the RoPE frequencies (`factors`).
 
-    `get` and `[]` look up an architecture key by its name without the prefix, and record that it was read.
+    `get` and `[]` look up an architecture key by its name without the prefix (such as `llama.`), and mark it as read.
     """
 
     def __init__(self, fields: Json, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None):
@@ -49,7 +49,7 @@ class Header:
         unread = [key for key, x in self._keys.items() if key not in self._read and x not in (0, 0.0, False, [])]
         if unread:
             names = shorten([f"{self.architecture}.{key} = {show(self._keys[key])}" for key in sorted(unread)])
-            raise ValueError(f"unknown GGUF keys could change the model: {names}.")
+            raise ValueError(f"unknown GGUF keys could change the model: {names}; load its safetensors checkpoint.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Architecture:
     """llama.cpp's conventions for one architecture."""
 
     family: str  # key in `FAMILIES`
-    extra_keys: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, other config keys) → more keys
+    extra_keys: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, config.json) → additional keys
     interleaved: bool = False  # whether the dimensions of rotary pairs alternate, instead of forming two halves
     norms_plus_one: bool = False  # whether norm weights are stored with 1 added, unlike in Hugging Face checkpoints
 
 
 def read_header(header: Header) -> tuple[Architecture, Json]:
-    """Return the `ARCHITECTURES` row and the config.json for a header. Raises ValueError for an unsupported model."""
+    """Return a header's `ARCHITECTURES` entry and config.json. Raises ValueError if the model is not supported."""
     name, shapes = header.architecture, header.shapes
     if name not in ARCHITECTURES:
         raise ValueError(
@@ -71,7 +71,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
             f"Supported architectures: {', '.join(ARCHITECTURES)}."
         )
     if "token_embd.weight" not in shapes:
-        raise ValueError("tensor 'token_embd.weight' is missing.")
+        raise ValueError("tensor 'token_embd.weight' is missing; use a file that contains a whole model.")
     if not header.get("attention.causal", True):
         raise ValueError(f"GGUF key '{name}.attention.causal' is False; only causal models are supported.")
     row = ARCHITECTURES[name]
@@ -125,7 +125,7 @@ def _rope(header: Header, head_dim: int) -> Json:
 
 
 def _scaling_of(theta: float, factors: np.ndarray | None) -> Json:
-    """Return the RoPE scaling for some frequency divisors: Llama 3's if its formula fits, otherwise longrope."""
+    """Return the RoPE scaling for the frequency divisors `factors`: llama3 if its formula fits, otherwise longrope."""
     if factors is None:
         return {"rope_type": "default"}
     original, largest = 8192, float(factors.max())
@@ -162,12 +162,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Supported values of `general.architecture`. Mistral models use `llama`."""
 
 _GPT2 = ("gpt-2", "smollm")
-"""Values of tokenizer.ggml.pre that split text like GPT-2 and that transformers does not list. For `smollm`, llama.cpp
+"""Values of tokenizer.ggml.pre for GPT-2's pre-tokenizer that transformers does not list. For `smollm`, llama.cpp
 splits digits first, so its ids differ from transformers' if a number follows two or more spaces."""
 
 
 def read_tokenizer(fields: Json) -> Tokenizer | None:
-    """Build a transformers tokenizer from a GGUF file's keys. Returns None if the file has no tokenizer."""
+    """Build a transformers tokenizer from a GGUF file's keys. Returns None if the file does not contain one."""
     kind, split = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
     if kind == "none":
         return None

@@ -1,7 +1,7 @@
 """Read and write checkpoints in Hugging Face's layout, without PyTorch.
 
-`from_pretrained` checks config.json and the headers of the weight files before it reads any weights. It then reads one
-parameter at a time, the largest first, so that the host never holds a second copy of the model.
+`from_pretrained` checks config.json and the headers of the weight files before it loads any parameters. It then loads
+one parameter at a time, the largest first, so that the host never holds a second copy of the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from grpo_jax.policy import Policy
 from grpo_jax.types import Json, Tokenizer
 
 ModelName = str | os.PathLike[str] | Json
-"""The name of a model on the hub, a directory, or a config.json (its path or its content)."""
+"""The name of a model on the hub, a directory, a GGUF file, or a config.json (its path or its content)."""
 
 PROBE = "The quick brown fox is 12 years old, 3 + 4 = 7."
 """A text that every working tokenizer encodes to at least one id."""
@@ -70,8 +70,8 @@ def from_pretrained(
       param_dtype: dtype of the parameters. None uses `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
       mesh: mesh over which the parameters are sharded, according to `sharding.TABLE`. None uses the default device.
       revision: branch, tag or commit of a model on the hub. None uses the main branch.
-      quantize: format of the projections that `add_lora` freezes: "nf4" (blocks of 64 weights, double quantization) or
-        "int8" (one scale per row). None disables quantization.
+      quantize: format of the projections in decoder layers, for training adapters (`add_lora`): "nf4" (blocks of 64
+        weights, double quantization) or "int8" (one scale per output feature). None disables quantization.
 
     Returns:
       A `Policy`. Its tokenizer is None if the checkpoint does not contain one.
@@ -79,9 +79,9 @@ def from_pretrained(
     Raises:
       FileNotFoundError: if the directory or model, its config.json or its safetensors weights do not exist.
       ImportError: if the checkpoint is a GGUF file, and `gguf` is not installed or transformers is too old.
-      ValueError: if the architecture, a config value or the quantization is not supported; if a tensor is missing,
-        unexpected or of the wrong shape; if the tokenizer produces no ids for text; or if `revision` is set for a local
-        directory. Raised before any weights are read.
+      ValueError: if a dtype, the architecture, a config value or the quantization is not supported; if a tensor is
+        missing, unexpected or of the wrong shape; if the tokenizer produces no ids for text; or if `revision` is set
+        for a local directory or file. Raised before any parameters are loaded.
 
     Example:
       >>> import tempfile
@@ -171,9 +171,10 @@ def save_pretrained(
 ) -> None:
     """Write a policy as a checkpoint in Hugging Face's layout, for transformers, vLLM, llama.cpp and `from_pretrained`.
 
-    The config and generation config are written unchanged, except for `dtype`. The tokenizer is saved again only if it
-    was replaced or modified (`policy.tokenizer.chat_template = ...`); otherwise its files are copied. An existing
-    checkpoint is replaced once all files are written. All processes of a run must call this function; process 0 writes.
+    The config and generation config are written unchanged, except for `dtype`. The tokenizer is saved again if it was
+    replaced or modified (`policy.tokenizer.chat_template = ...`) or has several chat templates; otherwise its files are
+    copied. An existing checkpoint is replaced once all files are written. All processes of a run must call this
+    function, but only process 0 writes files.
 
     Args:
       directory: path of the directory to write.
@@ -182,7 +183,7 @@ def save_pretrained(
       max_shard_size: maximum size of a weight file, in bytes or as a string such as "5GB".
 
     Raises:
-      FileExistsError: if `directory` contains files that do not belong to a checkpoint.
+      FileExistsError: if `directory` is a file or symbolic link, or contains files that do not belong to a checkpoint.
       ValueError: if `dtype` is not supported, the policy has adapters or quantized params, or its params do not match
         the config.
 
@@ -284,8 +285,8 @@ def stored_array(tensor: Tensor, leaves: Mapping[tuple[str, ...], jax.Array]) ->
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """Load the tokenizer in a directory. Raises ValueError if it cannot be loaded or produces no ids for text.
 
-    For some values of `model_type`, transformers builds a different type of tokenizer. If that tokenizer encodes text
-    to no ids (for example, a word-level tokenizer with a Qwen config), `tokenizer.json` is loaded directly.
+    transformers selects the tokenizer's class by `model_type`. If a tokenizer of this class encodes text to no ids (for
+    example, a word-level tokenizer with a Qwen config), `tokenizer.json` is loaded directly.
     """
     with quiet_import():
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -323,7 +324,7 @@ def find_checkpoint(
 def find_files(
     argument: str, name_or_directory: str | os.PathLike[str], patterns: Sequence[str], revision: str | None = None
 ) -> Path:
-    """Return a local directory, or download the files of a hub repository that match the patterns."""
+    """Return a local directory, or download the hub files that match `patterns` and return their directory."""
     name = os.fspath(name_or_directory)
     directory = Path(name).expanduser()
     if directory.is_dir():
@@ -350,7 +351,7 @@ def hub_endpoint() -> str | None:
 def _resolve_tied_embeddings(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
-    """Set `tie_word_embeddings` in both configs: the stated value, but False if the head and embedding differ."""
+    """Return both configs with `tie_word_embeddings` as stated, or False if the head and embedding differ."""
     model_prefix, head_prefix = prefixes_of(raw, layout_of(stored))
     head, embedding = stored.get(f"{head_prefix}weight"), stored.get(f"{model_prefix}embed_tokens.weight")
     tied = config.tie_word_embeddings

@@ -27,7 +27,7 @@ def hybrid(keys: Keys) -> Fields:
 
 
 def lfm2(keys: Keys) -> Fields:
-    """Return the fields for LFM2: gated short convolutions, attention, and an MLP with adjusted width."""
+    """Return the fields for LFM2: gated short convolutions, attention, and an MLP of adjusted width."""
     layers, attention_layers = keys["num_hidden_layers"], keys["full_attn_idxs"]
     attention_layers = range(layers) if attention_layers is None else attention_layers
     types = ["full_attention" if i in attention_layers else "conv" for i in range(layers)]
@@ -43,7 +43,11 @@ def lfm2(keys: Keys) -> Fields:
 
 
 def _adjusted_size(keys: Keys) -> int:
-    """Return LFM2's MLP width: 2/3 of the configured width times a factor, rounded up to `block_multiple_of`."""
+    """Return LFM2's MLP width.
+
+    If `block_auto_adjust_ff_dim`, the width is 2/3 of the configured width, times `block_ffn_dim_multiplier` and
+    rounded up to a multiple of `block_multiple_of`. If the multiplier is None, the width is not rounded.
+    """
     size = keys["block_ff_dim"] or keys["intermediate_size"]
     if not keys["block_auto_adjust_ff_dim"]:
         return size
@@ -53,7 +57,7 @@ def _adjusted_size(keys: Keys) -> int:
 
 
 def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
-    """Return the mixer of each layer, from `layer_types` if the config has it, else from `types`."""
+    """Return the mixer of each layer. `types` is used if the config does not contain `layer_types`."""
     types, supported = types if keys["layer_types"] is None else keys["layer_types"], ("full_attention", recurrent)
     if len(types) != keys["num_hidden_layers"] or set(types) - set(supported):
         raise keys.refuse("layer_types", types, f"a list with one of {', '.join(map(repr, supported))} per layer")
@@ -61,7 +65,7 @@ def _mixers(keys: Keys, types: list[str], recurrent: str) -> tuple[str, ...]:
 
 
 def delta_nets(keys: Keys) -> DeltaShape:
-    """Read the sizes of the gated delta nets."""
+    """Return the sizes of the gated delta nets. Raises ValueError if they are inconsistent."""
     key_heads, value_heads = keys["linear_num_key_heads"], keys["linear_num_value_heads"]
     if value_heads % key_heads:
         raise keys.refuse("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads = {key_heads}")
@@ -108,12 +112,12 @@ def _full_heads(keys: Keys, windows: tuple[int | None, ...]) -> tuple[int, int]:
     if per_layer is None:
         full_kv_heads = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
         return full_kv_heads or kv_heads, keys["global_head_dim"]
-    # transformers may save the values of each layer.
+    # transformers may save these values separately for each layer.
     names, values = {"num_key_value_heads", "head_dim"}, {int(i): x or {} for i, x in per_layer.items()}
     full = [values.pop(i, {}) for i, window in enumerate(windows) if window is None]
     if any(x != full[0] for x in full) or set(full[0]) - names or any(values.values()):
-        supported = f"{' and '.join(sorted(names))}, equal in all layers with full attention and absent in all others"
-        raise keys.refuse("per_layer_config", per_layer, supported)
+        required = f"the same {' and '.join(sorted(names))} for all layers with full attention"
+        raise keys.refuse("per_layer_config", per_layer, f"a dict with {required} and no values for other layers")
     return full[0].get("num_key_value_heads", kv_heads), full[0].get("head_dim", head_dim)
 
 
@@ -163,9 +167,9 @@ _SPARSE: Json = {
     "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_SILU = {"hidden_act": "silu", "attn_output_gate": True}  # the convolution has the same activation
+_SILU = {"hidden_act": "silu", "attn_output_gate": True}  # the convolutions use the same activation
 
-QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID, _SILU, spare=(r"mtp\..*",))  # ignores multi-token prediction
+QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID, _SILU, spare=(r"mtp\..*",))  # multi-token prediction
 QWEN3_NEXT = dataclasses.replace(
     QWEN3_5,
     model_type="qwen3_next",

@@ -69,7 +69,7 @@ class Keys:
 
     def refuse_quantized(self, methods: Collection[str]) -> None:
         """Raise ValueError if the weights are quantized with a method that is not in `methods`."""
-        for key in ("quantization_config", "compression_config"):  # older compressed-tensors files have the second
+        for key in ("quantization_config", "compression_config"):  # older checkpoints use the second key
             stored = self.raw.get(key) or {}
             method = stored.get("quant_method")
             if stored and method not in methods:
@@ -83,12 +83,12 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A row of `families.FAMILIES`: how to read an architecture's config.json and name its tensors."""
+    """An entry of `families.FAMILIES`: how an architecture's config.json is read and its tensors are named."""
 
     model_type: str
     fields: Callable[[Keys], Fields]  # returns the `TransformerConfig` fields that differ from Llama
     defaults: Json = dataclasses.field(default_factory=dict)  # values of config keys that a config.json may omit
-    only: Json = dataclasses.field(default_factory=dict)  # config key → its only supported value
+    only: Json = dataclasses.field(default_factory=dict)  # config key → its only supported value besides null
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (tensor name, projections that it concatenates)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # decoder module → its name in a checkpoint
     stacked: str = ""  # gate and up of all experts in one tensor: "columns" (alternating) or "halves" (gate first)
@@ -104,7 +104,7 @@ def check_window(keys: Keys) -> int:
 
 
 def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, ...] | None:
-    """Return the window of each layer, from `layer_types` if the config has it, else from `sliding(layer)`."""
+    """Return each layer's window, or None if there are none. Without `layer_types`, `sliding(layer)` is used."""
     layers, types = keys["num_hidden_layers"], keys["layer_types"]
     if types is None:
         types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
@@ -117,7 +117,7 @@ def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, 
 
 
 def all_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """Return the `sliding_window` of each layer, or None if it is unset (full attention)."""
+    """Return `sliding_window` for every layer, or None (full attention) if the key is unset."""
     if keys["sliding_window"] is None:
         return None
     return (check_window(keys),) * keys["num_hidden_layers"]
@@ -134,7 +134,7 @@ def activation_of(keys: Keys, key: str) -> str:
 
 
 def rope_of(keys: Keys, rotary: Json | None = None) -> Rope:
-    """Build a `Rope` from `rotary`, by default the config's `rope_parameters` or older `rope_scaling`."""
+    """Build a `Rope` from `rotary`, which defaults to the config's `rope_parameters` or the older `rope_scaling`."""
     rotary = keys["rope_parameters"] or keys["rope_scaling"] or {} if rotary is None else rotary
     rotary = {"rope_theta": keys["rope_theta"], **rotary}
     where = "rope_parameters" if keys["rope_parameters"] else "rope_scaling"
@@ -199,9 +199,8 @@ VISION_MODELS: dict[str, tuple[dict[str, str], Json]] = {
         {"model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
         "num_attention_heads": 16}),
 }  # fmt: skip
-"""Vision-language models: a dict that maps the text model's `model_type` to its architecture, and config defaults.
-
-Only the text model is loaded. `save_pretrained` copies the checkpoint's other tensors."""
+"""Vision-language models. Each has a dict that maps the text model's `model_type` to its architecture, and the defaults
+of the text model's config. `from_pretrained` builds only the text model, but keeps the other tensors for saving."""
 
 
 def has_vision(raw: Json) -> bool:

@@ -42,14 +42,14 @@ def add_lora(
       key: typed PRNG key; do not reuse it.
       rank: rank of the adapters.
       alpha: scaling parameter. The adapters' output is multiplied by alpha / rank.
-      targets: regular expression for the full paths of the projections to adapt.
+      targets: regular expression that matches the full paths (layers_0/self_attn/q_proj) of the projections to adapt.
       dropout: dropout rate in [0, 1) for the adapters' input.
 
     Returns:
       A `Policy` with the same outputs. Its params are the adapters; its model contains the frozen base weights.
 
     Raises:
-      ValueError: if an argument is out of range, `targets` has no match, or the policy already has adapters.
+      ValueError: if an argument is out of range, `targets` matches no projection, or the policy already has adapters.
 
     Example:
       >>> from grpo_jax import init_policy
@@ -78,8 +78,8 @@ def merge_lora(policy: Policy) -> Policy:
       policy: policy from `add_lora` or `load_lora`. After a run, pass `policy.replace(params=state.params)`.
 
     Returns:
-      A `Policy` whose projections are W + alpha / rank · A·B. A quantized base is dequantized to arrays on the host;
-      its quantization error remains.
+      A `Policy` with the projections W + alpha / rank · A·B, for base weights W and adapters A [in, rank] and
+      B [rank, out]. A quantized base is dequantized to arrays on the host; the quantization error remains.
 
     Raises:
       ValueError: if the policy does not have adapters.
@@ -103,7 +103,7 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
     Args:
       directory: path of the directory to write; see `save_pretrained`.
       policy: policy from `add_lora` or `load_lora`.
-      base_name: name or directory of the base model, which PEFT reads from adapter_config.json.
+      base_name: name or directory of the base model, to be stored in adapter_config.json for PEFT. None stores null.
 
     Raises:
       FileExistsError: if `directory` contains files that do not belong to a checkpoint.
@@ -174,7 +174,7 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
 
 
 def write_policy(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write a policy with `save_pretrained`, or its adapters with `save_lora`. All processes must call this."""
+    """Write a policy with `save_pretrained`, or its adapters with `save_lora`. All processes must call it."""
     if not isinstance(policy.model, LoraModel):
         return save_pretrained(directory, policy)
     fetched = policy.replace(params=fetch(policy.params))
@@ -196,7 +196,8 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
 
     Raises:
       FileNotFoundError: if the directory does not contain an adapter.
-      ValueError: if the adapters are not supported or do not match the policy, or `revision` is set for a directory.
+      ValueError: if the adapters are not supported or do not match the policy, if the policy already has adapters, or
+        if `revision` is set for a directory.
 
     Example:
       >>> import tempfile
@@ -246,8 +247,8 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
             adapters[(*part.path[:-1], "b")] = jnp.array(rows.T, copy=True)
             row += part.rows
     if stored or not adapters:
-        problem = f"adapters for projections not in the policy: {shorten(sorted(stored))}" if stored else "no adapters"
-        raise ValueError(f"directory {str(path)!r} has {problem}.")
+        problem = f"adapters for projections the policy lacks ({shorten(sorted(stored))})" if stored else "no adapters"
+        raise ValueError(f"directory {str(path)!r} has {problem}; pass adapters that were trained on this model.")
     model = LoraModel(policy.params, policy.model, scale, config.get("lora_dropout") or 0.0)
     return policy.replace(model=model, params=unflatten_dict(adapters))
 
@@ -263,13 +264,14 @@ def _check_supported(config: Json) -> None:
             raise ValueError(f"config key {key!r} must be unset; got {config[key]!r}.")
     init = str(config.get("init_lora_weights")).lower()
     if init.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
-        raise ValueError(f"config key 'init_lora_weights' must keep the base's weights; {init!r} changes them.")
+        raise ValueError(f"config key 'init_lora_weights' must keep the base weights; {init!r} changes them.")
     dropout, pattern = {"lora_dropout": config.get("lora_dropout") or 0.0}, config.get("alpha_pattern") or {}
     for key, value in {"r": config["r"], "lora_alpha": config["lora_alpha"], **pattern, **dropout}.items():
         re.compile(key)
         limit = 1 if key in dropout else math.inf
         if type(value) not in (int, float) or not 0 <= value < limit or (value == 0 and key in ("r", "lora_alpha")):
-            raise ValueError(f"config key {key!r} is out of range or not a number: {show(value)}.")
+            kind = "number in [0, 1)" if key in dropout else "positive number"
+            raise ValueError(f"config key {key!r} must be a {kind}; got {show(value)}.")
 
 
 def _lora_model(policy: Policy) -> LoraModel:

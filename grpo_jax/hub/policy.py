@@ -41,7 +41,7 @@ def init_policy(
       dtype: dtype of the computation and the parameters, "float32" or "bfloat16".
 
     Returns:
-      A `Policy`. Matrices are drawn from N(0, `initializer_range`²), norm scales are 1 and biases are 0.
+      A `Policy`. Matrices are drawn from N(0, `initializer_range`²). Norms scale by 1, and projection biases are 0.
 
     Raises:
       ValueError: if the architecture, a config value or `dtype` is not supported.
@@ -75,7 +75,7 @@ def check_dtype(argument: str, value: str) -> None:
 
 
 def state_of(tokenizer: Tokenizer | None) -> object:
-    """Return a tokenizer with copies of its mutable attributes, to detect changes. Returns None if there is none."""
+    """Return a value that changes if the tokenizer is replaced or modified, or None if there is no tokenizer."""
     if tokenizer is None:
         return None
     attributes = [getattr(tokenizer, x, None) for x in ("chat_template", "special_tokens_map", "model_max_length")]
@@ -101,7 +101,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def _random_params(model: Transformer, key: jax.Array) -> Params:
-    """Initialize params. Except on CPUs, shapes are compiled separately, since one program takes 71 s on an H100."""
+    """Return initial params. Except on CPUs, shapes are compiled separately: one program would take 71 s on an H100."""
     if platform_of()[0] == "cpu":
         return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
     return model.lazy_init(key, jax.ShapeDtypeStruct((1, 1), jnp.int32), mutable=["params"])["params"]

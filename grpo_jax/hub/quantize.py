@@ -26,7 +26,7 @@ BLOCK = 64
 """Number of weights that share a scale in NF4."""
 
 CHUNK = 1 << 20
-"""Number of weights that are quantized at a time."""
+"""Number of weights to quantize at a time, rounded down to whole rows."""
 
 _MIDPOINTS = (NF4[1:] + NF4[:-1]) / 2
 
@@ -55,8 +55,8 @@ def check_quantizable(
         return
     if any(part.columns is not None for part in parts):
         raise ValueError(
-            f"quantize={method!r} is not supported for {'/'.join(path)}, since its stored tensor also contains another"
-            " projection (gpt-oss and Gemma 4); use quantize=None."
+            f"quantize={method!r} is not supported for {'/'.join(path)}, since the checkpoint stores it together with"
+            " another projection (gpt-oss and Gemma 4); use quantize=None."
         )
     if method == "nf4" and shape[-2] % BLOCK:
         raise ValueError(
@@ -72,7 +72,7 @@ def is_projection(path: Sequence[str], shape: Sequence[int]) -> bool:
 
 
 def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callable[..., Leaf]) -> Quantized:
-    """Return a `Quantized` with the shapes and dtypes from `read_quantized`, and leaves from `leaf(shape, dtype)`."""
+    """Return a `Quantized` like the result of `read_quantized`, with leaves created by `leaf(shape, dtype)`."""
     *lead, fan_in, fan_out = shape
     rows = (*lead, fan_out)
     if method == "int8":
@@ -87,7 +87,7 @@ def quantized_shape(shape: Sequence[int], method: str, dtype: str, leaf: Callabl
 def read_quantized(shape: Sequence[int], sources: Sequence[Source], method: str, dtype: str) -> Quantized:
     """Read and quantize a parameter [..., in, out], a few rows at a time. Returns a `Quantized` with NumPy arrays.
 
-    "nf4" uses blocks of 64 weights, whose scales are quantized to 8 bits. "int8" uses one scale per row.
+    "nf4" uses blocks of 64 weights, whose scales are quantized to 8 bits. "int8" uses one scale per output feature.
     """
     quantized = quantized_shape(shape, method, dtype, np.empty)
     absmax = quantized.scales if method == "int8" else np.empty(quantized.scales.shape, np.float32)
@@ -124,7 +124,7 @@ def _nf4_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nest(absmax: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Quantize scales to 8-bit codes. Returns the codes, and their levels, outer scales and offset."""
+    """Quantize scales to 8-bit codes. Returns the codes and a tuple (levels, outer scales, offset)."""
     levels = dynamic_levels()
     offset = absmax.mean(dtype=np.float64).astype(np.float32)
     flat = absmax.ravel() - offset
@@ -151,7 +151,7 @@ def dynamic_levels() -> np.ndarray:
 
 
 def without_quantization(raw: Json) -> Json:
-    """Remove a bitsandbytes NF4 `quantization_config` from a config.json. `read_config` rejects other methods."""
+    """Return a config.json without its `quantization_config` if the method is bitsandbytes NF4, otherwise unchanged."""
     stored = raw.get("quantization_config") or {}
     supported = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     if any(stored.get(key) != value for key, value in supported.items()):
@@ -180,7 +180,7 @@ def _values(stored: StoredTensor) -> np.ndarray:
 def _dequantized_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> StoredTensor:
     """Return an NF4 tensor as float32: table[code] · block scale. A block may span several rows.
 
-    Nested scales are levels[code] · outer scale + offset. 256 codes share an outer scale.
+    Nested scales are levels[code] · outer scale + offset, where `nested_blocksize` codes share an outer scale.
     """
     codes, absmax, shape, block = parts[""], parts[".absmax"], tuple(state["shape"]), state["blocksize"]
     width = math.prod(shape[1:])

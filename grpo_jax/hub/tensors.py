@@ -22,7 +22,7 @@ SUFFIXES = {
     "kernel": ".weight", "scale": ".weight", "embedding": ".weight", "conv1d": ".conv1d.weight",
     "input_scale": ".scale",
 }  # fmt: skip
-"""Mapping from parameter names to suffixes of tensor names. The suffix of an unlisted parameter is its name."""
+"""Mapping from parameter names to suffixes of tensor names. For other parameters, the suffix is a dot and the name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ParamSlice:
     shape: tuple[int, ...]  # shape in the parameter tree; a matrix [in, out] is stored as [out, in]
     expert: int | None = None  # index along the parameter's first axis; None for the whole parameter
     columns: slice | None = None  # columns of a stored tensor that combines all experts of several parameters
-    turned: bool = False  # whether this tensor is [experts, columns, in] instead of [experts, in, columns]
+    turned: bool = False  # whether the stored tensor is [experts, columns, in] instead of [experts, in, columns]
 
     @property
     def transposed(self) -> bool:
@@ -58,7 +58,7 @@ _STACKED = {
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None),
     "gate_bias": ("gate_up_proj_bias", 0), "up_bias": ("gate_up_proj_bias", 1), "down_bias": ("down_proj_bias", None),
 }  # fmt: skip
-"""Mapping from an expert parameter to the name of its stacked tensor and its half of it (0, 1, or None for all)."""
+"""Mapping from an expert parameter to its stacked tensor's name and its half of that tensor (None for the whole)."""
 
 
 @functools.lru_cache(maxsize=8)  # tracing 30 layers takes 0.5 s, and opening a checkpoint calls this three times

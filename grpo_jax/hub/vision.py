@@ -53,7 +53,7 @@ _QWEN_DEFAULTS = {
 
 
 def image_token_id(raw: Json) -> int:
-    """Return the token whose embeddings image features replace. Raises ValueError if images are not supported."""
+    """Return the id of the token whose embeddings image features replace. Raises ValueError without image support."""
     _architecture(raw)
     token_id = raw.get("image_token_index", raw.get("image_token_id"))
     if not isinstance(token_id, int):
@@ -96,9 +96,9 @@ def make_tower(raw: Json, dtype: str) -> tuple[SiglipTower | QwenTower, Params]:
 
 
 def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTower | QwenTower, Params]:
-    """Load a vision-language model's tower and its params, in `dtype` or the text model's compute dtype.
+    """Load a vision-language model's tower and its params. If `dtype` is None, the model's compute dtype is used.
 
-    Raises ValueError if images are not supported for the model, or if its tensors do not match config.json.
+    Raises ValueError if images are not supported for the model, or if the policy's tensors do not match its config.
     """
     (tower, shapes), problems, params = make_tower(policy.config, policy.model.config.dtype), [], {}
     dtypes = [STORAGE_DTYPES[name] for name in PARAM_DTYPES]
@@ -141,7 +141,7 @@ def _stored_name(policy: Policy, path: tuple[str, ...]) -> str:
 
 
 def _architecture(raw: Json) -> str:
-    """Return a model's architecture. Raises ValueError if its images are not supported."""
+    """Return a model's architecture. Raises ValueError if images are not supported for it."""
     name = " ".join(raw.get("architectures") or ["a model without 'architectures' in its config.json"])
     if name not in ARCHITECTURES:
         raise ValueError(
@@ -156,18 +156,18 @@ Size = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageProcessor:
-    """Image processor of a checkpoint. This class, for Gemma 3, resizes an image to one square tile."""
+    """Image processor of a checkpoint. This class is for Gemma 3, where each image is resized to one square tile."""
 
     image_token_id: int  # the token whose embeddings are replaced with image features, one per token
     image_token: str  # text of this token
     placeholder: str  # text that the chat template writes once per image
     start: str  # text before the image tokens of a whole image
-    end: str  # text after them
+    end: str  # text after the image tokens of a whole image
     tower_config: Any
     image_processor: Any  # image processor from transformers
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Return the number of image tokens, and features, of an image with the given size in pixels."""
+        """Return the number of image tokens, one per feature, of an image with the given size in pixels."""
         return self.tower_config.num_features
 
     def expand(self, height: int, width: int) -> str:
@@ -189,7 +189,7 @@ class ImageProcessor:
 
 
 class _Idefics3(ImageProcessor):
-    """An image becomes rows × columns of tiles, followed by the whole image as one tile."""
+    """An image becomes rows × columns of tiles (if there are several), followed by the whole image as one tile."""
 
     def num_tokens(self, height: int, width: int) -> int:
         return (math.prod(self.grid(height, width)) + 1) * self.tower_config.num_features
@@ -208,7 +208,7 @@ class _Idefics3(ImageProcessor):
 
 
 class _Qwen2VL(ImageProcessor):
-    """An image keeps its aspect ratio. Each group of `merge_size`² patches becomes one token."""
+    """An image approximately keeps its aspect ratio. Each group of `merge_size`² patches becomes one token."""
 
     def num_tokens(self, height: int, width: int) -> int:
         return math.prod(self.grid(height, width))
@@ -232,7 +232,7 @@ class _Qwen2VL(ImageProcessor):
         """Return positions [3, P] int32 of a prompt's tokens along time, height and width.
 
         A text token's positions are 1 + the largest previous position. An image's tokens start at this value and add
-        their row (height) and column (width). All are shifted so that a completion starts at the prompt's length.
+        their row (height) and column (width). Positions are shifted so that a completion starts at the prompt's length.
         """
         ids = np.asarray(token_ids)
         positions, index, position = np.zeros((3, len(ids)), np.int32), 0, 0

@@ -40,7 +40,7 @@ BLOCK = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """Settings that determine the shapes of a run's params."""
+    """Settings that determine the shapes and dtypes of a run's params."""
 
     param_dtype: str = "float32"
     lora: int | Json | None = None  # rank, or a dict with `rank` and `targets` for `add_lora`; None trains all params
@@ -57,7 +57,7 @@ class Loading:
                 check_quantizable(part.path, part.shape, tensor.parts, self.quantize)
 
     def params(self, shape: TransformerConfig) -> tuple[Params, Params | None]:
-        """Return the shapes of the trained params and of the frozen base (None if there are no adapters)."""
+        """Return the shapes of the trainable params and of the frozen base (None if there are no adapters)."""
 
         def base_leaf(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Quantized:
             names = [entry.key for entry in path]
@@ -75,7 +75,7 @@ class Loading:
 
 
 def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a size in config.json exceeds the tensors' shapes, before such arrays are allocated."""
+    """Raise ValueError if a size in config.json exceeds the tensors' sizes. Call this before allocating parameters."""
     layer = re.compile(r"(?:(?:language_model\.)?model\.(?:(?:language|text)_model\.)?layers|blk)\.(\d+)\.")
     layers = max((int(match[1]) + 1 for name in shapes if (match := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)
@@ -133,7 +133,7 @@ def same_weights(a: StoredTensor, b: StoredTensor) -> bool:
 
 def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
     """Raise ValueError if params do not have the names and shapes of the plan."""
-    # The parts of experts are in order, so the last one has the number of experts.
+    # The parts of experts are in order, so the last one overwrites the others and has the highest index.
     parts = [part for tensor in plan for part in tensor.parts]
     expected = {part.path: part.shape if part.expert is None else (part.expert + 1, *part.shape) for part in parts}
     shapes = {"/".join(path): leaf.shape for path, leaf in leaves.items()}

@@ -185,7 +185,7 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
     ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, but the weights have 1 layers"),
     ({"split.count": 3}, r"one of 3 parts"),
     # Wrong types in a header may cause any exception; the file must be named.
-    ({"llama.attention.head_count": "four"}, r"model\.gguf': it is truncated or damaged"),
+    ({"llama.attention.head_count": "four"}, r"model\.gguf': the file is truncated or damaged"),
 ])  # fmt: skip
 def test_unknown_keys_tensors_and_values_are_refused(changes, message, tmp_path):
     """Unknown keys, tensors and values in a GGUF file are refused by name."""

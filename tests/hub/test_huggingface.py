@@ -210,11 +210,11 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
     (lambda path: (path / "config.json").unlink(), r"does not contain config\.json"),
     (text("config.json", "{"), r"config\.json is not valid JSON"),
     (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
-        r"does not contain model\.safetensors\. Convert the .* to safetensors: pytorch_model\.bin"),
+        r"does not contain model\.safetensors\. Convert its .* \(pytorch_model\.bin\) to safetensors"),
     (cut, r"model\.safetensors: SafetensorError: Error while deserializing"),
     (text("model.safetensors", "PK and more"), r"model\.safetensors: SafetensorError: Error while deserializing"),
     (config(architectures=["MambaForCausalLM"]),
-        r"must contain one of Qwen2ForCausalLM, .*; got \['MambaForCausalLM'\]"),
+        r"must contain exactly one of Qwen2ForCausalLM, .*; got \['MambaForCausalLM'\]"),
     (tensors(lambda found: {k: v for k, v in found.items() if "layers.1.mlp.up" not in k}),
         r"missing: model\.layers\.1\.mlp\.up_proj\.weight\."),
     (tensors(lambda found: found | BIAS), r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias\."),
@@ -323,5 +323,5 @@ def test_only_checkpoint_files_are_replaced_and_only_when_complete(tmp_path):
     with pytest.raises(FileExistsError, match=r"contains files that do not belong to a checkpoint \(notes\)"):
         check_replaceable(folder)
     (folder / "thesis.tex").touch()
-    with pytest.raises(FileExistsError, match=r"is not a directory"):
+    with pytest.raises(FileExistsError, match=r"is a file or symbolic link"):
         check_replaceable(folder / "thesis.tex")
