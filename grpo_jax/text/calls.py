@@ -50,9 +50,10 @@ class Format:
 
 
 def parse_json(text: str) -> Any:
-    """Parse untrusted JSON. Replaces lone surrogates. Infinity, NaN and over 100 nesting levels raise ValueError.
+    """Parse untrusted JSON, replacing lone surrogates.
 
-    The message completes the sentence "A tool call could not be read: ...".
+    Raises ValueError for invalid JSON, Infinity, NaN, and more than 100 levels of nesting. The error message completes
+    the sentence "A tool call could not be read: ...".
     """
     try:
         value = json.loads(text, parse_constant=_not_finite, parse_float=_finite)
@@ -105,7 +106,7 @@ def problem_message(reason: str, form: str) -> str:
 
 
 def map_calls(change: Callable[[int, int, Json], Json], messages: Messages) -> Messages:
-    """Replace the `function` of each call in the messages with `change(message_index, call_index, function)`."""
+    """Copy messages, replacing the `function` of each call with `change(message_index, call_index, function)`."""
     changed = []
     for index, message in enumerate(messages):
         calls = []
@@ -120,7 +121,7 @@ def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> M
     """Convert the arguments of tool calls from JSON strings to objects.
 
     Most templates serialize the arguments, so a string would be encoded twice. Returns the messages unchanged if
-    `render`, which applies the template, fails with objects or writes their Python repr (DeepSeek).
+    `render`, which applies the template, rejects objects or writes their Python repr (DeepSeek's templates).
     """
     objects = list[Json]()
 
@@ -154,7 +155,7 @@ def tool_message(name: str, text: str) -> Message:
 
 
 def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...]:
-    """Return the ids of special tokens that `turn_text` removes before parsing: all but the format's markers."""
+    """Return the ids of the special tokens that `turn_text` removes, which are all except the format's markers."""
     if form.keeps_special_tokens:
         return ()
     special = special_tokens(tokenizer)
@@ -167,7 +168,7 @@ def turn_text(ids: np.ndarray, decode: Callable[..., str], hidden: Sequence[int]
 
 
 def call_fault(template: ChatTemplate, form: Format) -> str:
-    """Check that a call to the first tool can be rendered, tokenized and parsed. Returns an error message, or ""."""
+    """Check that a call to the first tool can be rendered, tokenized and parsed. Returns an error message or ""."""
     tools, tokenizer = template.tools or [], template.tokenizer
     function = tools[0]["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}

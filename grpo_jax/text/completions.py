@@ -47,7 +47,7 @@ def reward_inputs(
 
     `mask` [B, G, T] is True on completion tokens. Some tokenizers (Llama 2, SentencePiece) drop a leading space when
     decoding. Completions that continue a string or a prefill are therefore decoded together with the prompt's last
-    tokens, unless `prompt_ids` is None. Other messages are decoded alone, as in TRL. Messages include the prefill.
+    tokens if `prompt_ids` is given. Other completions are decoded alone, as in TRL. Messages include the prefill.
     """
     group, prompts = np.shape(tokens)[1], [row["prompt"] for row in rows]
     flat_tokens, flat_mask = (np.asarray(x).reshape(-1, x.shape[2]) for x in (tokens, mask))
@@ -84,7 +84,7 @@ def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[i
     prefill = _prefill(prompt)
     last = [int(i) for i in ids[-CONTEXT:]] if isinstance(prompt, str) or prefill else []
     text = tokenizer.decode(last, skip_special_tokens=True)
-    # If the template strips trailing whitespace from the prefill, the completion may start with it.
+    # If the template strips trailing whitespace from the prefill, the completion may start with whitespace.
     return PrecedingText(last, text, prefill.rstrip() if last and not text.endswith(prefill[-1:]) else prefill)
 
 
@@ -120,7 +120,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """Return the bytes that each token id adds to decoded text, and b"" for special tokens and unused ids.
+    """Return a list with the bytes that each token id adds to decoded text: b"" for special tokens and unused ids.
 
     Each token is decoded after an ordinary token, because some tokenizers drop a leading space. If a token is only part
     of a character, its bytes are parsed from its vocabulary name, which must use the notation of byte-level BPE (GPT-2,
@@ -141,13 +141,13 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def _text_token(tokenizer: Tokenizer, names: Mapping[int, str]) -> int:
-    """Return the id of a token that decodes to text, preferably to ASCII letters or digits."""
+    """Return the id of a token that decodes to text, preferably one that consists of ASCII letters and digits."""
     plain = (index for index, name in names.items() if name.isascii() and name.isalnum())
     for index in itertools.chain(plain, names):
         text = tokenizer.decode([index], skip_special_tokens=True)
         if text and _REPLACEMENT not in text:
             return index
-    raise ValueError("the tokenizer must have a token that decodes to text")
+    raise ValueError("no token of the tokenizer decodes to text; use the tokenizer of the checkpoint")
 
 
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))

@@ -6,10 +6,11 @@
 | `messages` | all; if `assistant_only_loss`, only assistant messages |
 | `text` | all |
 | `input_ids` and `labels` | where `labels` is not −100 |
-| `input_ids` and `assistant_masks`, `completion_mask`, or both | where the masks are 1 |
+| `input_ids` and `assistant_masks`, `completion_mask`, or both | where all given masks are 1 |
 
-If `completion_only_loss=False`, `completion_mask` is ignored. An EOS is appended to strings. Rows may have images (see
-`text.images`), which must precede the tokens in the loss.
+`assistant_only_loss` also applies to completions that are messages. If `completion_only_loss=False`, `completion_mask`
+is ignored. An EOS is appended to strings. Rows without `input_ids` may have images (see `text.images`), which must
+precede the tokens in the loss.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ class Examples(EncodedPrompts):
 
     @property
     def starts(self) -> list[int]:
-        """Index of each example's first token in the loss. An example's images precede it."""
+        """Index of each example's first token in the loss. An example's images precede this token."""
         return [mask.index(True, 1) for mask in self.masks]
 
     def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
         """Convert the examples in the given blocks to a `Batch` [rows, 1, length] of NumPy arrays.
 
-        The first `prompt_length` tokens of each example become the prompt, or with images, all tokens before the first
-        token in the loss, padded to `prompt_length`. The remaining tokens become a completion with advantage 1 and
-        `sampling_log_probs` 0. Unused rows are masked out.
+        The prompt consists of the first `prompt_length` tokens of each example. If the dataset has images, it consists
+        of all tokens before the first token in the loss, padded to `prompt_length`. The remaining tokens become a
+        completion with advantage 1 and `sampling_log_probs` 0. Unused rows are masked out.
         """
         examples = [index for block in blocks for index in self.blocks[block]]
         first, tokens = np.zeros((rows, prompt_length), np.int32), np.zeros((rows, 1, length), np.int32)
@@ -117,7 +118,7 @@ def load_examples(
         if not columns:
             return f"has none of {_KINDS}; rename one of its columns {sorted(map(str, row))} or add one"
         if columns == ("input_ids",):
-            images = "has images next to 'input_ids'; use strings or messages instead" if has_images(row) else ""
+            images = "has images together with 'input_ids'; use strings or messages instead" if has_images(row) else ""
             return _ids_fault(row) or images or content_fault(row, first)
         faults = [messages_fault(row[name], name) for name in columns]
         if len(columns) == 2 and is_conversation(row["prompt"]) != is_conversation(row["completion"]):
@@ -137,10 +138,10 @@ def encode_examples(
     processor: ImageProcessor | None = None,
     argument: str = "dataset",
 ) -> Examples:
-    """Tokenize rows from `load_examples`, compute their loss masks and truncate them to `config.max_length`.
+    """Tokenize rows from `load_examples`, truncate the token ids to `config.max_length`, and compute loss masks.
 
-    Examples without tokens in the loss are dropped. If `packing`, examples are packed into blocks of `max_length`
-    tokens with best fit decreasing. Both match TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
+    Examples without tokens in the loss are dropped. If `packing`, examples are packed into blocks of up to `max_length`
+    tokens by best-fit decreasing, as in TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
     Rows with images require a `processor` from `load_processor_if_needed`. Raises ValueError if a row lacks columns
     that the config requires, if the assistant's turns cannot be located, or if an image is included in the loss.
     """
@@ -168,7 +169,7 @@ def encode_examples(
 
 
 def fill_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Pack items with the given lengths into blocks of `size` by best-fit decreasing. Returns each block's indices."""
+    """Pack items with the given lengths into blocks of `size` by best-fit decreasing. Returns the indices per block."""
     blocks: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free tokens, block index), sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -223,8 +224,8 @@ class _Encoder:
             if any(example.mask[:end]):
                 raise ValueError(
                     f"{where}: token {example.mask.index(True)} is included in the loss, but the last image ends at"
-                    f" token {end}; use 'prompt' and 'completion' without completion_only_loss=False, or messages with"
-                    " assistant_only_loss=True. Split a conversation with images in later turns into one row per turn"
+                    f" token {end}; use 'prompt' and 'completion' with completion_only_loss=None or True, or messages"
+                    " with assistant_only_loss=True. If later turns have images, use one row per turn"
                 )
         return example
 
@@ -235,10 +236,10 @@ class _Encoder:
         messages = is_conversation(row[columns[0]])
         if config.completion_only_loss and columns != ("prompt", "completion"):
             raise ValueError(
-                f"completion_only_loss=True requires a 'prompt' and a 'completion' in {where}; set it to None"
+                f"completion_only_loss=True requires 'prompt' and 'completion' in {where}; set it to None or add them"
             )
         if config.assistant_only_loss and not messages:
-            raise ValueError(f"assistant_only_loss=True requires messages in {where}; set it to False")
+            raise ValueError(f"assistant_only_loss=True requires messages in {where}; set assistant_only_loss=False")
         if messages:
             return self.encode_messages(row, columns, where)
         whole, prompt = row[columns[-1]], row["prompt"] if len(columns) == 2 else ""
@@ -259,7 +260,7 @@ class _Encoder:
         for name, mask in zip(("assistant_only_loss", "completion_only_loss"), _MASKS, strict=True):
             if getattr(config, name) and mask not in row and "labels" not in row:
                 raise ValueError(
-                    f"{name}=True requires {mask!r} or 'labels' next to 'input_ids' in {where}; add one of them"
+                    f"{name}=True requires {mask!r} or 'labels' together with 'input_ids' in {where}; add one of them"
                 )
         if "labels" in row:
             return _Example(ids, [label != _IGNORED for label in row["labels"]])
@@ -269,7 +270,7 @@ class _Encoder:
     def encode_messages(self, row: Row, columns: tuple[str, ...], where: str) -> _Example:
         tools = parse_arguments(row.get("tools") or None)  # "" and [] stand for no tools
         if isinstance(tools, str):
-            raise ValueError(f"{where} has {show(tools)} as 'tools'; use a list of schemas, or one as JSON")
+            raise ValueError(f"{where} has {show(tools)} as 'tools'; use a list of schemas, or such a list as JSON")
         keywords: Json = {**(self.config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
         keywords = {**keywords, "tools": tools} if tools else keywords
         whole = [message for name in columns for message in row[name]]
@@ -291,7 +292,7 @@ class _Encoder:
                 options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
                 encoding = apply(messages, options)
                 learned = [bool(x) for x in encoding["assistant_masks"]]
-                # The ids differ up to the last image, since these have a single placeholder per image.
+                # These ids contain only one placeholder per image, so they equal `ids` only after the last image.
                 shared = common_length(encoding["input_ids"][::-1], ids[::-1])
                 first, last = learned[: len(learned) - shared], learned[len(learned) - shared :]
                 mask = [any(first)] * (len(ids) - shared) + last
@@ -305,7 +306,7 @@ class _Encoder:
     def assistant_mask(
         self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str
     ) -> list[bool]:
-        """Return a mask for assistant tokens: from the end of each generation prompt to the message's last EOS."""
+        """Return a mask of assistant tokens, from the end of each generation prompt to the last EOS of the message."""
         mask = [False] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant":

@@ -15,7 +15,7 @@ from grpo_jax.text.calls import Format, Parsed, ToolCall, parse_call, parse_json
 from grpo_jax.types import Json
 
 MAX_CALLS = 64
-"""Maximum number of calls parsed per turn. It keeps parsing time linear for turns with thousands of opening tags."""
+"""Maximum number of calls parsed per turn, which keeps parsing time linear if a turn has thousands of opening tags."""
 _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
 
 
@@ -236,9 +236,9 @@ FORMATS: dict[str, Format] = {
 
 
 def format_of(chat_template: str | None) -> Format | None:
-    """Return a chat template's tool call format, or None if unknown."""
+    """Return a chat template's tool call format, or None if the format is unknown."""
     template = (chat_template or "").replace('\\"', '"')
-    # Templates for harmony and XML may also match the conditions below theirs.
+    # The order matters: templates for harmony and XML may also match a later condition.
     if "<|channel|>" in template and "functions." in template:
         return FORMATS["harmony"]
     if "<tool_call>" in template and "<function=" in template:

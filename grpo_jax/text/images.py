@@ -93,14 +93,14 @@ class PromptWithImages(NamedTuple):
 def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor | None, where: str) -> PromptWithImages:
     """Assign a row's images to its prompt, and read their sizes.
 
-    Images in columns are assigned to the parts without an image. If there are no image parts, these are added before
+    Images in columns are assigned to the parts without an image. If there are no image parts, they are added before
     the text of the first user message, as in TRL. Raises ValueError, starting with `where`, if the numbers of images
     and parts differ, an image cannot be read, or the row has images and `processor` is None.
     """
     images = column_images = _column_images(row)
     if processor is None:
         if has_images(row):
-            raise ValueError(f"{where} has images, but processor is None; pass load_processor_if_needed(policy, rows)")
+            raise ValueError(f"{where} has images, but processor is None; use load_processor_if_needed(policy, rows)")
         return PromptWithImages(_without_images(prompt), [], [])
     if not isinstance(prompt, str):
         prompt = [dict(message) for message in prompt]
@@ -124,7 +124,7 @@ def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor |
 
 
 def _without_images(prompt: str | Messages) -> str | Messages:
-    """Copy a prompt with `_strip_image` applied to each part. Templates render an image if a part has the key."""
+    """Copy a prompt with `_strip_image` applied to each part. Templates treat parts with an image key as images."""
     if isinstance(prompt, str):
         return prompt
     contents = [[*map(_strip_image, x)] if isinstance(x := message["content"], list) else x for message in prompt]
@@ -132,7 +132,7 @@ def _without_images(prompt: str | Messages) -> str | Messages:
 
 
 def _strip_image(part: object) -> object:
-    """Remove the image from an image part, and the keys with value None that Parquet adds to all parts."""
+    """Copy a part without its image and without keys whose value is None. Parquet adds such keys to all parts."""
     if not isinstance(part, Mapping):
         return part
     return {name: x for name, x in part.items() if x is not None and (part.get("type") != "image" or name == "type")}
@@ -147,7 +147,7 @@ def encode_texts(
     *,
     add_special_tokens: bool,
 ) -> list[list[int]]:
-    """Tokenize texts after replacing each placeholder with the text for an image of the given size.
+    """Tokenize texts after replacing the placeholder of each image with the processor's text for the image's size.
 
     Raises ValueError if a text does not have one placeholder per image, or contains other image tokens.
     """

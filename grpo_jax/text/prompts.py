@@ -64,7 +64,9 @@ def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = Non
 def _id_array(ids: object, where: str) -> np.ndarray:
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"{where} must be a non-empty list of token ids; got {show(ids)}; use encode_prompts")
+        raise ValueError(
+            f"{where} must be a non-empty list of token ids; got {show(ids)}; for text, use encode_prompts"
+        )
     if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= 2**31:
         raise ValueError(f"{where} must contain integers in 0..2³¹−1; got {show(ids)}")
     return array
@@ -75,9 +77,9 @@ class EncodedPrompts:
     """Dataset rows with the token ids of their prompts.
 
     `dropped` contains the indices of rows that were removed because their prompt is too long. If several datasets were
-    joined, `parts` maps each dataset's name to its number of rows. `masks` and `blocks` are set only for SFT examples.
-    `images` contains the images of each row in the order of their tokens, or is None if no row has images, and
-    `image_sizes` their heights and widths. `image_encoder` is an `ImageEncoder` (`run.images`), or None.
+    joined, `parts` maps the name of each dataset to the number of rows. `masks` and `blocks` are set only for SFT
+    examples. `images` contains the images of each row in the order of their tokens, or is None if no row has images.
+    `image_sizes` contains the images' heights and widths. `image_encoder` is an `ImageEncoder` (`run.images`), or None.
     """
 
     rows: list[Row]
@@ -93,9 +95,9 @@ class EncodedPrompts:
     def prompts(
         self, indices: Sequence[int], *, length: int | None = None, token_ids: Sequence[Sequence[int]] | None = None
     ) -> Prompts:
-        """Return the prompts at some indices as NumPy arrays, padded as by `make_prompts`, with their images.
+        """Return the prompts at the given indices as NumPy arrays, padded as by `make_prompts`, with their images.
 
-        `token_ids` replaces the rows' own ids, with the same images.
+        If `token_ids` is given, it replaces the token ids of these rows. The images remain the same.
         """
         ids = [self.token_ids[i] for i in indices] if token_ids is None else token_ids
         prompts = make_prompts(ids, length=length, on_host=True)
@@ -140,10 +142,11 @@ def encode_prompts(
 ) -> EncodedPrompts:
     """Tokenize the prompts in rows from `load_rows`.
 
-    A string is encoded with the tokenizer's special tokens. Messages are rendered with its chat template, including the
-    generation prompt and the row's `tools`. A final assistant message is left open and continued by the completion (TRL
-    1.16 closes it and starts a new turn). Prompts longer than `max_prompt_length` are dropped if `on_long_prompt` is
-    "drop". Rows with images (see `text.images`) require a `processor` from `load_processor_if_needed`.
+    Strings are encoded with the tokenizer's special tokens. Messages are rendered with the chat template, including the
+    generation prompt and the row's `tools`. A final assistant message is left open, so that the completion continues it
+    (TRL 1.16 closes the message and starts a new turn). Prompts longer than `max_prompt_length` are dropped if
+    `on_long_prompt` is "drop". Rows with images (see `text.images`) require a `processor` from
+    `load_processor_if_needed`.
 
     Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt encodes to no tokens, if
     the chat template rejects or omits a message, or if an image cannot be read or has no placeholder. In error
@@ -202,7 +205,7 @@ def _render(
 
 
 def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, where: str) -> Any:
-    """Call `apply_chat_template`. Raises ValueError if there is no template or it rejects the messages."""
+    """Call `apply_chat_template`. Raises ValueError if there is no template or the template rejects the messages."""
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in keywords:
         raise ValueError(
             f"{where} consists of messages, but the tokenizer has no chat template; set tokenizer.chat_template, use an"
@@ -257,8 +260,8 @@ def template_messages(
             what = f"the call to the tool {tool!r} in" if tool else f"the content {content} of"
             raise ValueError(
                 f"{where}: the chat template omits {what} message {index} with role {role!r}. Use roles and content"
-                " types that the template supports (mostly 'system', 'user', 'assistant' and 'tool', with a string or a"
-                " list of parts); for calls, use a template with tool support"
+                " types that the template supports (usually 'system', 'user', 'assistant' and 'tool', with a string or"
+                " a list of parts); for calls, use a template with tool support"
             )
     return messages
 

@@ -15,7 +15,7 @@ Columns = Mapping[str, str]
 """Mapping from new to existing column names. A dot selects a nested field (`reward_model.ground_truth`)."""
 
 Template = str | list[dict[str, str]]
-"""A format string, or messages with format strings as `role` and `content`. `{column}` inserts the row's value."""
+"""A format string, or messages with format strings as `role` and `content`. `{column}` inserts a column's value."""
 
 _BRACES = "write literal braces as {{ and }}"
 _MISSING = object()
@@ -34,9 +34,9 @@ def load_rows(
 
     The prompts must be all strings or all lists of messages. The dataset is a sequence or iterable of dicts
     (`datasets.Dataset`, `datasets.IterableDataset`, a grain source), a pandas DataFrame, a pyarrow Table, the path to a
-    JSONL, .csv or .parquet file, the name of a hub dataset (split "train"), or a mapping with `path` or `name` and
-    optionally `config`, `split` and the number of `rows`. At most `max_rows` rows are read from an iterable. Raises
-    ValueError for invalid datasets and rows, with a message that starts with `argument`.
+    JSONL, .csv or .parquet file, the name of a hub dataset (split "train"), or a mapping with `path`, or `name` and
+    optionally `config` and `split`, and optionally the number of `rows`. At most `max_rows` rows are read from an
+    iterable without a length. Raises ValueError, naming `argument`, for invalid datasets and rows.
 
     Example:
       >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")
@@ -56,8 +56,8 @@ def load_checked(
 ) -> list[Row]:
     """Read a dataset, rename its columns, fill in the prompt template, and convert the rows to dicts.
 
-    Raises ValueError if there are no rows, a row is not a mapping, or `fault_of(row, rows[0])` returns an error message
-    for it. `needs` names the required columns in messages.
+    Raises ValueError if there are no rows, a row is not a mapping, or `fault_of(row, rows[0])` returns a message.
+    `needs` describes the required columns in error messages.
     """
     check_templates(columns, prompt)
     rows: list[Any] = [without_arrays(row) for row in read_rows(dataset, argument, max_rows)]
@@ -146,7 +146,7 @@ def check_templates(columns: object, prompt: object) -> None:
     if columns is not None and not (
         isinstance(columns, Mapping) and all(isinstance(name, str) for pair in columns.items() for name in pair)
     ):
-        raise ValueError(f"columns={show(columns)} must map new names to old names, such as {{answer: solution}}")
+        raise ValueError(f"columns must map new to old names, such as {{'answer': 'solution'}}; got {show(columns)}")
 
 
 def fill(row: Json, where: str, columns: Columns | None, prompt: Template | None) -> Row:

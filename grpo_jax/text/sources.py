@@ -66,7 +66,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
 
 
 def _encoded(dataset: Any) -> Iterable[object]:
-    """Iterate over a sequence of rows. A `datasets.Dataset` yields its images as files, not pixels, to save memory."""
+    """Iterate over a sequence of rows. To save memory, the image columns of a `datasets.Dataset` are not decoded."""
     if type(dataset).__module__.partition(".")[0] != "datasets" or dataset.format["type"] is not None:
         return map(dataset.__getitem__, range(len(dataset)))
     names = [name for name in IMAGE_COLUMNS if name in dataset.column_names]
@@ -99,7 +99,7 @@ def without_arrays(value: object) -> object:
 
 
 def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
-    """Convert a single dataset to {"": dataset} and None to {}. Dicts of datasets (without "prompt") are unchanged."""
+    """Return a dict of datasets. A single dataset (also a dict with "path", "name" or "prompt") has the name ""."""
     if not isinstance(dataset, Mapping) or not dataset or {"path", "name", "prompt"} & dataset.keys():
         return {} if dataset is None else {"": dataset}
     return {str(name): value for name, value in dataset.items()}
@@ -111,7 +111,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def check_finite(dataset: object, argument: str, max_steps: int) -> None:
-    """Raise ValueError for an `IterableDataset`, which may be infinite, unless `max_steps` is set."""
+    """Raise ValueError for an `IterableDataset` without a length, which may be infinite, unless `max_steps` > 0."""
     is_stream = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
     if max_steps <= 0 and is_stream and not hasattr(dataset, "__len__"):
         raise ValueError(
@@ -128,7 +128,7 @@ def _read_described(source: Json, argument: str) -> list[object]:
         raise ValueError(f"{argument} must be a list of dicts; got a dict with keys {keys} ({advice})")
     allowed = ("path", "rows") if "path" in source else ("name", "config", "split", "rows")
     if unknown := [name for name in keys if name not in allowed]:
-        raise ValueError(f"{argument}.{unknown[0]}: no such key next to {allowed[0]!r}; use {', '.join(allowed)}")
+        raise ValueError(f"{argument}.{unknown[0]} is not supported; supported keys are {', '.join(allowed)}")
     count = source.get("rows")
     if count is not None and (type(count) is not int or count < 1):
         raise ValueError(f"{argument}.rows must be a positive integer, or unset for all rows; got {show(count)}")
@@ -139,12 +139,12 @@ def _read_described(source: Json, argument: str) -> list[object]:
 
 
 def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> Iterable[object]:
-    problem = f"{argument}={name!r} is not a file, and"
+    problem = f"{argument}={name!r} is not a file, and it"
     try:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{problem} loading it from the hub requires the `datasets` package; run `pip install datasets`"
+            f"{problem} cannot be loaded from the hub without the `datasets` package; run `pip install datasets`"
         ) from error
     try:
         dataset: Iterable[object] = datasets.load_dataset(name, config, split=split)
@@ -156,12 +156,12 @@ def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> It
 def _read_file(path: Path, argument: str) -> list[object]:
     """Read the rows of a .csv or .parquet file, or of a JSONL file with any other suffix."""
     if not path.is_file():
-        reason = "is a directory" if path.is_dir() else "file not found"
-        raise FileNotFoundError(f"{argument}={str(path)!r}: {reason}; pass the path to a file ({', '.join(_SUFFIXES)})")
+        reason = "is a directory" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{argument}={str(path)!r} {reason}; pass the path to a file ({', '.join(_SUFFIXES)})")
     if path.suffix != ".parquet":
         read = _read_csv if path.suffix == ".csv" else _read_jsonl
         try:
-            with open(path, encoding="utf-8-sig", newline="") as lines:  # allows a byte-order mark; keeps \r in CSV
+            with open(path, encoding="utf-8-sig", newline="") as lines:  # skips a byte-order mark; keeps \r in CSV
                 return read(lines, path, argument)
         except UnicodeDecodeError as error:
             raise ValueError(f"{argument}={str(path)!r} is not UTF-8 ({error}); decompress or convert it") from error

@@ -7,7 +7,8 @@ user: …  assistant: <mark> </turn> tool: 42 </turn> assistant:
          ▲ placeholder     ▲ closing token; the observation is the text after it
 ```
 
-Only the text after the closing token is used, so a template's changes to earlier turns (reasoning) have no effect.
+Only the text after the closing token is used, so it does not matter if a template changes earlier turns, for example by
+omitting their reasoning.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """Source of the template that transformers uses (with tools, "tool_use" if it exists), or None."""
+        """Source of the template that transformers uses (with tools, "tool_use" if it exists), or None if unset."""
         named = self.kwargs.get("chat_template")
         if named is None and getattr(self.tokenizer, "chat_template", None) is None:
             return None
@@ -85,13 +86,13 @@ class ChatTemplate:
             raise
         except Exception as error:  # no narrower class covers both jinja2's errors and errors raised in templates
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise ValueError(f"it rejects messages with the roles {roles} ({type(error).__name__}: {error})") from error
+            raise ValueError(f"the template rejects messages from {roles} ({type(error).__name__}: {error})") from error
 
     def observation_ids(self, messages: Sequence[Message], *, last_token: int | None = None) -> list[int]:
         """Return the token ids between two turns by the policy: `messages` and the generation prompt.
 
         Strings in a message that look like special tokens are encoded as ordinary text, so tools cannot end or open a
-        turn. The role of `messages` is "tool" (after a turn with a call) or "user". `last_token` is the turn's last
+        turn. The messages' role must be "tool" (after a turn with a call) or "user". `last_token` is the turn's last
         sampled token. If it is not None and does not end the turn, the result starts with the closing EOS. Raises
         ValueError if the template rejects the messages or is unsuitable. `check` detects unsuitable templates.
         """
@@ -113,7 +114,7 @@ class ChatTemplate:
         return ids if last_token is None or last_token in ends else closing + ids
 
     def check(self, roles: Sequence[str] = ("tool",)) -> None:
-        """Raise ValueError if the template does not render tools and all `roles`, or does not end turns with an EOS."""
+        """Raise ValueError if the template omits tools or one of the `roles`, or does not end turns with an EOS."""
         if self.source is None:
             raise ValueError(
                 "multi-turn rollouts need a chat template, but the tokenizer has none; set tokenizer.chat_template or"
@@ -126,14 +127,14 @@ class ChatTemplate:
             except ValueError as error:
                 problems.append(str(error))
         if self.tools and not problems and self._omits_tools():
-            problems.append("it renders the same prompt with and without tools; use a template with tool support")
+            problems.append("the template renders the same prompt with and without tools; use one with tool support")
         raise_all("the chat template", problems)
 
     def turn_of(self, message: Message) -> tuple[str, bool]:
-        """Render an assistant message, and remove the generation prompt from its start.
+        """Return a rendered assistant message without the generation prompt, and whether all of the prompt was removed.
 
-        Also returns whether the whole prompt was removed: many templates open <think> in the generation prompt, but
-        omit the reasoning in earlier turns. Raises ValueError if the template rejects the message.
+        Many templates open <think> in the generation prompt, but omit the reasoning when they render earlier turns.
+        Raises ValueError if the template rejects the message.
         """
         opening = self.render([_USER])
         whole = self.render([_USER, message], generation_prompt=False)
@@ -144,7 +145,7 @@ class ChatTemplate:
         return whole[max(prefix.rfind(">"), prefix.rfind("\n")) + 1 :], False
 
     def closing_token(self) -> int | None:
-        """Return the first special token after a final assistant turn, or None if there is none or an EOS follows."""
+        """Return the id of the first special token after a final assistant turn, or None if none or an EOS follows."""
         try:
             suffix = self._after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
         except ValueError:
@@ -163,11 +164,11 @@ class ChatTemplate:
         """Render the messages after a user message, and return the text after the last mark."""
         _, separator, suffix = self.render([_USER, *messages], generation_prompt=generation_prompt).rpartition(mark)
         if not separator:
-            raise ValueError("it omits earlier assistant turns; use a template that renders them")
+            raise ValueError("the template omits earlier assistant turns; use a template that renders them")
         return suffix
 
     def _end_of_turn(self, role: str, mark: str) -> _End:
-        """Return the cached end of a turn before a message from `role`. Raises ValueError for unsuitable templates."""
+        """Return the cached end of a turn before a message with `role`. Raises ValueError for unsuitable templates."""
         keywords = json.dumps([self.kwargs, self.tools], sort_keys=True, default=repr)
         key = (str(self.tokenizer.chat_template), role, mark, keywords, self.eos_token_ids)
         cache = _ENDS.setdefault(self.tokenizer, {})
@@ -182,7 +183,7 @@ class ChatTemplate:
         if _PROBE not in suffix:
             support = " with tool support" if role == "tool" else ""
             raise ValueError(
-                f"the chat template omits messages with the role {role!r}; use a template{support} that renders them"
+                f"the template omits messages with the role {role!r}; use a template{support} that renders them"
             )
         # Text that is rendered both with and without the message belongs to the turn.
         common = suffix[: common_length(self._after_mark([turn], mark), suffix)]
@@ -197,8 +198,8 @@ class ChatTemplate:
             final = self._after_mark([turn], mark, generation_prompt=False)
             if found is None or not final[found[0] :].startswith(tuple(ends)):
                 raise ValueError(
-                    f"before a message with the role {role!r}, it ends the turn with {common[:40]!r}, which is not"
-                    f" an EOS ({', '.join(ends)}); if a different token ends a turn, add its id to the EOS ids with"
+                    f"before a message with the role {role!r}, the template ends a turn with {common[:40]!r}, which is"
+                    f" not an EOS ({', '.join(ends)}); if a different token ends a turn, add its id to the EOS ids with"
                     ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json'
                 )
         position, closing = found

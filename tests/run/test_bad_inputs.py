@@ -62,8 +62,8 @@ BAD = [
     (dict(dataset=None), f"dataset {WANTED}"),
     (dict(dataset=[]), "dataset is empty; pass at least one row with a 'prompt'"),
     (dict(dataset="rows.jsonl"),
-        "dataset='rows.jsonl': file not found; pass the path to a file (.jsonl, .json, .csv, .parquet)"),
-    (dict(dataset="."), "dataset='.': is a directory; pass the path to a file (.jsonl, .json, .csv, .parquet)"),
+        "dataset='rows.jsonl' does not exist; pass the path to a file (.jsonl, .json, .csv, .parquet)"),
+    (dict(dataset="."), "dataset='.' is a directory; pass the path to a file (.jsonl, .json, .csv, .parquet)"),
     (dict(dataset={"prompt": ["a"]}), "dataset must be a list of dicts; got a dict with keys ['prompt']"),
     (dict(dataset={"train": ROWS}), "(for a DatasetDict, pass one split: dataset['train'])"),
     (dict(dataset=Frame()), "dataset must be a list of dicts; reading its rows failed (KeyError: 0)"),
@@ -146,7 +146,7 @@ def test_all_errors_are_reported_together():
     starts = [
         "policy has no tokenizer",
         "optimizer must be an optax transformation, such as optax.adamw(1e-6); got 'adam'",
-        "eval_dataset='held_out.jsonl': f",
+        "eval_dataset='held_out.jsonl' does not exist",
     ]
     starts += [f"reward function {name} needs the argument" for name in ("'lambda'", "'lambda_2'")]
     starts += [

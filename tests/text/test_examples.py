@@ -102,11 +102,11 @@ def test_unsupported_templates_and_rows_are_refused():
     with pytest.raises(ValueError, match=r"up to message 1 differently without the .*generation %\} … "):
         learned([{"messages": TALK}], chatting(CHAT.replace("{{ m['content'] }}", FORGETS)), assistant_only_loss=True)
     assert learned([{"messages": TALK, "tools": ""}], chatting(CHAT))
-    with pytest.raises(ValueError, match="dataset row 0 has 'add' as 'tools'; use a list of schemas, or one as JSON"):
+    with pytest.raises(ValueError, match="row 0 has 'add' as 'tools'; use a list of schemas, or such a list as JSON"):
         learned([{"messages": TALK, "tools": "add"}], chatting(CHAT))
     with pytest.raises(ValueError, match="assistant_only_loss=True requires messages in dataset row 0"):
         learned([{"text": "a"}], assistant_only_loss=True)
-    with pytest.raises(ValueError, match="completion_only_loss=True requires a 'prompt' and a 'completion' in dataset"):
+    with pytest.raises(ValueError, match="completion_only_loss=True requires 'prompt' and 'completion' in dataset"):
         learned([{"text": "a"}], completion_only_loss=True)
     with pytest.raises(ValueError, match="dataset row 0 consists of messages, but the tokenizer has no chat template"):
         learned([{"messages": TALK}])

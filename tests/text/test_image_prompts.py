@@ -310,5 +310,5 @@ def test_examples_learn_only_after_their_images(load):
     for row, fields in ((chat, {}), (pair, {"completion_only_loss": False}), (later, {"assistant_only_loss": True})):
         with pytest.raises(ValueError, match=r"dataset row 0: token \d+ is included in the loss, but the last image"):
             encode(row, **fields)
-    with pytest.raises(ValueError, match="row 0 has images next to 'input_ids'"):
+    with pytest.raises(ValueError, match="row 0 has images together with 'input_ids'"):
         load_examples([{"input_ids": [1, 2], "image": image}])

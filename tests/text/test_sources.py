@@ -93,8 +93,8 @@ def test_hub_dataset_is_loaded_by_name_config_and_split(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(("source", "said"), [
-    ({"path": "rows.jsonl", "splt": "test"}, "data.splt: no such key next to 'path'; use path, rows"),
-    ({"name": "me/sums", "splt": "test"}, "data.splt: no such key next to 'name'; use name, config, split, rows"),
+    ({"path": "rows.jsonl", "splt": "test"}, "data.splt is not supported; supported keys are path, rows"),
+    ({"name": "me/sums", "splt": "test"}, "data.splt is not supported; supported keys are name, config, split, rows"),
     ({"path": "rows.jsonl", "rows": 0}, "data.rows must be a positive integer, .* got 0"),
     ({"path": "rows.jsonl", "rows": True}, "data.rows must be a positive integer, .* got True"),
 ])  # fmt: skip
@@ -192,7 +192,7 @@ def test_prompt_template_may_be_messages():
 
 @pytest.mark.parametrize(("shape", "said"), [
     ({"columns": {"answer": "soluton"}}, r"columns: data row 0 has no column 'soluton'; its"),
-    ({"columns": ["answer"]}, r"columns=\['answer'\] must map new names to old names"),
+    ({"columns": ["answer"]}, r"columns must map new to old names, .*; got \['answer'\]"),
     ({"prompt": "{quetsion}"}, r"prompt: \{quetsion\} must be a column name .*; data row 0 has the columns"),
     ({"prompt": "{question.x}"}, r"prompt: \{question.x\} must be a column name"),
     ({"prompt": "{question!r}"}, r"prompt: \{question\} must be a column name"),
