@@ -32,8 +32,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("estimator", "d"), [(name, d) for name, row in TABLE.items() for d in row])
-def test_hand_table(estimator, d):
-    """The estimators and their derivatives equal values computed by hand."""
+def test_values_and_derivatives_equal_those_computed_by_hand(estimator, d):
     with x64():
         # −3 + d − (−3) has a rounding error of 1e-16, which k3 inherits.
         assert value_and_derivative(d, estimator) == pytest.approx(TABLE[estimator][d], abs=1e-14)

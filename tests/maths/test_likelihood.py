@@ -21,8 +21,8 @@ def test_values_and_gradients_equal_numpy_and_ignore_masked_tokens():
     assert float(likelihood_loss(L, 0 * MASK)) == 0
     grads = jax.grad(lambda l: likelihood_loss(l, MASK, loss_type="dft"))(L)
     np.testing.assert_allclose(grads, -np.exp(L) * MASK / MASK.sum(), rtol=1e-6)
-    spoilt = np.where(MASK, L, np.nan)
-    value, grads = jax.value_and_grad(lambda l: likelihood_loss(l, MASK))(spoilt)
+    with_nan = np.where(MASK, L, np.nan)
+    value, grads = jax.value_and_grad(lambda l: likelihood_loss(l, MASK))(with_nan)
     assert float(value) == float(likelihood_loss(L, MASK))
     assert np.isfinite(grads).all()
 

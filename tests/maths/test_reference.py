@@ -63,8 +63,8 @@ def test_each_sync_shrinks_the_distance_by_one_minus_alpha():
     for step in range(1, 11):
         ref = sync_reference(ref, new, step, every=2, alpha=alpha)
     distance = jax.tree.map(lambda r, p: np.asarray(r) - np.asarray(p), ref, NEW)
-    start = jax.tree.map(lambda r, p: np.asarray(r) - np.asarray(p), REF, NEW)
-    chex.assert_trees_all_close(distance, jax.tree.map(lambda x: x * 0.7**5, start), atol=1e-6)
+    initial_distance = jax.tree.map(lambda r, p: np.asarray(r) - np.asarray(p), REF, NEW)
+    chex.assert_trees_all_close(distance, jax.tree.map(lambda x: x * 0.7**5, initial_distance), atol=1e-6)
 
 
 def test_schedule_is_traced_once_and_ignores_params_between_syncs():
