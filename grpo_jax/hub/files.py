@@ -39,7 +39,7 @@ PARAM_DTYPES = ("F32", "F16", "BF16")
 
 @contextlib.contextmanager
 def parsing(source: Path | str) -> Iterator[None]:
-    """Convert exceptions except ImportError and OSError to a ValueError that starts with `source`, such as a path."""
+    """Convert exceptions except ImportError and OSError to a ValueError that contains `source`, such as a path."""
     try:
         yield
     except Exception as error:  # parsers can raise any exception for damaged files
@@ -124,7 +124,7 @@ class Checkpoint:
 
 
 def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTensor]:
-    """Return the tensors in a checkpoint directory, keyed by name. Only the safetensors headers are read."""
+    """Return the tensors in a directory's `stem`.safetensors files, keyed by name. Only the headers are read."""
     index_path = directory / f"{stem}.safetensors.index.json"
     index, files = read_json(index_path), [f"{stem}.safetensors"]
     if index is not None:
@@ -133,8 +133,8 @@ def stored_tensors(directory: Path, stem: str = "model") -> dict[str, StoredTens
     missing = [name for name in files if not (directory / name).is_file()]
     if missing:
         others = sorted(path.name for path in directory.glob("*.bin"))
-        advice = f" Convert its PyTorch weights ({shorten(others)}) to safetensors." if others else ""
-        raise FileNotFoundError(f"name_or_directory {str(directory)!r} does not contain {shorten(missing)}.{advice}")
+        advice = f"convert PyTorch weights ({shorten(others)}) to safetensors" if others else "add the missing files"
+        raise FileNotFoundError(f"name_or_directory {str(directory)!r} lacks {shorten(missing)}; {advice}.")
     return {name: tensor for path in files for name, tensor in _tensors_of(directory / path).items()}
 
 

@@ -42,8 +42,8 @@ _END_TOKENS = (
 def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
     """Return the GGUF file at a path, in a directory or in an installed package, which is not imported.
 
-    Returns None if there is no GGUF file, or if the directory also contains safetensors files. Raises ValueError if
-    there are several GGUF files.
+    Returns None if there is no GGUF file, or if a directory also contains safetensors files. Raises ValueError if there
+    are several GGUF files.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path).expanduser()
     if path.is_file() and path.suffix.lower() == ".gguf":

@@ -102,7 +102,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
 
 
 def _rope(header: Header, head_dim: int) -> Json:
-    """Return `rope_parameters`: the base, the rotated fraction of a head, and the scaling."""
+    """Return `rope_parameters` with the base, the rotated fraction of a head's dimensions, and the scaling."""
     kind = header.get("rope.scaling.type", "none")
     fraction = header.get("rope.dimension_count", head_dim) / head_dim
     rope: Json = {
@@ -143,7 +143,7 @@ def _gemma3(header: Header, raw: Json) -> Json:
     local_rope = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10000.0)}
     width_per_head = raw["hidden_size"] // raw["num_attention_heads"]
     return {
-        # The query scale is the head size, except in the 27B model. llama.cpp identifies that model by its 62 layers.
+        # llama.cpp uses the head size, except for the 27B model, which it identifies by the 62 layers.
         "query_pre_attn_scalar": width_per_head if raw["num_hidden_layers"] == 62 else raw["head_dim"],
         "final_logit_softcapping": header.get("final_logit_softcapping"),
         "sliding_window": window or 4096,

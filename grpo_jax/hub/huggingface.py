@@ -260,7 +260,7 @@ def _check_plain(policy: Policy) -> None:
 
 
 def _with_dtype(config: Json, dtype: str) -> Json:
-    """Return a copy of a config.json with `dtype` set to the weights' dtype, including in its `text_config`."""
+    """Return a config.json whose `dtype` (or `torch_dtype`) is `dtype`, also in `text_config` if it has such a key."""
     keys, text = ("torch_dtype", "dtype"), dict(config.get("text_config") or {})
     text |= {key: dtype for key in keys if key in text}
     updated: Json = {**config, **dict.fromkeys([key for key in keys if key in config] or ["dtype"], dtype)}
@@ -309,7 +309,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 def find_checkpoint(
     name_or_directory: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Return the local directory or GGUF file of a checkpoint. Downloads it from the hub if it is not local."""
+    """Return the local directory or GGUF file of a checkpoint. Downloads hub models that are not local."""
     if (file := find_gguf(name_or_directory)) is not None:
         if revision is not None:
             raise ValueError(f"revision is {revision!r}, but {str(file)!r} is a GGUF file; omit revision.")
@@ -344,7 +344,7 @@ def find_files(
 
 
 def hub_endpoint() -> str | None:
-    """Return HF_ENDPOINT, or None if it is unset. huggingface_hub reads the variable only when it is imported."""
+    """Return the environment variable HF_ENDPOINT, or None if unset. huggingface_hub reads it only when imported."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 

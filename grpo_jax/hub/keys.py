@@ -46,7 +46,7 @@ _DEFAULTS = {
 
 
 class Keys:
-    """A config.json with the defaults of its family. Looking up a key that is in neither raises ValueError."""
+    """A config.json with the defaults of its family. If neither contains a key, a lookup raises ValueError."""
 
     def __init__(self, raw: Json, defaults: Json):
         self.raw = raw
@@ -104,7 +104,7 @@ def check_window(keys: Keys) -> int:
 
 
 def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, ...] | None:
-    """Return each layer's window, or None if there are none. Without `layer_types`, `sliding(layer)` is used."""
+    """Return each layer's window, or None if no layer has one. Without `layer_types`, `sliding(layer)` is used."""
     layers, types = keys["num_hidden_layers"], keys["layer_types"]
     if types is None:
         types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]

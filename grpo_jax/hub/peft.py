@@ -40,9 +40,9 @@ def add_lora(
     Args:
       policy: policy from `from_pretrained` or `init_policy`. Its projections may be quantized.
       key: typed PRNG key; do not reuse it.
-      rank: rank of the adapters.
+      rank: rank of the adapters, at least 1.
       alpha: scaling parameter. The adapters' output is multiplied by alpha / rank.
-      targets: regular expression that matches the full paths (layers_0/self_attn/q_proj) of the projections to adapt.
+      targets: regular expression for the full paths of the projections to adapt, such as layers_0/self_attn/q_proj.
       dropout: dropout rate in [0, 1) for the adapters' input.
 
     Returns:
@@ -213,7 +213,8 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
     path = find_files("directory", directory, ["adapter_config.json", "adapter_model.safetensors"], revision)
     config = read_json(path / "adapter_config.json")
     if config is None or not (path / "adapter_model.safetensors").is_file():
-        raise FileNotFoundError(f"directory {str(path)!r} lacks adapter_config.json or adapter_model.safetensors.")
+        problem = "lacks adapter_config.json or adapter_model.safetensors"
+        raise FileNotFoundError(f"directory {str(path)!r} {problem}; pass the directory of an adapter.")
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy already has adapters; merge them with `merge_lora(policy)` before loading more.")
     with parsing(path / "adapter_config.json"):

@@ -178,9 +178,9 @@ def _values(stored: StoredTensor) -> np.ndarray:
 
 
 def _dequantized_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) -> StoredTensor:
-    """Return an NF4 tensor as float32: table[code] · block scale. A block may span several rows.
+    """Return an NF4 tensor as float32: quant_map[code] · block scale. A block may span several rows.
 
-    Nested scales are levels[code] · outer scale + offset, where `nested_blocksize` codes share an outer scale.
+    Nested scales are nested_quant_map[code] · outer scale + offset; `nested_blocksize` codes share an outer scale.
     """
     codes, absmax, shape, block = parts[""], parts[".absmax"], tuple(state["shape"]), state["blocksize"]
     width = math.prod(shape[1:])

@@ -1,7 +1,7 @@
 """Vision-language checkpoints: the tensors of their image encoders ("towers"), and their image processors.
 
-transformers resizes and normalizes images with Pillow, without PyTorch. An image's text in a prompt depends only on the
-image's size.
+transformers resizes and normalizes images with Pillow, without PyTorch. The text that represents an image in a
+prompt depends only on the image's size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _QWEN_DEFAULTS = {
 
 
 def image_token_id(raw: Json) -> int:
-    """Return the id of the token whose embeddings image features replace. Raises ValueError without image support."""
+    """Return the id of the token that image features replace. Raises ValueError if images are not supported."""
     _architecture(raw)
     token_id = raw.get("image_token_index", raw.get("image_token_id"))
     if not isinstance(token_id, int):

@@ -132,7 +132,7 @@ def same_weights(a: StoredTensor, b: StoredTensor) -> bool:
 
 
 def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
-    """Raise ValueError if params do not have the names and shapes of the plan."""
+    """Raise ValueError if params do not have the names and shapes in the plan."""
     # The parts of experts are in order, so the last one overwrites the others and has the highest index.
     parts = [part for tensor in plan for part in tensor.parts]
     expected = {part.path: part.shape if part.expert is None else (part.expert + 1, *part.shape) for part in parts}

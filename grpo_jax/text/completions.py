@@ -23,7 +23,7 @@ _REPLACEMENT = "\ufffd"  # returned by decoders for an incomplete character
 
 
 class RewardInputs(NamedTuple):
-    """Inputs for reward functions: lists of length B·G in prompt-major order.
+    """Inputs for reward functions: lists of length B·G in prompt-major order, for B prompts with G completions each.
 
     `columns` contains the other dataset columns, keyed by name. An assistant prefill at the end of a prompt is moved to
     the completion's message, so that prompt + completion is the whole conversation.
@@ -80,7 +80,7 @@ class PrecedingText(NamedTuple):
 
 
 def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> PrecedingText:
-    """Return the end of the prompt that completions continue. It is empty if completions start a new message."""
+    """Return the end of the prompt that completions continue. The result is empty if completions start a message."""
     prefill = _prefill(prompt)
     last = [int(i) for i in ids[-CONTEXT:]] if isinstance(prompt, str) or prefill else []
     text = tokenizer.decode(last, skip_special_tokens=True)

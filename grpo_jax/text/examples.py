@@ -143,7 +143,8 @@ def encode_examples(
     Examples without tokens in the loss are dropped. If `packing`, examples are packed into blocks of up to `max_length`
     tokens by best-fit decreasing, as in TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
     Rows with images require a `processor` from `load_processor_if_needed`. Raises ValueError if a row lacks columns
-    that the config requires, if the assistant's turns cannot be located, or if an image is included in the loss.
+    that the config requires, if the assistant's turns cannot be located, if an image is included in the loss, or if no
+    row has tokens in the loss.
     """
     length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids, processor)
     examples = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]

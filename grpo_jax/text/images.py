@@ -124,7 +124,7 @@ def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor |
 
 
 def _without_images(prompt: str | Messages) -> str | Messages:
-    """Copy a prompt with `_strip_image` applied to each part. Templates treat parts with an image key as images."""
+    """Copy a prompt with `_strip_image` applied to each part. Templates render parts with the key "image" as images."""
     if isinstance(prompt, str):
         return prompt
     contents = [[*map(_strip_image, x)] if isinstance(x := message["content"], list) else x for message in prompt]
@@ -132,7 +132,7 @@ def _without_images(prompt: str | Messages) -> str | Messages:
 
 
 def _strip_image(part: object) -> object:
-    """Copy a part without its image and without keys whose value is None. Parquet adds such keys to all parts."""
+    """Copy a part without keys that are None, which Parquet adds to all parts. An image part keeps only `type`."""
     if not isinstance(part, Mapping):
         return part
     return {name: x for name, x in part.items() if x is not None and (part.get("type") != "image" or name == "type")}
@@ -149,7 +149,8 @@ def encode_texts(
 ) -> list[list[int]]:
     """Tokenize texts after replacing the placeholder of each image with the processor's text for the image's size.
 
-    Raises ValueError if a text does not have one placeholder per image, or contains other image tokens.
+    Raises ValueError if a text does not have one placeholder per image or contains other image tokens, or if the
+    processor rejects an image's size.
     """
 
     def encode(strings: Sequence[str]) -> list[list[int]]:

@@ -270,7 +270,7 @@ def prompt_indices(start: int, count: int, *, num_rows: int, seed: int, shuffle:
     """Return entries start..start+count−1 of an infinite sequence of row indices.
 
     Each epoch is a permutation of 0..num_rows−1, or the dataset order if `shuffle` is False. The sequence depends only
-    on the arguments, so a resumed run needs only the integer `start`.
+    on `num_rows`, `seed` and `shuffle`, so a run can be resumed from the integer `start`.
     """
     entries: list[int] = []
     while len(entries) < count:

@@ -34,9 +34,10 @@ def load_rows(
 
     The prompts must be all strings or all lists of messages. The dataset is a sequence or iterable of dicts
     (`datasets.Dataset`, `datasets.IterableDataset`, a grain source), a pandas DataFrame, a pyarrow Table, the path to a
-    JSONL, .csv or .parquet file, the name of a hub dataset (split "train"), or a mapping with `path`, or `name` and
-    optionally `config` and `split`, and optionally the number of `rows`. At most `max_rows` rows are read from an
-    iterable without a length. Raises ValueError, naming `argument`, for invalid datasets and rows.
+    JSONL, .csv or .parquet file, the name of a hub dataset (split "train"), or a mapping. A mapping contains `path`, or
+    `name` and optionally `config` and `split`, and may limit the number of `rows`. At most `max_rows` rows are read
+    from an iterable without a length. Raises FileNotFoundError for a missing file, and ValueError for invalid datasets
+    and rows. In error messages, `argument` is the name of the dataset.
 
     Example:
       >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")

@@ -210,7 +210,7 @@ BIAS = {"model.layers.0.self_attn.q_proj.bias": np.ones(16, "f4")}
     (lambda path: (path / "config.json").unlink(), r"does not contain config\.json"),
     (text("config.json", "{"), r"config\.json is not valid JSON"),
     (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
-        r"does not contain model\.safetensors\. Convert its .* \(pytorch_model\.bin\) to safetensors"),
+        r"lacks model\.safetensors; convert PyTorch .* \(pytorch_model\.bin\) to safetensors"),
     (cut, r"model\.safetensors: SafetensorError: Error while deserializing"),
     (text("model.safetensors", "PK and more"), r"model\.safetensors: SafetensorError: Error while deserializing"),
     (config(architectures=["MambaForCausalLM"]),
