@@ -14,10 +14,10 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
 def _center(values: jax.Array, scored: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return values − mean (0 where not scored) and the sample standard deviation (ddof 1), both with keepdims."""
+    """Return values − mean (0 where not scored) and the sample standard deviation (ddof 1) with keepdims."""
     count = jnp.sum(scored, axis=axis, keepdims=True)
     # Subtract the smallest value first, so that equal rewards have deviations and a std of exactly 0. Otherwise, the
-    # float32 mean of three rewards of 1000.1 is off by 6e-5, and dividing by the std (also 6e-5) gives 0.4.
+    # float32 mean of three rewards of 1000.1 is off by 6e-5, and the scaled advantages are 0.35 instead of 0.
     smallest = jnp.min(values, axis=axis, keepdims=True, where=scored, initial=jnp.inf)
     shifted = jnp.where(scored, values - smallest, 0)
     mean = jnp.sum(shifted, axis=axis, keepdims=True) / jnp.maximum(count, 1)
@@ -30,7 +30,7 @@ def _center(values: jax.Array, scored: jax.Array, axis: int | tuple[int, ...]) -
 def _rewards_and_weights(
     rewards: jax.Array, weights: Sequence[float] | jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return rewards [B, G, K], NaN if the weight is 0, and weights [K], at least float32. Raise for wrong shapes."""
+    """Return rewards [B, G, K], NaN where the weight is 0, and weights [K], both in float32 or float64."""
     rewards = jnp.asarray(rewards)
     if rewards.ndim not in (2, 3):
         raise ValueError(f"rewards has shape {rewards.shape}; expected [B, G] or [B, G, K], with the group on axis 1.")
@@ -50,7 +50,7 @@ def _weighted_sum(values: jax.Array, weights: jax.Array, scored: jax.Array) -> j
 
 
 def _rloo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: float) -> jax.Array:
-    """Return r_i minus the mean of the other rewards in its group."""
+    """Return each reward minus the mean of the other rewards in the group."""
     centered, _ = _center(r, scored, axis=1)
     count = jnp.sum(scored, axis=1, keepdims=True)
     return centered * count / jnp.maximum(count - 1, 1)
@@ -67,7 +67,7 @@ def _opo(r: jax.Array, scored: jax.Array, lengths: jax.Array | None, epsilon: fl
     """Return r − Σ_G length·r / Σ_G length."""
     if lengths is None or jnp.shape(lengths) != r.shape:
         shape = None if lengths is None else jnp.shape(lengths)
-        raise ValueError(f'lengths has shape {shape}; estimator="opo" needs completion lengths of shape {r.shape}.')
+        raise ValueError(f'estimator="opo" needs completion lengths of shape {r.shape} in lengths; got {shape}.')
     tokens = jnp.where(scored, jnp.asarray(lengths, r.dtype), 0)
     centered, _ = _center(r, scored, axis=1)
     total = jnp.sum(tokens, axis=1, keepdims=True)
@@ -122,13 +122,13 @@ def compute_advantages(
     | opo | r − Σ_G L·r / Σ_G L |
     | reinforce_pp | c / (std_BG c + epsilon), c = r − mean_G r |
 
-    A reward that is NaN (not scored) or has weight 0 is excluded from sums, means and stds. A = 0 for a completion
-    without any other reward, and exactly 0 for all completions in a group with equal rewards.
+    A reward that is NaN (not scored) or has weight 0 is excluded from sums, means and stds. A completion has A = 0 if
+    it is not scored, if no other completion in its group is scored, or if all rewards in its group are equal.
 
     Args:
       rewards: [B, G] or [B, G, K], any real dtype; NaN = not scored. Infinite rewards are not checked for.
       weights: [K] float, weight of each reward function. If None, all weights are 1.
-      scale_rewards: std to divide by in sum_then_normalize: "group", "batch" (over all completions), or "none".
+      scale_rewards: std to divide by in sum_then_normalize: "group", "batch" (over all completions) or "none".
         Defaults to "group" for grpo and "none" for the other estimators. Not used in normalize_then_sum.
       multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
       epsilon: constant ≥ 0 added to each std, in units of the reward.
@@ -137,7 +137,7 @@ def compute_advantages(
       lengths: [B, G], number of tokens in each completion; used by opo only.
 
     Returns:
-      [B, G] float32 (float64 for float64 rewards), unitless; higher is better.
+      [B, G] float32 (float64 for float64 rewards), unitless if scaled, else in units of the reward.
 
     Raises:
       ValueError: if a rank or shape is wrong, a name is unknown, or the estimator does not support the scale.
@@ -151,11 +151,11 @@ def compute_advantages(
       | grpo with scale_rewards="none" | (G − 1)/G · ∇E[r] |
       | maxrl, rewards 0 and 1 | ∇ of −Σ_{k<G} (1 − p)^k / k, the truncated series of log p; p = P(reward 1) |
 
-      The other estimators have a bias that depends on the group. tests/maths/test_advantages.py verifies all of these
-      by enumeration.
+      The other estimators are biased: A is scaled by a std, or has a baseline, that depends on the completion itself.
+      The table is verified by enumeration in tests/maths/test_advantages.py.
 
     References:
-      DeepSeekMath (arXiv:2402.03300), section 4.1.2; Dr. GRPO (arXiv:2503.20783) for "none"; GDPO (arXiv:2601.05242)
+      DeepSeekMath (arXiv:2402.03300), section 4.1.2; Dr. GRPO (arXiv:2503.20783) for no scale; GDPO (arXiv:2601.05242)
       for normalize_then_sum. As in TRL, the std has ddof 1, and epsilon=1e-4 is added to it; other libraries use
       ddof 0, or 1e-6 or 1e-8. RLOO (arXiv:2402.14740); MaxRL (arXiv:2602.02710); OPO (arXiv:2505.23585); REINFORCE++
       with a group baseline (arXiv:2501.03262) and the std over completions (some libraries: over tokens).

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from grpo_jax.messages import nearest
 
 MAX_LOG_RATIO = 20.0
-"""Largest |log-ratio| passed to exp: e²⁰ ≈ 4.9e8. e⁸⁹ overflows float32, and global-norm clipping overflows much
-earlier because it squares gradient entries."""
+"""Largest exponent when a log-ratio is exponentiated: e²⁰ ≈ 4.9e8. e⁸⁹ would overflow float32, and the squared gradient
+entries in global-norm clipping would overflow much earlier."""
 
 MIN_LOG_PROB = -1e4
 """Lower bound on log-probs. It replaces −inf (an excluded token), so that differences of log-probs are finite."""
@@ -20,7 +20,7 @@ MIN_LOG_PROB = -1e4
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def ste_clip(x: jax.Array, low: float, high: float) -> jax.Array:
-    """Return clip(x, low, high) with a straight-through gradient: the derivative is 1, also out of bounds."""
+    """Return clip(x, low, high) with a straight-through gradient: the derivative is 1 even out of bounds."""
     return jnp.clip(x, low, high)
 
 
@@ -74,7 +74,7 @@ def row_or_token(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array
 
 
 def as_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
-    """Convert the mask to bool. Raise ValueError if its shape differs from the shape of `log_probs`."""
+    """Convert the mask to bool. Raise ValueError unless it has the shape of `log_probs`, with at least one axis."""
     if log_probs.ndim == 0:
         raise ValueError("log_probs has shape (); expected [..., T], with the completion tokens on the last axis.")
     mask = jnp.asarray(mask) != 0

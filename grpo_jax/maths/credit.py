@@ -27,13 +27,13 @@ def turn_advantages(
         A_n = `compute_advantages` of S_n over the completions in the group
         A_t = A_n − Σ_k w_k (rewards in turn n before token t)
 
-    The second term of A_t is 0 if a turn's only reward is at its last token. It is in units of the reward, so it is
-    applied only if advantages are too: with scale_rewards="none", sum_then_normalize and the estimators "grpo" and
-    "rloo".
+    The second term of A_t is 0 if a turn's only reward is at its last token. This term is in units of the reward, so it
+    is applied only if the advantages are too: with scale_rewards="none", "sum_then_normalize" and the estimator "grpo"
+    or "rloo".
 
     Args:
       token_rewards: [B, G, T, K] float, rewards placed at tokens: a turn's reward at the last token of the turn, a
-        completion's reward at its last token. NaN at all tokens of a completion that function k did not score.
+        completion's reward at its last token. NaN at any token means that function k did not score the completion.
       turns: [B, G, T] int, turn index of each sampled token, starting at 0; −1 for all other tokens, whose rewards
         belong to the preceding turn.
       weights: as in `compute_advantages`.
@@ -43,11 +43,11 @@ def turn_advantages(
       estimator: as in `compute_advantages`, except "opo".
 
     Returns:
-      [B, G, T] float32, unitless; 0 where `turns` is −1. With a single turn that is rewarded at its last token, every
-      token has the advantage that `compute_advantages` returns for the completion.
+      [B, G, T] float32 (float64 for float64 rewards); 0 where `turns` is −1. With a single turn that is
+      rewarded at its last token, every token has the advantage that `compute_advantages` returns for the completion.
 
     Raises:
-      ValueError: if a shape is wrong or `compute_advantages` rejects an argument.
+      ValueError: if a shape is wrong, the estimator is "opo", or `compute_advantages` rejects an argument.
 
     Gradient:
       None; rewards are constants. With scale_rewards="none", the expected value of (1/G) Σ_i Σ_t A_it ∇log π(t) over
@@ -59,9 +59,9 @@ def turn_advantages(
       | the same in every completion, "grpo" | (G − 1)/G · ∇E[R] |
       | depends on the sample | biased: late turns are compared with few completions |
 
-      A turn that no other completion in its group reaches has A = 0. Crediting every token with the total reward gives
-      (G − 1)/G · ∇E[R] for any number of turns, but the rewards before a turn add variance.
-      tests/maths/test_credit.py verifies all of these by enumeration.
+      A turn that no other completion in its group reaches has A_n = 0. Crediting every token with the total reward
+      gives (G − 1)/G · ∇E[R] for any number of turns, but the rewards before a turn add variance.
+      These results are verified by enumeration in tests/maths/test_credit.py.
 
     References:
       Rewards to go and state-dependent baselines: Williams, "Simple statistical gradient-following algorithms" (1992),

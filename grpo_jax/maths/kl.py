@@ -11,17 +11,17 @@ from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, as_float, one_of,
 
 
 def k1(log_ratio: jax.Array) -> jax.Array:
-    """Return d. Its value is unbiased. On-policy, its expected gradient is 0 for any reference."""
+    """Return d = log_ratio. Its value is unbiased. On-policy, its expected gradient is 0 for any reference."""
     return log_ratio
 
 
 def k2(log_ratio: jax.Array) -> jax.Array:
-    """Return d²/2. Its value is biased. On-policy, its expected gradient is ∇KL(π‖π_ref)."""
+    """Return d²/2 with d = log_ratio. Its value is biased. On-policy, its expected gradient is ∇KL(π‖π_ref)."""
     return log_ratio**2 / 2
 
 
 def k3(log_ratio: jax.Array) -> jax.Array:
-    """Return e^{−d} − 1 + d ≥ 0. Its value is unbiased. On-policy, its expected gradient is ∇KL(π_ref‖π)."""
+    """Return e^{−d} − 1 + d, d = log_ratio. Its value is unbiased. On-policy, its expected gradient is ∇KL(π_ref‖π)."""
     d = ste_clip(log_ratio, -MAX_LOG_RATIO, jnp.inf)
     # Evaluating e^{−d} − 1 + d directly would lose all digits near d = 0, where d usually is.
     return jnp.expm1(-d) + d
@@ -36,12 +36,12 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
         d = log_probs − ref_log_probs
         k1 = d        k2 = d²/2        k3 = e^{−d} − 1 + d
 
-    Half-precision inputs are computed in float32. Log-probs below −1e4 are treated as −1e4. In k3, d below −20 is
+    Half-precision inputs are converted to float32. Log-probs below −1e4 are treated as −1e4. In k3, d below −20 is
     treated as −20 in the value and the derivative, to keep the exponential from overflowing.
 
     Args:
-      log_probs: [...] float, nats ≤ 0, log-probs of the sampled tokens under the policy.
-      ref_log_probs: [...] float, nats ≤ 0, log-probs of the same tokens under the reference.
+      log_probs: [...] float, log-probs of the sampled tokens under the policy, in nats.
+      ref_log_probs: [...] float, log-probs of the same tokens under the reference, in nats.
       estimator: "k1", "k2" or "k3".
 
     Returns:
@@ -53,8 +53,8 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
     Gradient:
       With respect to `log_probs`: 1 for k1, d for k2 and 1 − e^{−d} for k3. `ref_log_probs` is constant. An unbiased
       value does not imply an unbiased gradient: over tokens sampled from π in a given state, the expected gradient is 0
-      for k1, ∇KL(π‖π_ref) for k2, and ∇KL(π_ref‖π) for k3. `grpo_loss` covers products with the ratio and whole
-      completions.
+      for k1, ∇KL(π‖π_ref) for k2, and ∇KL(π_ref‖π) for k3. For products with the ratio and for whole
+      completions, see `grpo_loss`.
 
     References:
       Schulman, "Approximating KL Divergence" (2020): k1, k2, k3. DeepSeekMath (arXiv:2402.03300), equation 4: k3.
@@ -72,7 +72,7 @@ def kl_divergence(log_probs: jax.Array, ref_log_probs: jax.Array, *, estimator: 
     ref_log_probs = jax.lax.stop_gradient(as_float("ref_log_probs", ref_log_probs)).astype(log_probs.dtype)
     if log_probs.shape != ref_log_probs.shape:
         raise ValueError(
-            f"log_probs has shape {log_probs.shape} and ref_log_probs {ref_log_probs.shape}; "
-            "they must be log-probs for the same tokens."
+            f"log_probs has shape {log_probs.shape} and ref_log_probs has shape "
+            f"{ref_log_probs.shape}; pass log-probs of the same tokens."
         )
     return estimate(ste_clip(log_probs, MIN_LOG_PROB, jnp.inf) - ste_clip(ref_log_probs, MIN_LOG_PROB, jnp.inf))

@@ -18,7 +18,7 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
     """Compute the log-prob of each token: log softmax(logits / temperature)[token].
 
     Args:
-      logits: [..., V], any float dtype. The computation uses float32.
+      logits: [..., V], any float dtype, converted to float32.
       tokens: [...] integer, token ids in 0..V-1.
       temperature: unitless divisor of the logits, > 0.
 
@@ -36,14 +36,14 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
     if logits.ndim < 1 or logits.shape[:-1] != tokens.shape:
         raise ValueError(f"logits must be [..., V] for tokens [...]; got {logits.shape} and {tokens.shape}.")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers; got {tokens.dtype}.")
+        raise ValueError(f"tokens must be integers; got dtype {tokens.dtype}.")
     if not temperature > 0:
-        raise ValueError(f"temperature must be > 0; got {temperature!r} (greedy decoding does not define log-probs).")
+        raise ValueError(f"temperature must be > 0; got {temperature!r}. For greedy decoding, use 1.0.")
     return log_probs_of(process_logits(logits, Sampling(temperature)), tokens)
 
 
 NORMALIZER = ("log_normalizer", "entropy")
-"""Names of two results of `reduce_logits`, which `jax.checkpoint` can save. Its backward pass needs no others."""
+"""Names of the two results of `reduce_logits` that its backward pass needs. A `jax.checkpoint` policy can save them."""
 
 
 def reduce_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -70,7 +70,7 @@ def _in_passes(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _in_one_pass(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Reduce to m = max(l), s = Σ exp(l − m), t = Σ exp(l − m)·(l − m) and l_token; the entropy is log s − t/s."""
+    """Reduce logits l to m = max l, s = Σ exp(l − m), t = Σ exp(l − m)·(l − m) and l_token. Entropy is log s − t/s."""
 
     def merge(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         largest = jnp.maximum(x[0], y[0])
@@ -98,8 +98,8 @@ def _jvp(
     # For excluded tokens (log_p = −inf), use p, which is 0: XLA would materialize a constant 0 with shape [..., V].
     centered = jnp.where(jnp.isneginf(log_p), p, log_p) + entropy[..., None]
     mask = _is_token(tokens, logits.shape)
-    # A mask, which XLA fuses with the rest of the gradient of the logits: the gradient of a gather would be a separate
-    # array of their size. Not `where`: XLA would store its zeros as such an array.
+    # Multiply by a mask, since XLA fuses this product with the rest of the gradient. The gradient of a gather, and the
+    # zeros of a `where`, would be stored as a separate array of the size of the logits.
     sums = (p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1), (mask.astype(p.dtype) * tangent).sum(-1)
     return [log_z, entropy, logit], list(sums)
 
@@ -110,7 +110,7 @@ def _batched(xs: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[list[
     return _reduce_p.bind(logits, tokens), [0, 0, 0]
 
 
-# A primitive, since JAX drops the rule of a `custom_jvp` function in a loop when it differentiates a gradient.
+# This is a primitive because JAX drops the rule of a `custom_jvp` function in a loop when differentiating a gradient.
 _reduce_p = Primitive("reduce_logits")
 _reduce_p.multiple_results = True
 _reduce_p.def_impl(jax.jit(reduce_logits))

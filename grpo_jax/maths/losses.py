@@ -50,8 +50,8 @@ def _check_terms(
         )
     if entropies is None and not (is_static_zero(entropy_coef) and is_static_zero(1 - settings.top_entropy_quantile)):
         raise ValueError(
-            "entropy_coef and top_entropy_quantile need entropies ([..., T] in nats); "
-            "pass them or set entropy_coef=0.0 and top_entropy_quantile=1.0."
+            f"entropy_coef={entropy_coef} with top_entropy_quantile={settings.top_entropy_quantile} needs entropies "
+            "([..., T] in nats); pass them or set entropy_coef=0.0 and top_entropy_quantile=1.0."
         )
 
 
@@ -83,15 +83,16 @@ def grpo_loss_terms(
         metrics = finalize_metrics(merge_metrics(...))
 
     Args:
-      settings: the arguments of `grpo_loss` that are fields of `LossSettings`. All others are passed directly.
+      settings: the arguments of `grpo_loss` that are fields of `LossSettings`. Arguments not listed here are passed
+        directly, as in `grpo_loss`.
       num_rows: number of rows in the minibatch. If None, the rows in this call are counted.
       num_tokens: number of tokens with mask 1 in the minibatch. If None, the tokens in this call are counted.
-      num_selected_tokens: number of selected tokens in the minibatch. If None, the tokens in this call are counted.
+      num_selected_tokens: number of selected tokens in the minibatch. If None, those in this call are counted.
       selected: [..., T] bool or 0/1, this part's slice of the minibatch's `top_entropy_mask`. If None, the mask is
         computed from the tokens in this call.
 
     Returns:
-      The loss, [] float32, and its `MetricSums`.
+      The loss, [] float32 (float64 for float64 log_probs), and the `MetricSums` of this call.
     """
     _check_terms(settings, ref_log_probs, entropies, entropy_coef)
     surrogate, reduction = settings.surrogate_and_reduction
@@ -109,7 +110,7 @@ def grpo_loss_terms(
         max_completion_length=mask.shape[-1] if longest is None else longest,
     )
 
-    # Policy term. Its masks and weights do not apply to the KL.
+    # Policy term. The masks and weights for this term do not apply to the KL term.
     log_ratio = l - l_old
     w = RATIOS[settings.importance_sampling_level](l, log_ratio, mask)
     weights, log_weights = weights_and_log_sums(importance_weights, l, mask)
@@ -224,8 +225,8 @@ def grpo_loss(
     | sapo | −A·(4/τ)·σ(τ(w−1)), τ depends on the sign of A | as grpo |
     | vespo | −sg(φ)·A·l, φ = exp(λ + k·s − λ·eˢ) | as dapo |
 
-    In vespo, s = clip(Σ m·clip(l − l_old, ±20) + Σ m·log(importance_weights), log 1e-8, 20), and (k, λ) depend on the
-    sign of A.
+    sg is `stop_gradient` and σ the sigmoid. In vespo, (k, λ) depend on the sign of A, and the log-weight is
+    s = clip(Σ m·clip(l − l_old, ±20) + Σ m·log(importance_weights), log 1e-8, 20).
 
     | level | w |
     |---|---|
@@ -233,41 +234,43 @@ def grpo_loss(
     | sequence | exp(Σ m (l − l_old) / Σ m), gradient through the mean |
     | trajectory | sg(exp(Σ m (l − l_old)))·exp(l − sg(l)): unbiased, high variance |
 
-    Half-precision inputs are computed in float32. Values where `mask` is 0 are ignored, including NaN and inf.
-    Log-probs below −1e4 (or −inf) are treated as −1e4, and log-ratios above 20 as 20 in exponentials. Gradients do
+    Half-precision inputs are converted to float32. Values where `mask` is 0 are ignored, including NaN and inf.
+    Log-probs below −1e4 are treated as −1e4, and log-ratios above 20 as 20 in exponentials. Gradients do
     not vanish beyond these bounds.
 
     Args:
-      log_probs: [..., T] float, nats; l, log-probs under the trained params. A row of T tokens is one completion.
-      old_log_probs: [..., T] float, nats; l_old. None uses sg(l): the ratio is 1 and has the gradient of l.
-      ref_log_probs: [..., T] float, nats; l_ref. May be None if beta is 0, but the metric `kl` is then 0.
-      advantages: [...] or [..., T] float, unitless; A.
-      mask: [..., T] bool or 0/1; m.
+      log_probs: [..., T] float, log-probs l under the trained params, in nats. A row of T tokens is one completion.
+      old_log_probs: [..., T] float, log-probs l_old under the old policy, in nats. If None, sg(l) is used: the ratio is
+        1 and has the gradient of l.
+      ref_log_probs: [..., T] float, log-probs l_ref under the reference, in nats. May be None if beta is 0; the metric
+        `kl` is then 0.
+      advantages: [...] or [..., T] float, advantages A per completion or per token.
+      mask: [..., T] bool or 0/1, the mask m of tokens that contribute to the loss.
       loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
       beta: weight ≥ 0 of the KL term. The Python number 0 omits the term.
       epsilon: lower clip range ε ≥ 0.
-      epsilon_high: upper clip range ≥ 0; defaults to epsilon. In cispo it is the cap on the ratio itself (5.0 in the
-        paper), and None scales on-policy gradients by epsilon.
-      delta: cap on the ratio in the unclipped term, > 1 + epsilon_high. None disables the cap.
+      epsilon_high: upper clip range ≥ 0; defaults to epsilon. In cispo, it is the cap on the ratio itself (5.0 in the
+        paper). If None, cispo scales on-policy gradients by epsilon.
+      delta: cap on the ratio in the unclipped term; should exceed 1 + epsilon_high. None disables the cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: estimator k of the KL from d: "k1", "k2" or "k3".
-      use_bias_correction_kl: whether to multiply k by w (k1, k3) or sg(w) (k2); for placement "loss" only.
+      use_bias_correction_kl: whether to multiply k by w (k1, k3) or sg(w) (k2); used by placement "loss" only.
       kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s) instead, which has the gradient of
         an unclipped loss with the advantages A − beta·Σ_{s≥t} m_s d_s.
       max_completion_length: length in tokens for the denominator in dr_grpo. Defaults to T.
       normalizer: denominator in dapo, cispo and vespo, the number of tokens with mask 1 in the whole minibatch. If
         None, the tokens in this call are counted.
-      sapo_temperature_neg: τ > 0 where A ≤ 0.
-      sapo_temperature_pos: τ > 0 where A > 0.
+      sapo_temperature_neg: temperature τ > 0 where A ≤ 0.
+      sapo_temperature_pos: temperature τ > 0 where A > 0.
       vespo_k_pos: k where A ≥ 0.
       vespo_lambda_pos: λ where A ≥ 0.
       vespo_k_neg: k where A < 0.
       vespo_lambda_neg: λ where A < 0.
-      entropies: [..., T] float, nats; H, entropies of the next-token distributions. Differentiable.
+      entropies: [..., T] float, entropies H of the next-token distributions, in nats. Differentiable.
       entropy_coef: weight of the entropy bonus; may be traced.
-      top_entropy_quantile: ρ in [0, 1]. Below 1, p is kept only where m' = 1: at tokens with an entropy of at least the
-        linearly interpolated (1−ρ)-quantile.
-      sampling_log_probs: [..., T] float, nats; l_sampling, log-probs from the sampler for the off-policy mask. NaN
+      top_entropy_quantile: ρ in [0, 1]. If ρ is 1, m' = m. Otherwise, p is kept only where m' = 1: at tokens with an
+        entropy of at least the linearly interpolated (1−ρ)-quantile.
+      sampling_log_probs: [..., T] float, log-probs l_sampling from the sampler for the off-policy mask, in nats. NaN
         marks tokens that were not scored. Defaults to old_log_probs.
       off_policy_mask_threshold: threshold in nats. p is kept where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None
         keeps all tokens.

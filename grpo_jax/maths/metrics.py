@@ -35,7 +35,7 @@ def token_totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str,
 
 
 def top_entropy_threshold(entropies: jax.Array, mask: jax.Array, quantile: Scalar) -> jax.Array:
-    """Return the linearly interpolated (1 − quantile)-quantile, [], of the entropies where `mask` is True."""
+    """Return the linearly interpolated (1 − quantile)-quantile of the entropies where `mask` is True, as a scalar."""
     largest = jnp.finfo(entropies.dtype).max
     ordered = jnp.sort(jnp.where(mask, entropies, largest), axis=None)
     last = jnp.maximum(jnp.sum(mask), 1) - 1
@@ -65,9 +65,9 @@ def update_entropy_coef(
 
     Args:
       coef: [] float, current coefficient; initially the config's `entropy_coef`.
-      entropy: [] float, nats, metric `selected_entropy` of the last minibatch.
+      entropy: [] float, the metric `selected_entropy` of the last minibatch, in nats.
       target: entropy in nats at or below which the bonus is applied.
-      delta: change > 0 of the coefficient per step.
+      delta: amount > 0 by which the coefficient changes per step.
       minimum: lower bound on the coefficient.
       maximum: upper bound on the coefficient.
 
@@ -116,7 +116,7 @@ def empty_sums(like: MetricSums) -> MetricSums:
 
 
 def finalize_metrics(metrics: MetricSums) -> dict[str, jax.Array]:
-    """Convert merged sums to metrics: `x_sum` becomes the mean `x` over tokens with mask 1. Others are unchanged."""
+    """Convert merged sums to metrics. Each `x_sum` becomes `x`, a mean over (selected) tokens. Others are unchanged."""
     sums = dict(metrics.sums)
     result = dict(metrics.maxes)
     if "selected_entropy_sum" in sums:

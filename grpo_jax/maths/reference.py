@@ -36,7 +36,7 @@ def _check_trees(ref_params: Params, params: Params) -> None:
 
 
 def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Params:
-    """Mix params into the reference params.
+    """Return reference params that are moved towards the params.
 
         θ_ref ← alpha·θ + (1 − alpha)·θ_ref
 
@@ -99,7 +99,7 @@ def sync_reference(
       ValueError: if every < 1 or `mixup` rejects an argument.
 
     References:
-      TR-DPO (arXiv:2404.09656), section 3. Step 0 is a multiple of `every`, so it also mixes.
+      TR-DPO (arXiv:2404.09656), section 3. Step 0 is a multiple of `every`, so the reference is also mixed at step 0.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,8 +1,9 @@
 """The distribution that tokens are sampled from, and exact sampling from it with the inverse CDF.
 
 Gumbel sampling needs a random number for each vocabulary entry and is the most expensive part of a decode step on CPU.
-The inverse CDF needs two per token. The first selects a block of the vocabulary with probability proportional to its
-mass. The second selects a token in the block. Each level has a resolution of 2^-23, so rare tokens are drawn exactly.
+The inverse CDF needs only two numbers per token. The first selects a block of the vocabulary with a probability that is
+proportional to the block's mass. The second selects a token in the block. Each number has a resolution of 2^-23, so
+that even rare tokens are drawn with accurate probabilities.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Sampling(NamedTuple):
     temperature: float = 1.0  # unitless; 0 selects greedy decoding, with log-probs at temperature 1
     top_k: int = 0  # number of tokens to keep; 0 keeps all
     top_p: float = 1.0  # probability mass to keep, in (0, 1]
-    min_p: float | None = None  # minimum probability relative to the largest, in [0, 1]
+    min_p: float | None = None  # minimum probability relative to the largest, in [0, 1]; None keeps all
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -43,10 +44,10 @@ def process_logits(logits: jax.Array, sampling: Sampling, *, keep: jax.Array | N
     """Compute the logits [..., V] float32 for the sampling distribution.
 
     As in transformers, these steps are applied in order, each to the result of the previous step: divide by the
-    temperature; keep the `top_k` largest logits; keep the most likely tokens until their total mass reaches `top_p`;
-    keep tokens at least `min_p` times as likely as the most likely token. All other tokens get −inf. Ties with the last
-    kept token are also kept. The token ids in `keep`, [...], are never removed, so that a sampled token's
-    log-prob remains finite when the params change.
+    temperature, unless it is 0; keep the `top_k` largest logits; keep the most likely tokens until their total mass
+    reaches `top_p`; keep tokens at least `min_p` times as likely as the most likely token. All other tokens get −inf.
+    Tokens tied with the last kept token are also kept. The token ids in `keep`, [...], are never removed, so that a
+    sampled token's log-prob remains finite when the params change.
     """
     check_sampling(sampling)
     temperature, top_k, top_p, min_p = sampling
@@ -91,11 +92,12 @@ def _inverse_cdf(u: jax.Array, weights: jax.Array, axis: int) -> jax.Array:
 
 
 def vocabulary_blocks(size: int) -> tuple[int, int]:
-    """Return the number and the width of vocabulary blocks for sampling, both about the square root of the size.
+    """Return the number and the width of vocabulary blocks for sampling.
 
-    If possible, the blocks cover the vocabulary without padding and their number is a multiple of a power of two, so
-    that a vocabulary can be sharded in whole blocks. The blocks determine which token a random number selects, so they
-    depend only on the vocabulary size.
+    The width is the smallest power of two ≥ √size. If this width would require padding and the size is a multiple of
+    32, the number of blocks is instead the largest power of two that divides the size, up to 512, so that a vocabulary
+    can be sharded in whole blocks. The blocks determine which token a random number selects, so they depend only on the
+    vocabulary size.
 
     Example:
       >>> vocabulary_blocks(8192), vocabulary_blocks(151936), vocabulary_blocks(33)
@@ -114,8 +116,8 @@ def draw_tokens(
     """Draw a token from softmax(logits) for each row, from two uniform random numbers u [..., 2] in [0, 1).
 
     Returns tokens [...] int32 and their log-probs [...] float32. Logits of −inf are never drawn. `axis` is the
-    vocabulary axis. If it is sharded, `all_gather` all-gathers a small array, and blocks are selected with a masked
-    sum, since indexing would gather the logits.
+    vocabulary axis. If this axis is sharded, pass `all_gather`, a function that all-gathers a small array. Blocks are
+    then selected with a masked sum, since indexing would gather the logits.
     """
     axis %= logits.ndim
     leading, vocab, trailing = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]
@@ -145,7 +147,7 @@ def _masses_in_passes(parts: jax.Array, axis: int) -> tuple[jax.Array, jax.Array
 
 
 def _masses_in_one_pass(parts: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Compute `_masses_in_passes` from each block's own largest logit, so that accelerators read the logits once."""
+    """Compute the results of `_masses_in_passes` with one reduction, so that accelerators read the logits only once."""
 
     def merge(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         largest = jnp.maximum(x[0], y[0])
@@ -187,10 +189,10 @@ def sample_tokens(
       min_p: as in `Sampling`.
 
     Returns:
-      tokens [...] int32, log_probs [...] float32.
+      The tokens, [...] int32, and their log-probs, [...] float32 in nats.
 
     Raises:
-      ValueError: if logits have no vocabulary axis, the shape of the keys is wrong, or a setting is out of range.
+      ValueError: if the vocabulary axis is missing or empty, the keys' shape is wrong, or a setting is out of range.
 
     Example:
       >>> import jax

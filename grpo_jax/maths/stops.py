@@ -1,7 +1,7 @@
 """Stop string detection during sampling: a byte automaton with one table lookup per sampled token.
 
 The state is the longest suffix of the text that is a prefix of a stop string. A token advances the state by all of its
-bytes, so a stop string may start and end within tokens. It is found at the token that completes it:
+bytes, so a stop string may start and end within tokens. The string is found at the token that completes it:
 
 ```
 stop "</a>"       tokens   x      </      a>       .
@@ -33,8 +33,8 @@ class Stops:
     Attributes:
       strings: the stop strings.
       digest: hash of the arrays, for equality comparison.
-      kinds: [N + 1] unsigned integer, kind of each token. The last entry is for ids ≥ N, which have no text.
-      table: [kinds, S + 1] int32, next state for each token kind and state. State S is final: a string was found.
+      kinds: [N + 1] unsigned integer, kind of each of N tokens. The last entry is for ids ≥ N, which have no text.
+      table: [kinds, S + 1] int32, next state for each kind and state. In the final state S, a string has been found.
     """
 
     strings: tuple[str, ...]
@@ -108,7 +108,7 @@ def _is_reachable(table: np.ndarray) -> bool:
 
 
 def _byte_transitions(strings: Sequence[bytes]) -> np.ndarray:
-    """Compute the next state for each byte and state, [256, S + 1] int32. State i < S is the i-th shortest prefix."""
+    """Return the next state for each byte and state, [256, S + 1] int32. States < S are proper prefixes, by length."""
     prefixes = {string[:n] for string in strings for n in range(len(string))}
     ordered = sorted(prefixes, key=lambda prefix: (len(prefix), prefix))  # the same order in each process
     state_of, final_state = {prefix: i for i, prefix in enumerate(ordered)}, len(prefixes)

@@ -29,19 +29,19 @@ def likelihood_loss(
     """Compute the SFT loss, the negative log-likelihood of the target tokens.
 
         nll:  Σ m · (−l) / max(Σ m, 1)
-        dft:  Σ m · (−sg(p) · l) / max(Σ m, 1),   p = exp(l)
+        dft:  Σ m · (−sg(p) · l) / max(Σ m, 1),   p = exp(l),   sg = stop_gradient
 
     "nll" has the gradient of `grpo_loss(..., loss_type="bnpo")` with advantages 1, ratio 1 and beta 0.
 
     Args:
-      log_probs: [..., T] float, nats; l.
-      mask: [..., T] bool or 0/1; m, 1 at the target tokens.
+      log_probs: [..., T] float, log-probs l of the target tokens, in nats.
+      mask: [..., T] bool or 0/1, the mask m, which is 1 at the target tokens.
       loss_type: "nll" or "dft".
-      num_tokens: [], Σ m over the whole minibatch, so that its parts' losses sum to its loss. If None, the tokens in
-        this call are counted.
+      num_tokens: [] number, Σ m over the whole minibatch if this call computes the loss for a part of it. If None, the
+        tokens in this call are counted.
 
     Returns:
-      [] float32, nats per token.
+      [] float32 (float64 for float64 log_probs), nats per token.
 
     References:
       Dynamic Fine-Tuning (arXiv:2508.05629), equation 9; TRL's `SFTTrainer.compute_loss`.
@@ -77,7 +77,7 @@ def likelihood_loss_terms(
 
 
 FULL = -1e-7
-"""Upper bound on the log of the k tokens' mass. The other tokens keep about 1e-7, the resolution of float32."""
+"""Upper bound on the log of the mass of k tokens. The other tokens then have about 1e-7, the resolution of float32."""
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
@@ -106,11 +106,11 @@ def divergence(
         jsd: alpha·KL(q‖m) + (1 − alpha)·KL(p‖m),  m = (1 − alpha)·p + alpha·q
 
     As alpha → 0, jsd / alpha approaches the forward KL. As alpha → 1, jsd / (1 − alpha) approaches the reverse KL.
-    Log-probs below −1e4 (or −inf) are treated as −1e4.
+    Log-probs below −1e4 are treated as −1e4.
 
     Args:
-      log_probs: [..., V] float, nats, normalized policy log-probs.
-      teacher_log_probs: [..., V] float, nats, normalized teacher log-probs.
+      log_probs: [..., V] float, normalized policy log-probs, in nats.
+      teacher_log_probs: [..., V] float, normalized teacher log-probs, in nats.
       kind: "reverse_kl", "forward_kl" or "jsd".
       alpha: teacher weight in jsd, in (0, 1); not used by the other kinds.
 
@@ -141,18 +141,21 @@ def top_k_divergence(
 ) -> jax.Array:
     """Compute `divergence` from the log-probs of k tokens, with all other tokens merged into one.
 
-    Let r and s be the mass of the merged tokens ("rest") under p and q. The result is less than the divergence between
-    the full distributions by
+    Let r and s be the mass of the merged tokens ("rest") under the policy p and the teacher q. The result is less than
+    the divergence between the full distributions by
 
         reverse_kl: r · KL(p given the rest ‖ q given the rest)
         forward_kl: s · KL(q given the rest ‖ p given the rest)
         jsd: at most ((1 − alpha)·r + alpha·s) · log 2
 
     Args:
-      log_probs: [..., k] float, nats, policy log-probs for k distinct tokens, usually the teacher's most likely tokens.
-      teacher_log_probs: [..., k] float, nats, teacher log-probs for the same tokens.
+      log_probs: [..., k] float, policy log-probs of k distinct tokens, usually the teacher's most likely, in nats.
+      teacher_log_probs: [..., k] float, teacher log-probs of the same tokens, in nats.
       kind: as in `divergence`.
       alpha: as in `divergence`.
+
+    Returns:
+      [...] float32 (float64 for float64 input), nats ≥ 0.
 
     References:
       SDPO (arXiv:2601.20802), top-K distillation with a tail; TRL 1.16's `add_tail_bucket`.
@@ -168,25 +171,28 @@ def sampled_divergence(
 ) -> jax.Array:
     """Estimate the reverse KL from sampled tokens: w · sg(l − l_teacher), w = exp(l − l_old).
 
-    Its gradient is the unclipped policy gradient with the token advantage −(l − l_teacher) at the current params.
+    sg is `stop_gradient`. The gradient is the unclipped policy gradient with the token advantage −(l − l_teacher) at
+    the current params.
 
     Args:
-      log_probs: [..., T] float, nats; l, log-probs under the policy.
-      old_log_probs: [..., T] float, nats; l_old, log-probs under the policy that sampled the tokens. None uses
-        sg(l), so that w = 1.
-      teacher_log_probs: [..., T] float, nats; l_teacher.
+      log_probs: [..., T] float, log-probs l under the policy, in nats.
+      old_log_probs: [..., T] float, log-probs l_old under the policy that sampled the tokens, in nats. If None, sg(l)
+        is used, so that w = 1.
+      teacher_log_probs: [..., T] float, log-probs l_teacher under the teacher, in nats.
       mask: [..., T] bool or 0/1.
 
     Returns:
       [..., T] float, nats of either sign; 0 where the mask is 0.
 
     Gradient:
-      Over tokens sampled from the old policy in a given state, the expected value is KL(p‖q) and the expected gradient
-      is ∇KL(p‖q), even if the policy is far from the old policy. The variance is larger than with `divergence`.
+      Over tokens sampled from the old policy in a given state, the expected value is KL(policy‖teacher) and the
+      expected gradient is ∇KL(policy‖teacher), even far from the old policy. The variance is larger than
+      for `divergence`.
 
     References:
-      Thinking Machines, "On-Policy Distillation" (2025), with the advantage −(l_old − l_teacher). Both are equal in
-      the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's `distillation_mode="sampled_token"`.
+      Thinking Machines, "On-Policy Distillation" (2025), with the advantage −(l_old − l_teacher). The two
+      are equal in the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's
+      `distillation_mode="sampled_token"`.
     """
     log_probs = as_float("log_probs", log_probs)
     mask = as_mask(log_probs, mask)
@@ -206,10 +212,10 @@ def distillation_loss_terms(
     num_rows: Scalar | None = None,
     num_tokens: Scalar | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute coef · reduce(per_token) with the reduction for `loss_type`, and its metrics as sums.
+    """Compute the loss coef · reduce(per_token), with the reduction for `loss_type`, and the sums for its metrics.
 
     `per_token`, [..., T] in nats, is a divergence from a function in this module. If counts over the whole minibatch
-    are passed, its parts' losses sum to its loss, as in `losses.grpo_loss_terms`.
+    are passed, the parts' losses sum to the minibatch's loss, as in `losses.grpo_loss_terms`.
     """
     _, reduction = LOSS_TYPES[one_of("loss_type", loss_type, LOSS_TYPES)]
     per_token = as_float("per_token", per_token)

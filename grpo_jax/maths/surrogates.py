@@ -1,4 +1,7 @@
-"""Components of the objective: tables of importance ratios, per-token policy losses and reductions."""
+"""Components of the objective: tables of importance ratios, per-token policy losses and reductions.
+
+Notation: log-probs l, ratio w, advantage A, mask m, log-ratio d = l − l_ref, and sg = stop_gradient.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Counts(NamedTuple):
     """Counts over the whole minibatch, which are the denominators in the reductions."""
 
     rows: Scalar  # completions
-    tokens: Scalar  # with mask 1
+    tokens: Scalar  # tokens with mask 1
     normalizer: Scalar  # `tokens`, unless the caller of `grpo_loss` passes another denominator
     max_completion_length: Scalar
 
@@ -95,7 +98,7 @@ def ppo(inputs: SurrogateInputs, settings: LossSettings) -> jax.Array:
 
 
 def cispo(inputs: SurrogateInputs, settings: LossSettings) -> jax.Array:
-    """Return p = −sg(min(w, ε_high))·A·l, which caps the weight but keeps the gradient."""
+    """Return p = −sg(min(w, ε_high))·A·l, which caps the ratio but keeps the gradient of every token."""
     return -sg(jnp.minimum(inputs.ratio, settings.upper_clip)) * inputs.advantages * inputs.log_probs
 
 
@@ -178,21 +181,22 @@ def sampler_weights(
         truncate:  w ← max(min(w, clip_max), clip_min)
         mask:      w ← w if clip_min ≤ w ≤ clip_max, else 0
 
-    Half-precision inputs are computed in float32. Values where `mask` is 0 are ignored, including NaN and inf.
-    Log-probs below −1e4 (or −inf) are treated as −1e4, and |log w| above 20 as 20. δ = 0 for tokens that the engine did
+    Half-precision inputs are converted to float32. Values where `mask` is 0 are ignored, including NaN and inf.
+    Log-probs below −1e4 are treated as −1e4, and log w is clipped to [−20, 20]. δ = 0 for tokens that the engine did
     not score (NaN).
 
     Args:
-      old_log_probs: [..., T] float, nats, log-probs under π_old from the trainer.
-      sampling_log_probs: [..., T] float, nats, log-probs under μ.
-      mask: [..., T] bool or 0/1; m. A row of T tokens is one completion.
+      old_log_probs: [..., T] float, log-probs under π_old from the trainer, in nats.
+      sampling_log_probs: [..., T] float, log-probs under μ from the engine, in nats.
+      mask: [..., T] bool or 0/1, the mask m. A row of T tokens is one completion.
       mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
       clip_max: upper bound > 0 on the weights. None disables it.
       clip_min: lower bound ≥ 0 on the weights. None disables it.
 
     Returns:
       Float32 weights (float64 for float64 old_log_probs) to pass to `grpo_loss` as `importance_weights`. In token
-      modes [..., T], 1 where `mask` is 0. In sequence modes [...], 1 for a row without tokens.
+      modes, the shape is [..., T], and weights are 1 where `mask` is 0. In sequence modes, the shape is [...], and the
+      weight of a row without tokens is 1.
 
     Gradient:
       None; the weights are constants. Without bounds, E_μ[w f] = E_π_old[f] for sequence weights. Token weights omit
@@ -289,7 +293,7 @@ def clip_events(surrogate: Surrogate, inputs: SurrogateInputs, settings: LossSet
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Static settings for the objective, with the names of `grpo_loss` arguments and `GRPOConfig` fields."""
+    """Settings for the objective, with the same names as the `grpo_loss` arguments and the `GRPOConfig` fields."""
 
     loss_type: str = "dapo"
     beta: Scalar = 0.0
@@ -307,7 +311,7 @@ class LossSettings:
     vespo_lambda_pos: Scalar = 3.0
     vespo_k_neg: Scalar = 3.0
     vespo_lambda_neg: Scalar = 2.0
-    top_entropy_quantile: Scalar = 1.0  # fraction of the tokens, those with the highest entropies
+    top_entropy_quantile: Scalar = 1.0  # fraction of tokens to keep, by highest entropy
     off_policy_mask_threshold: Scalar | None = None
     kl_correction_level: str = "token"  # only for importance_sampling_level="sequence"
     surrogate: Surrogate | None = None
@@ -321,7 +325,7 @@ class LossSettings:
 
     @property
     def surrogate_and_reduction(self) -> tuple[Surrogate, Reduction]:
-        """Surrogate and reduction for `loss_type`. A custom `surrogate` replaces the first."""
+        """Surrogate and reduction for `loss_type`. A custom `surrogate` replaces the former."""
         surrogate, reduction = LOSS_TYPES[self.loss_type]
         return self.surrogate or surrogate, reduction
 

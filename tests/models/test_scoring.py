@@ -153,7 +153,7 @@ def test_token_log_probs_and_their_gradient_by_hand():
 @pytest.mark.quick
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: token_log_probs(jnp.zeros((2, 3)), jnp.zeros((3,), int)), r"logits must be \[\.\.\., V\] for tokens"),
-    (lambda: token_log_probs(jnp.zeros((2, 3)), jnp.zeros((2,))), "tokens must be integers; got float32"),
+    (lambda: token_log_probs(jnp.zeros((2, 3)), jnp.zeros((2,))), "tokens must be integers; got dtype float32"),
     (lambda: token_log_probs(jnp.zeros((3,)), jnp.array(0), temperature=0.0), "temperature must be > 0; got 0.0"),
     (lambda: completion_log_probs(*tiny_model(), PROMPTS, completions(), temperature=0), "temperature must be > 0"),
     (lambda: completion_log_probs(*tiny_model(), make_prompts(LISTS[:2]), completions()),
