@@ -38,20 +38,22 @@ def group_attention(
     kernel: Kernel,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute the attention of G completions over their own keys and their prompt's keys.
+    """Compute the attention [B, H_kv, G, T, R, d] of G completions over their own keys and their prompt's keys.
 
-    One softmax covers both: out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o + e_s), with e = exp(score − max).
+    One softmax covers the prompt's keys (p), own keys (o) and the sink (s):
+    out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o + e_s), with e = exp(score − max).
 
     Args:
       q: queries [B, H_kv, G, T, R, d]. R query heads share a key head. Query t is at slot `index + t` and attends to
-        slots start..index+t, and up to `last_visible`.
+        slots start..index+t, and also to later slots up to `last_visible`.
       k: keys [B, H_kv, G, d, S]. The first three axes may be merged. Slots form a ring: slot S + 2 is slot 2.
       v: values [B, H_kv, G, S, d]. The first three axes may be merged.
+      prefix: the prompts' keys, values and lengths, or None.
       index: slot of the first query, a scalar or [B].
       start: [B, G] slot of each completion's first token. Defaults to 0.
       last_visible: [B, T] int32 slot of the last key that a query attends to, if later than its own (in an image).
       kernel: settings with the scale, window and soft cap of the scores. The tile sizes are not used.
-      sinks: float32 scores [H_kv, R] for a key without a value, one per query head, or None.
+      sinks: [H_kv, R] float32 score of each query head for an additional key without a value, or None.
     """
     chex.assert_rank(q, 6)
     t, s = q.shape[3], v.shape[-2]
@@ -78,7 +80,7 @@ def packed_attention(
     kernel: Kernel,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute the attention of packed segments, each over its own keys and its prompt's keys.
+    """Compute the attention [A, H_kv, 1, N, R, d] of packed segments over their own keys and their prompts' keys.
 
     Scores are computed for keys in the query's block and in the `segments.reach` blocks before it. Keys from other
     segments are masked out. q is [A, H_kv, 1, N, R, d], k and v are [A, H_kv, 1, N, d], and `prefix` has B / A prompts
@@ -94,7 +96,7 @@ def packed_attention(
         """Compute attention [H, N, R, d] in one sequence from q [H, N, R, d] and k and v [H, N, d]."""
 
         def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
-            """Slice x for each block and the `reach` blocks before it, [M, ...]."""
+            """Return the slice of x for each block and the `reach` blocks before it, [M, ...]."""
             widths = [(0, 0)] * x.ndim
             widths[axis] = (segments.reach * size, 0)
             x = jnp.moveaxis(jnp.pad(x, widths, constant_values=padding), axis, 0)
@@ -277,10 +279,11 @@ def tiled_attention(
 
 @functools.cache
 def mosaic_error(device: jax.Device, head_dim: int) -> str | None:
-    """Compare the values and gradients of "mosaic" and "tiles" on a device. Returns an error message if they differ.
+    """Compare the values and gradients of "mosaic" and "tiles" on a device.
 
-    Some versions of CUDA's assembler, such as 12.8.0 to 12.9.0, miscompile attention masks. The packed sequences are
-    long enough that several programs share the prompts' keys.
+    Returns None if they agree within 2%, otherwise a message that describes the difference or the exception. Some
+    versions of CUDA's assembler, such as 12.8.0 to 12.9.0, miscompile attention masks. The packed sequences are long
+    enough that several programs share the prompts' keys.
     """
     a, heads, r, size, t = 2, 2, 8, 100, 96  # two sequences with two prompts of 11 completions each
     n, lengths = 22 * t, jnp.array([37, size, 1, 64])
@@ -309,7 +312,7 @@ def mosaic_error(device: jax.Device, head_dim: int) -> str | None:
             arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
             actual, expected = (jax.tree.leaves(gradients(name, arrays)) for name in ("mosaic", "tiles"))
             errors = [jnp.abs(x - y).max() / jnp.abs(y).max() for x, y in zip(actual, expected, strict=True)]
-            largest = float(jnp.stack(errors).max())  # NaN if any is NaN
+            largest = float(jnp.stack(errors).max())  # NaN if any error is NaN
     except Exception as error:
         return one_line(error)
-    return None if largest <= 0.02 else f"their values differ by {largest:.1%}"
+    return None if largest <= 0.02 else f"values or gradients differ from a plain implementation by {largest:.1%}"

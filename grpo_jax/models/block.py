@@ -25,14 +25,17 @@ Result = TypeVar("Result")
 
 
 class Attention(nn.Module):
-    """A layer's attention, with its projections and rotary embedding."""
+    """Self-attention of a decoder layer, including the projections and the rotary embedding."""
 
     config: TransformerConfig
     kind: LayerKind
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
-        """Return the output [B, G, T, D], and either the layer's keys and values or its updated cache."""
+        """Return the output [B, G, T, D], or [B, G, 1, D] with `context.last`, and the layer's new cache.
+
+        The new cache is () if the layer reuses another layer's keys and values.
+        """
         c = self.config
         b, g, t, _ = x.shape
         n = t if context.last is None else 1
@@ -51,7 +54,7 @@ class Attention(nn.Module):
     def _project(
         self, x: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Project x to queries [B, G, T, heads, d], keys, values, and the gate. Unused arrays are None."""
+        """Project x to queries [B, G, T, heads, d], keys, values and the gate. Arrays that are not needed are None."""
         c = self.config
         (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
         gate = k = v = None
@@ -103,7 +106,7 @@ class Attention(nn.Module):
         return self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(c.heads_of(self.kind)[0], -1)
 
     def _has_step_kernel(self, context: Context, heads: int) -> bool:
-        """Return whether the decode kernel computes this layer for one token per completion. `heads` is B·H_kv·G."""
+        """Return whether the decode kernel supports this layer, with one token per completion. `heads` is B·H_kv·G."""
         cache, prefix, mesh = context.shared or context.cache, context.prompt_cache, self.config.mesh
         if context.cache is None or prefix is None or context.last is not None:
             return False
@@ -114,7 +117,7 @@ class Attention(nn.Module):
     def _step(
         self, q: jax.Array, k: jax.Array | None, v: jax.Array | None, context: Context
     ) -> tuple[jax.Array, LayerCache]:
-        """Compute the attention [B, G, H_kv, R, d] of one token per completion with the decode kernel."""
+        """Compute attention [B, G, H_kv, R, d] of one token per completion and the new cache with the decode kernel."""
         c, (h, d), (b, g, *_), prefix = self.config, self.config.heads_of(self.kind), q.shape, context.prompt_cache
         assert prefix is not None
         rope, table = self._rope(context)
@@ -147,7 +150,7 @@ class Attention(nn.Module):
     def _attend(
         self, q: jax.Array, k: jax.Array | None, v: jax.Array | None, context: Context
     ) -> tuple[jax.Array, LayerCache]:
-        """Compute the attention [B, G, T, H_kv, R, d] of prepared queries over keys and values."""
+        """Compute the attention [B, G, T, H_kv, R, d] of normalized and rotated queries, and the layer's new cache."""
         (h, d), (b, g, n, *_) = self.config.heads_of(self.kind), q.shape
         # With the head axis before tokens, both attention products are batched matrix products without a transpose.
         q = q.reshape(b, g, n, h, -1, d).transpose(0, 3, 1, 2, 4, 5)
@@ -273,7 +276,8 @@ def cpu_remat(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable
     """Wrap a layer's `apply` to store only its arguments for the backward pass, like `jax.checkpoint`, but on CPUs.
 
     XLA's CPU compiler drops `jax.checkpoint`'s optimization barriers and would merge the recomputation with the forward
-    pass. Adding 0 · (cotangents) to the arguments prevents this. Only first-order reverse mode is supported.
+    pass. Adding a zero computed from the cotangents to the arguments prevents this. Supports only first-order
+    reverse mode.
     """
 
     @jax.custom_vjp

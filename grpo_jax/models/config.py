@@ -53,7 +53,7 @@ class DeltaShape:
 
     @property
     def projected_width(self) -> int:
-        """Total width of a layer's projections from and to D."""
+        """Total width of a layer's projections from and to the hidden size D."""
         return self.mixed_width + 2 * self.value_width + 2 * self.value_heads
 
 
@@ -72,7 +72,7 @@ class ConvShape:
 
     @property
     def projected_width(self) -> int:
-        """Total width of a layer's projections from and to D."""
+        """Total width of a layer's projections from and to the hidden size D."""
         return 4 * self.width
 
 
@@ -112,13 +112,13 @@ class TransformerConfig:
     norms: str = "pre"  # norms before attention and MLP ("pre"), after them ("post"), or both ("sandwich")
     norm_offset: float = 0.0  # added to every norm's weight (1.0 if weights are stored around zero)
     activation: str = "silu"  # or "gelu", "gelu_tanh"
-    query_scale: float | None = None  # factor on the attention scores; None uses head_dim^(−1/2)
+    query_scale: float | None = None  # factor applied to attention scores; None uses head_dim^(−1/2)
     attention_sinks: bool = False  # whether each head has a learned score for a key without a value
     attention_soft_cap: float | None = None  # c in c·tanh(score/c); None disables the cap
     logit_soft_cap: float | None = None  # c in c·tanh(logit/c); None disables the cap
-    embedding_scale: float = 1.0  # factor on the embeddings
-    residual_scale: float = 1.0  # factor on attention and MLP outputs before they are added to the residual
-    logit_scale: float = 1.0  # factor on the logits
+    embedding_scale: float = 1.0  # factor applied to the embeddings
+    residual_scale: float = 1.0  # factor applied to attention and MLP outputs before they are added to the residual
+    logit_scale: float = 1.0  # factor applied to the logits
     layer_scalar: bool = False  # whether a frozen scalar from the checkpoint scales each layer's output
     num_experts: int = 0  # number of experts per mixture-of-experts layer
     num_experts_per_token: int = 0
@@ -130,7 +130,7 @@ class TransformerConfig:
     # (α, c) for experts that compute (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) instead of act(g) · u.
     expert_swiglu: tuple[float, float] | None = None
     normalize_expert_weights: bool = False  # whether to normalize the weights of a token's experts to sum to one
-    router_loss_coef: float = 0.0  # factor on `router_loss` if the run's `router_aux_loss_coef` is None
+    router_loss_coef: float = 0.0  # factor applied to `router_loss` if the run's `router_aux_loss_coef` is None
     initializer_range: float = 0.02  # standard deviation of initial weights
     image_token_id: int | None = None  # token that image features replace; its logit is `MASKED`, so it is not sampled
     bidirectional_images: bool = False  # whether an image's tokens also attend to the image's later tokens (Gemma 3)
@@ -143,7 +143,7 @@ class TransformerConfig:
     # packed sequences on TPUs (`splash`), else "tiles". "auto" selects the fastest implementation for the devices.
     attention: str = "auto"
     mesh: Mesh | None = None  # mesh that fused attention and experts are sharded over; None for one device
-    float32_sums: bool | None = None  # whether bfloat16 products use float32 sums (`matmul`); None picks the faster
+    float32_sums: bool | None = None  # whether bfloat16 products use float32 sums (`matmul`); None selects the faster
     # Whether calls without a cache run layers of the same kind, or in a repeated pattern, as a loop that is compiled
     # once. The loop needs an additional copy of the layers' weights at run time.
     loop_layers: bool = False
@@ -226,19 +226,19 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
 
 
 def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
-    """Return the size in bytes of the recurrent states for one completion or prompt."""
+    """Return the bytes of a completion's recurrent states: float32 memories, and tails with `itemsize` per value."""
     memories = sum(math.prod(layer.state[0]) for layer in shape.recurrent if layer.state[0] is not None)
     return 4 * memories + itemsize * sum(math.prod(layer.state[1]) for layer in shape.recurrent)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Cost model for a decode step, in bytes read, for completions with the layout [groups, width]:
+    """Cost model for a decode step, in bytes transferred, for completions with the layout [groups, width]:
 
     cost = weights + groups · (prompt + width · (own + state + products))
     """
 
-    weights: float
+    weights: float  # weights of all matrix products, read once per step
     prompt: float  # keys and values of one prompt, read once per group
     own: float  # keys and values of one completion, without its prompt
     products: float = 0.0  # compute time for one completion's matrix products, in equivalent bytes; 0 ignores it
@@ -255,7 +255,11 @@ class StepCost:
         weight_itemsize: float | None = None,
         bytes_per_operation: float = 0.0,
     ) -> StepCost:
-        """Build the cost model for a decoder. `weight_itemsize` defaults to `itemsize`."""
+        """Build the cost model for a decoder.
+
+        `itemsize` and `weight_itemsize` (by default equal) are the bytes per cached value and per weight, and
+        `bytes_per_operation` is the number of bytes that are read in the time of one floating-point operation.
+        """
         attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
         token = itemsize * sum(2 * heads * width for heads, width in attention)  # bytes of keys and values per token
         return cls(
@@ -267,5 +271,5 @@ class StepCost:
         )
 
     def cost(self, groups: int, width: int) -> float:
-        """Compute the cost of a step."""
+        """Compute the cost of a step for `groups` groups of `width` completions."""
         return self.weights + groups * (self.prompt + width * (self.own + self.state + self.products))

@@ -112,7 +112,7 @@ def num_slots(layers: Cache) -> int:
 
 
 def empty_cache(layers: Cache, group: int, slots: int) -> Cache:
-    """Create a zero-filled cache for `group` completions per prompt from `Prefix.layers`."""
+    """Create a zero-filled cache with `slots` slots for `group` completions per prompt, given `Prefix.layers`."""
 
     def empty_layer(layer: LayerCache) -> LayerCache:
         if not layer:
@@ -145,7 +145,7 @@ def pad_slots(cache: Cache, slots: int) -> Cache:
 
 
 def rotate_ring(cache: Cache, first: jax.Array, slots: int) -> Cache:
-    """Read `slots` slots from a cache's ring, starting at `first` [B, G]. Slots repeat if the ring is smaller."""
+    """Return a cache with `slots` slots of a ring, from slot `first` [B, G] on. Slots repeat if the ring is smaller."""
     size = num_slots(cache)
 
     def slice_slots(x: jax.Array, axis: int) -> jax.Array:

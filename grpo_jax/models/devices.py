@@ -23,7 +23,7 @@ MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
-    """Return the platform of `devices`, or of JAX's default device, and its compute capability (0 unless a GPU)."""
+    """Return the first device's platform and compute capability (0 unless a GPU). Defaults to JAX's default device."""
     settings: Any = jax.config  # typed as Any, since its fields are added at run time
     chosen = devices[0] if len(devices) else settings.jax_default_device
     first = jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
@@ -31,7 +31,10 @@ def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
 
 
 def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["float32", "bfloat16"]:
-    """Return the dtype for matrix products, given a `GRPOConfig.compute_dtype`. "auto" depends on the devices."""
+    """Return the dtype for matrix products, given a `GRPOConfig.compute_dtype`.
+
+    "auto" selects bfloat16 on TPUs, and on GPUs with a compute capability of at least 8.0, otherwise float32.
+    """
     if name != "auto":
         return cast(Literal["float32", "bfloat16"], name)
     platform, capability = platform_of(devices)
@@ -62,7 +65,7 @@ CHIPS = {
     "v5p": (95e9, {4: "2x2x1", 8: "2x2x2"}),
     "v6e": (32e9, {4: "2x2", 8: "2x4", 16: "4x4"}),
 }
-"""TPUs: bytes per chip, and slice topologies by number of chips. Fewer than four chips use the smallest slice."""
+"""TPUs: bytes per chip, and slice topologies by number of chips. Fewer than four chips use the topology of four."""
 
 
 class GPU(NamedTuple):
@@ -113,8 +116,9 @@ class Target:
         counts = {1, 2, *CHIPS[kind][1]} if kind in CHIPS else range(1, 9)
         if kind not in (*GPUS, *CHIPS) or count not in counts:
             raise ValueError(
-                f"device must be one of {', '.join((*GPUS, *CHIPS))}, optionally with a count of up to 8 GPUs, or of 1,"
-                f" 2, 4, 8 or (for v5e and v6e) 16 TPU chips, as in H100-8 or v5e-8; got {name!r}"
+                f"device must be one of {', '.join((*GPUS, *CHIPS))}, optionally followed by the number of devices, as"
+                " in H100-8 or v5e-8. Supported numbers are 1 to 8 GPUs, and 1, 2, 4, 8 or (for v5e and v6e) 16 TPU"
+                f" chips; got {name!r}"
             )
         return cls(kind, count)
 
@@ -176,9 +180,9 @@ class ProgramCost(NamedTuple):
 
 
 def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramCost:
-    """Compile a program and return its cost. If a TPU compiler rejects it, sizes are read from the error message.
+    """Compile a program and return its cost. If the program does not fit on a TPU, read sizes from the error message.
 
-    `arguments` is the size in bytes per device of arguments that the caller counts separately, such as the params.
+    `arguments` is the size of the params in bytes per device. It is subtracted if the size in the message includes it.
     """
     key = hash((lowered.as_text(), arguments))  # `plan` needs the update twice
     if key not in _costs:

@@ -19,22 +19,22 @@ from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Params
 
 ExpertWeights = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
-"""Weights of E experts: gate, up [E, D, F] and down [E, F, D] kernels, then gate and up biases [E, F] or None."""
+"""Weights of E experts: gate and up kernels [E, D, F], down kernel [E, F, D], and gate and up biases [E, F] or None."""
 
 
 class Experts(nn.Module):
     """Gated MLPs, combined with a router's weights: Σ_e weight_e · expert_e(x) over each token's chosen experts.
 
-    Tokens are sorted by expert, so that each expert is one block of a ragged matrix product. Experts do not have a
-    capacity limit, so tokens are never dropped, and outputs do not depend on other tokens. If "fsdp" shards the
-    kernels, devices either gather the kernels or exchange tokens, whichever transfers fewer bytes.
+    Tokens are sorted by expert, so that each expert's tokens are one block of a ragged matrix product. Experts do not
+    have a capacity limit, so no tokens are dropped, and a token's output does not depend on other tokens. If "fsdp"
+    shards the kernels, devices either gather the kernels or exchange tokens, whichever transfers fewer bytes.
     """
 
     config: TransformerConfig
 
     @nn.compact
     def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, groups: int) -> jax.Array:
-        """Apply the chosen experts to tokens x [N, D]. N is divisible by `groups`, the size of the batch mesh axis."""
+        """Apply experts `chosen` [N, k] with `weights` [N, k] to tokens x [N, D] of an array [groups, ..., D]."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
@@ -100,7 +100,7 @@ class Experts(nn.Module):
         return each(x, weights, chosen, experts)
 
     def _rows_are_less(self, x: jax.Array, parts: int) -> bool:
-        """Return whether exchanging a 1 / `parts` share of the tokens takes fewer bytes than gathering the kernels."""
+        """Return whether exchanging 1 / `parts` of the tokens transfers fewer bytes than gathering the kernels."""
         c = self.config
         product = 4 * c.num_experts_per_token * c.expert_size  # bytes per token for float32 gate or up products
         rows = len(x) // parts * (2 * x.dtype.itemsize * c.hidden_size + 2 * 2 * product)
@@ -171,7 +171,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class ScaledRouter(nn.Module):
-    """Router with normalized inputs, a scale for each input channel, and a factor on each expert's weight (Gemma 4)."""
+    """Router with normalized inputs, a scale for each input channel, and a factor for each expert (Gemma 4)."""
 
     config: TransformerConfig
 
@@ -191,9 +191,10 @@ class ScaledRouter(nn.Module):
 def router_loss(router: Params, mask: jax.Array, *, num_experts_per_token: int) -> jax.Array:
     """Compute the scalar load-balancing loss E Σ_e f_e p_e (Fedus et al. 2021, Switch Transformers, eq. 4 to 6).
 
-    f_e is the fraction of tokens routed to expert e, and p_e is the router's mean probability for e, both over the
-    unmasked tokens in all sparse layers. Only p has a gradient. A uniform router has the smallest loss, k. `router` is
-    the "router" collection returned by `model.apply(variables, ..., mutable=["router"])`.
+    E is the number of experts, f_e is the fraction of tokens routed to expert e, and p_e is the router's mean
+    probability for e, both over the tokens with mask 1 in all sparse layers. Only p has a gradient. With uniform
+    routing, the loss equals `num_experts_per_token`. `router` is the "router" collection returned by
+    `model.apply(variables, ..., mutable=["router"])`.
     """
     layers = jax.tree.leaves(router)
     counts = totals = jnp.zeros(layers[0].shape[-1:])

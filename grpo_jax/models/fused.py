@@ -1,8 +1,9 @@
 """Fused attention, with memory use linear in the length: scores are computed for one tile at a time.
 
-Each tile of queries iterates over its visible tiles of keys with a running maximum and sum of the scores (Milakov &
-Gimelshein 2018; Dao et al. 2022). The backward pass recomputes the weights from the log-sum-exp. "tiles" uses JAX on
-any platform, "triton" kernels for NVIDIA GPUs (Ampere and later), and "mosaic" the kernels for Hopper in `mosaic`.
+For each tile of queries, a loop over the visible tiles of keys updates the maximum score and the sums of weights and
+weighted values (Milakov & Gimelshein 2018; Dao et al. 2022). The backward pass recomputes the weights from the
+log-sum-exp. "tiles" uses plain JAX on any platform, "triton" uses kernels for NVIDIA GPUs (Ampere and later), and
+"mosaic" uses the kernels for Hopper GPUs in `mosaic`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from grpo_jax.models.tiles import (
 def fused_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, tile_mask: TileMask, kernel: Kernel, sinks: jax.Array | None = None
 ) -> jax.Array:
-    """Compute attention over visible keys, [A, H_kv, N, R, d], which is 0 for queries without visible keys.
+    """Compute attention over visible keys, [A, H_kv, N, R, d]. Outputs are 0 for queries without visible keys.
 
     q is [A, H_kv, N, R, d], where R query heads share a key head; k and v are [A, H_kv, S, d]. `sinks` [H_kv, R]
     float32 are scores for an additional key without a value in each head. Supports only reverse-mode gradients.
@@ -76,7 +77,7 @@ def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> C
 
 
 def _take(x: jax.Array, tile: jax.Array, size: int) -> jax.Array:
-    """Slice tile `at` [A] out of an array [A, H, N, ...]."""
+    """Return tile number `tile` [A], of `size` entries along N, from an array [A, H, N, ...]."""
     return jax.vmap(lambda x, tile: jax.lax.dynamic_slice_in_dim(x, tile * size, size, axis=1))(x, tile)
 
 
@@ -218,7 +219,7 @@ def _call(
     count: int | None = None,
     parts: int = 1,
 ) -> list[jax.Array]:
-    """Run a kernel on `count` tiles of queries or keys, by default all, from tile `first` on.
+    """Run a kernel on `count` tiles of queries (`by_rows`) or keys, starting at tile `first`. Defaults to all tiles.
 
     If `parts` > 1, `parts` programs share each tile, and outputs have a leading axis [parts, ...].
     """

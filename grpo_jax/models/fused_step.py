@@ -1,6 +1,6 @@
 """Attention kernel for decode steps: each new token attends to its prompt and to its completion so far.
 
-One program per completion and key head normalizes and rotates the token's queries and key, writes its key and value to
+One program per completion and key head normalizes and rotates the token's queries and key, writes the key and value to
 the cache, and iterates over the tiles of filled slots. The sums start with the token's own score, so that no program
 reads what it has just written.
 """
@@ -49,7 +49,7 @@ class NormAndRope(NamedTuple):
 
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
-    """Return whether a kernel supports the decode step. `keys` contains the numbers of slots of cache and prompts."""
+    """Return whether a kernel supports the decode step. `keys` is the numbers of slots of the cache and the prompts."""
     if not has_triton(implementation) or min(keys) < MIN_TILE_SIDE:
         return False
     supported = MIN_TILE_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
@@ -70,19 +70,19 @@ def step_attention(
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KeysValues]:
-    """Write one token per completion to the cache, and compute its `attention.group_attention`.
+    """Write one token per completion to the cache, and compute the tokens' `attention.group_attention`.
 
-    Returns the outputs [B, G, H_kv, R, d] and the cache. Differentiation is not supported.
+    Returns the outputs [B, G, H_kv, R, d] and the updated cache. Differentiation is not supported.
 
     Args:
-      q: the token's queries [B, G, H_kv, R, d].
-      new: its key and value [B, G, H_kv, d], or None if the cache already contains them.
+      q: the tokens' queries [B, G, H_kv, R, d]. R query heads share a key head.
+      new: the tokens' keys and values [B, G, H_kv, d], or None if the cache already contains them.
       cache: keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d].
       prefix: see `attention.group_attention`, also for `index`, `start` and `sinks`.
-      norm_and_rope: norm and rotation to apply to q and the new key.
+      norm_and_rope: norm and rotation to apply to queries and new keys.
       write: [B, G] bool, False for completions whose cache does not change. Their outputs are not used.
-      kernel: implementation, scale, window and soft cap, but not the tile sizes.
-      mesh: B and H_kv are sharded over its devices, as in `attention.tiled_attention`.
+      kernel: settings with the implementation, scale, window and soft cap. The tile sizes are not used.
+      mesh: mesh that B and H_kv are sharded over, as in `attention.tiled_attention`, or None.
     """
     (b, g, h, _, d), (pk, pv, lengths) = q.shape, prefix
     slots, p = cache[1].shape[3], pv.shape[2]
@@ -178,7 +178,7 @@ def _step_attention_on_device(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *(() if new is None else cache))]
     out, *new_cache = pl.pallas_call(
         functools.partial(_step_kernel, norm_and_rope=norm_and_rope, half=half, kernel=kernel, sizes=sizes),
-        # In this order, a group's programs run at about the same time, so the keys of their prompt stay in the cache.
+        # In this order, a group's programs run at about the same time, so their prompt's keys stay in the GPU's cache.
         grid=(g, b * h),
         in_specs=[*cache_specs, in_specs],
         out_specs=[out_spec, *cache_specs][: len(shapes)],
@@ -294,6 +294,6 @@ def _tile_slots(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Arr
 
 
 def _tile_size(slots: int, max_keys: int) -> int:
-    """Return the number of keys per tile, a power of two that divides the number of slots if possible."""
+    """Return the keys per tile, a power of two. It divides `slots` if this allows tiles with at least 32 keys."""
     divisor = min(max_keys, slots & -slots)
     return divisor if divisor >= 32 else min(max_keys, 1 << slots.bit_length() - 1)

@@ -108,7 +108,7 @@ def _product(x: jax.Array, w: Quantized, dtype: DTypeLike | None, float32_sums: 
 
 
 def rows_for(x: jax.Array, w: Quantized) -> jax.Array:
-    """Dequantize Wᵀ to the dtype of x, but only after x has been computed, not at the start or before a loop."""
+    """Dequantize Wᵀ to the dtype of x, but only after x has been computed, not at program start or before a loop."""
     x = jax.lax.stop_gradient(x)
 
     def delay(codes: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ def _delay(codes: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _delay_on_cpu(codes: jax.Array, x: jax.Array) -> jax.Array:
-    """XOR codes with a zero computed from x, since XLA's CPU backend ignores barriers when it schedules."""
+    """XOR codes with a zero computed from x, since XLA's CPU backend ignores barriers when it schedules operations."""
     bits = jax.lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     return codes ^ jnp.minimum(bits, 0).astype(codes.dtype)
 
@@ -162,9 +162,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Linear(nn.Module):
-    """Linear layer x W (+ b), where W is an array [in, out] or `Quantized`. A "lora" adapter adds (x A) B.
+    """Linear layer x W (+ b), where W is an array [in, out] or `Quantized`.
 
-    If the "columns" collection contains Wᵀ (`kernels_by_columns`, for decoding on a CPU), it is read instead of W.
+    If the "lora" collection contains an adapter, (x A) B is added. If the "columns" collection contains Wᵀ (from
+    `kernels_by_columns`, for decoding on a CPU), Wᵀ is read instead of W.
     """
 
     features: int

@@ -82,7 +82,7 @@ def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TAR
     chosen = [path for path in kernels if re.fullmatch(targets, "/".join(path))]
     if not chosen:
         example = "/".join(next(iter(kernels)))
-        raise ValueError(f"targets {targets!r} does not match the full path of any projection, such as {example!r}.")
+        raise ValueError(f"targets must match the full path of a projection, such as {example!r}; got {targets!r}.")
     adapters: dict[tuple[str, ...], jax.Array] = {}
     for path, subkey in zip(chosen, jax.random.split(key, len(chosen)), strict=True):
         fan_in, fan_out = kernels[path].shape
@@ -93,7 +93,7 @@ def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TAR
 
 
 FADED = 1e-6
-"""Weight below which adapters from old syncs are dropped from a reference: a tenth of the log-probs' resolution."""
+"""Weight up to which adapters from old syncs are dropped from a reference."""
 
 
 def reference_of(adapters: Params, alpha: float) -> Params:
@@ -165,5 +165,5 @@ def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
     return unflatten_dict(merged)
 
 
-# Use `jit`, since otherwise each of its forty operations would be compiled separately for every shape.
+# Use `jit`, since otherwise each operation in `Quantized.matrix` would be compiled separately for every shape.
 _matrix = jax.jit(Quantized.matrix, static_argnames="dtype")

@@ -22,9 +22,9 @@ def matmul(
 ) -> jax.Array:
     """Compute x w for x [N, I] and w [I, O], or x wᵀ for w [O, I] if `transposed`.
 
-    The result is accumulated and returned in `dtype`, by default the dtype of x and w, which gradients always use. With
-    `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded. If w is wider
-    than x, w is rounded to the dtype of x, but the gradient of w is not rounded.
+    The result is accumulated and returned in `dtype`, by default the dtype of x. Gradients are accumulated in the dtype
+    of x. With `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded. If w
+    has a wider dtype than x, w is rounded to the dtype of x, but the gradient of w is not rounded.
     """
     w = w.astype(x.dtype)
     if float32_sums:
@@ -152,7 +152,7 @@ def dot_float32(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.P
 
 
 def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes, dtype: DTypeLike | None = None) -> jax.Array:
-    """Contract one axis of matrix x with one axis of matrix y in float32, and return `dtype`, by default that of x.
+    """Contract one axis of matrix x with one axis of matrix y in float32. Returns `dtype`, by default x.dtype.
 
     `contract` = (1, 0) computes x y, (1, 1) computes x yᵀ, and (0, 0) computes xᵀ y. Both operands are rounded to the
     narrower of their dtypes, also in the products with cotangents, whereas the derivative of `dot_float32` followed by

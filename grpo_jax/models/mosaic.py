@@ -1,9 +1,9 @@
 """Fused attention on NVIDIA's Hopper GPUs (H100, H200), with Pallas Mosaic GPU kernels.
 
-A block of threads has one tile of queries and iterates over tiles of keys, or vice versa. Two warpgroups of 128 threads
-each compute half of the block's own tile. A third warpgroup copies the tiles that they read into a ring of two slots in
-shared memory. The barrier `ready` signals that a slot is filled, and `free` that both warpgroups have read it. The
-prompts' keys fill whole tiles, so that only one of the two ranges in `Tiles.bounds` applies to a tile of keys.
+A block of threads has one tile of queries and iterates over tiles of keys, or vice versa. Each of two warpgroups (128
+threads) computes half of the block's own tile. A third warpgroup loads the tiles for the other two into a ring of
+two slots in shared memory. The barrier `ready` signals that a slot is filled, and `free` that both warpgroups have
+read it. The prompts' keys fill whole tiles, so only one of the two ranges in `Tiles.bounds` applies to a tile of keys.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SLOTS = 2
 """Number of slots in the ring."""
 
 REGISTERS = {"copies": 24, "computes": 240}
-"""Registers per thread in the copying warpgroup and in each of the two computing warpgroups. Their sum must not exceed
-3 · 168, the number allocated when a block starts. Otherwise, the block deadlocks."""
+"""Registers per thread in the copying warpgroup and in each of the two computing warpgroups. The sum over the three
+warpgroups must not exceed 3 · 168, the number allocated when a block starts. Otherwise, the block deadlocks."""
 
 LOG2_E = math.log2(math.e)
-"""Weights are powers of two, for which the hardware has an instruction: exp(x) = 2^(x · log₂ e)."""
+"""Weights are computed as powers of two, exp(x) = 2^(x · log₂ e), for which the hardware has an instruction."""
 
 WIDE, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 """Register layouts of a product's result, and of vectors with an element for each row or column of the result."""
@@ -78,7 +78,7 @@ def _along(x: jax.Array, like: jax.Array, axis: int) -> jax.Array:
 
 
 def _masked(x: jax.Array, value: float, bounds: Sequence[Ref], first: jax.Array, queries_axis: int) -> jax.Array:
-    """Replace elements for keys that are not visible. The keys start at index `first`."""
+    """Replace elements of x by `value` where the key is not visible. The first key has index `first`."""
     key = _indices(x.shape, 1 - queries_axis)
     begin, end = (_along(_vector(bound, queries_axis) - first, x, queries_axis) for bound in bounds)
     return jnp.where((key >= begin) & (key < end), x, value)
@@ -100,7 +100,7 @@ def _range_of(first: jax.Array, kernel: Kernel) -> jax.Array:
 
 
 def _write(x: jax.Array, buffer: Ref, target: Ref) -> None:
-    """Write x to an array, through a buffer if it has the array's dtype."""
+    """Write x to the array `target`, through `buffer` if the two have the same dtype."""
     if target.dtype != buffer.dtype:
         target[...] = x.astype(target.dtype)
         return
@@ -112,7 +112,7 @@ def _write(x: jax.Array, buffer: Ref, target: Ref) -> None:
 
 Add = Callable[[jax.Array, jax.Array, Arrays], Arrays]
 Loop = Callable[[Add, Arrays], Arrays]
-"""Compute sums over steps: `loop(add, sums)` repeats `sums = add(step, slot, sums)`."""
+"""Function `loop(add, sums)` that repeats `sums = add(step, slot, sums)` for each step and returns the sums."""
 
 
 def _pipeline(
@@ -127,7 +127,7 @@ def _pipeline(
 ) -> None:
     """Copy `sources(step)` to the ring's slots, while two warpgroups run `compute(warpgroup, own, loop)`.
 
-    First, each of the two copies `own_sources(rows)` for its half of the tile's rows to its own buffers.
+    First, each of the two warpgroups copies `own_sources(rows)`, for its half of the rows of `tile`, to buffers `own`.
     """
     arrived, ready, free = barriers
     warpgroup = lax.axis_index("warpgroup")
@@ -142,7 +142,7 @@ def _pipeline(
 
         @pl.loop(0, steps)
         def _(step: jax.Array) -> None:
-            slot, arrays = lax.rem(step, SLOTS), sources(step)  # finds the tile while the slot is in use
+            slot, arrays = lax.rem(step, SLOTS), sources(step)  # computed while the slot is in use
 
             @pl.when(step >= SLOTS)
             def _() -> None:
@@ -342,7 +342,7 @@ def forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
 def backward(
     kernel: Kernel, x: Inputs, g: jax.Array, lse: jax.Array, delta: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the gradients of q, k and v."""
+    """Compute the gradients of q, k and v from the outputs' gradient g, the log-sum-exps, and delta = Σ_d g · out."""
     half, bounds, vector = _buffers(HALF, x.q)
     inputs = x.q, x.k, x.v, x.tiles.bounds, x.tiles.keys, x.tiles.key_count, g, lse, delta
     body, grid = functools.partial(_query_kernel, kernel=kernel), (*x.q.shape[:2], x.tiles.keys.shape[1])

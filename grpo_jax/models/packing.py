@@ -36,30 +36,30 @@ class PackedSequence(flax.struct.PyTreeNode):
     lengths: jax.Array  # [A, S] int32 number of tokens in each segment; 0 for unused segments
 
     def by_segment(self, x: jax.Array) -> jax.Array:
-        """Convert per-token values [A, N] to [A, S, T]. Values past the end of a segment belong to other segments."""
+        """Convert per-token values [A, N] to [A, S, longest]. Values past a segment's end belong to other segments."""
         index = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
         return jax.vmap(lambda x, index: x[index])(x, jnp.minimum(index, x.shape[1] - 1))
 
     def by_token(self, x: jax.Array) -> jax.Array:
-        """Convert per-segment values [A, S, T, ...] to [A, N, ...], 0 in padding. The inverse of `by_segment`."""
+        """Convert per-segment values [A, S, longest, ...] to [A, N, ...], 0 in padding. The inverse of `by_segment`."""
         number, position = self.segments.number, self.segments.position
         values = jax.vmap(lambda x, number, position: x[number, position])(x, number, position)
         return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)
 
     def take(self, x: jax.Array) -> jax.Array:
-        """Gather values for each segment from an array [B, G] or [B, G, T, ...]: [A, S] or [A, S, longest, ...]."""
+        """Gather each segment's values [A, S] or [A, S, longest, ...] from an array [B, G] or [B, G, T, ...]."""
         values = jax.vmap(lambda x, i: x[i])(x.reshape((len(self.tokens), -1, *x.shape[2:])), self.completions)
         return values if x.ndim == 2 else values[:, :, : self.segments.longest]
 
     def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
-        """Add segment values [A, S, T] to `whole` [B, G, T]. Inverts `take` if `whole` is zero."""
+        """Return `whole` [B, G, T] plus segment values [A, S, longest], which must be 0 past the end of a segment."""
         devices, t = self.tokens.shape[0], self.segments.longest
         parts = whole.reshape(devices, -1, whole.shape[-1])
         return jax.vmap(lambda part, i, x: part.at[i, :t].add(x))(parts, self.completions, x).reshape(whole.shape)
 
     @property
     def mask(self) -> jax.Array:
-        """Mask [A, S, T] bool, True for the tokens of each segment."""
+        """Mask [A, S, longest] bool, True for the tokens of each segment."""
         return jnp.arange(self.segments.longest)[None, None] < self.lengths[..., None]
 
 
@@ -71,8 +71,8 @@ FEW_SEQUENCES = 8
 
 OPEN_SEQUENCES = (1, 2, 4)
 """Numbers of last sequences that are tried for a completion before a new sequence is started. Packing uses the smallest
-number that needs no more sequences than the largest one: the prompts in a sequence are then close together, and an
-update keeps activations for fewer prompts."""
+of these numbers that does not need more sequences than the largest. The prompts in a sequence are then close together,
+and an update keeps activations for fewer prompts."""
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
@@ -92,11 +92,11 @@ class SequenceShape(NamedTuple):
 def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
     """Return the shapes that packed sequences for completions [B, G, T] may have.
 
-    Fused attention uses two sizes. The cost of attention with stored scores depends on the block size and on the number
-    of previous blocks that a block reads. It uses one shape for completions of any length, a second if all completions
-    have T tokens, a third for short completions, and, for batches with few sequences, a fourth with half the size and
-    half the block size. A sequence has up to `tokens` tokens, unless the longest completion needs more. `batch_tokens`
-    is the number of tokens in a device's shard of the batch if all completions have T tokens.
+    Sequences have max(`tokens`, T) tokens, rounded up to whole blocks. With fused attention, a second shape may have
+    about a quarter of the tokens. Without fused attention, the cost depends on the block size and on the number of
+    previous blocks that a block reads, so further shapes may be returned: for completions that all have T tokens, for
+    completions of up to T / 4 tokens and, for batches with few sequences, with half the size and half the block size.
+    `batch_tokens` is the number of tokens in a device's shard of the batch if all completions have T tokens.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
     shapes = [SequenceShape(size, BLOCK, t, whole=False)]
@@ -155,7 +155,7 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
         reach = t // block - 1
     else:
         reach = min(-(-(longest - 1) // block), size // block - 1)
-    # Keep arrays [S, T] small compared with logits [N, V], but let four-token completions fill a sequence.
+    # For S > 8, arrays [S, longest] have at most 32 N elements, which is small compared with logits [N, V].
     most = max(8, min(size // 4, 32 * size // longest))
     flat, by_device = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
     lay_out = functools.partial(_lay_out, size=size, block=block, most=most)
@@ -177,7 +177,7 @@ def lengths_of(mask: np.ndarray) -> np.ndarray:
 
 
 def balanced_order(tokens: np.ndarray, devices: int) -> np.ndarray:
-    """Order prompts so that their token counts, `tokens` [B], are balanced across devices."""
+    """Return prompt indices in an order that balances the prompts' token counts `tokens` [B] across devices."""
     parts: list[list[int]] = [[] for _ in range(devices)]
     sums, share = np.zeros(devices), len(tokens) // devices
     for i in np.argsort(-tokens, kind="stable"):
@@ -209,7 +209,7 @@ def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dic
 
 
 def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, num_open: int) -> list[dict[int, list[int]]]:
-    """Assign completions like `_choose`, by first-fit packing into the last `tried` sequences."""
+    """Assign completions like `_choose`, by first-fit packing into the last `num_open` sequences."""
     members: list[dict[int, list[int]]] = []
     filled: list[dict[int, int]] = []  # tokens per prompt in each sequence
     used_blocks: list[int] = []  # blocks used in each sequence

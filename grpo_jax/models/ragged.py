@@ -23,7 +23,8 @@ def ragged_dot(
 ) -> jax.Array:
     """Multiply each row of x [N, I] by its group's matrix in w [E, I, O], with float32 accumulation.
 
-    Returns x_n w_e(n), [N, O]. Rows are sorted by group, and `sizes` [E] int32 is the number of rows in each group.
+    Returns [N, O] in `dtype`, by default x.dtype. Rows must be sorted by group. `sizes` [E] int32 is the number of rows
+    in each group.
     Kernels do not support forward-mode differentiation. `jax.lax.ragged_dot` is used for implementations without
     kernels (`tiles.has_triton`), and also if I or O is not a multiple of 16 or an array has 2³¹ or more elements.
     """
@@ -67,7 +68,7 @@ _ragged_dot.defvjp(_forward, _backward)
 def _by_rows(
     implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, transposed: bool
 ) -> jax.Array:
-    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by the transposes if `transposed`. A program has one tile."""
+    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by w's transposes if `transposed`. A program has one tile."""
     n, inner = x.shape
     outer = w.shape[1 if transposed else 2]
     most = _longest_side(x)
@@ -121,7 +122,7 @@ def _by_rows(
 
 
 def _by_groups(implementation: str, x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Sum x_n g_nᵀ over the rows in each group, [E, I, O]. Runs a program per tile of a matrix."""
+    """Sum x_n g_nᵀ over the rows n in each group, [E, I, O]. A program computes a tile of a matrix."""
     (n, inner), outer = x.shape, g.shape[1]
     most = _longest_side(x)
     rows, height, width = _row_tile(n, len(sizes), most), _tile(inner, most), _tile(outer, most)
@@ -174,5 +175,5 @@ def _tile(size: int, most: int) -> int:
 
 
 def _row_tile(n: int, groups: int, most: int) -> int:
-    """Return the rows per tile, about the mean group size, so that a decode step runs many programs."""
+    """Return the rows per tile: the mean group size, rounded down to a power of two, between 16 and `most`."""
     return min(most, 1 << max(MIN_TILE_SIDE, n // groups).bit_length() - 1)

@@ -26,7 +26,7 @@ from grpo_jax.models.context import Context, LayerCache, RecurrentState, Segment
 from grpo_jax.models.layers import RMSNorm, linear
 
 CHUNK = 64
-"""Maximum chunk size in tokens, a power of two that fills an accelerator's matrix units. Larger chunks do more work."""
+"""Maximum tokens per chunk, a power of two that fills an accelerator's matrix units. Larger chunks need more FLOPs."""
 
 
 class Positions(NamedTuple):
@@ -34,7 +34,7 @@ class Positions(NamedTuple):
 
     position: jax.Array  # [B, G or 1, T] int32, relative to the first token of the segment or call
     length: jax.Array | None = None  # [B, G or 1] int32, number of tokens; None without padding
-    fresh: jax.Array | None = None  # [B, G or 1] bool, whether the call includes a first token; None without a cache
+    fresh: jax.Array | None = None  # [B, G or 1] bool, whether the first token is included; None without a cache
     segments: Segments | None = None  # segments of a packed sequence; None for completions
 
     @classmethod
@@ -150,7 +150,7 @@ def _kernel(module: nn.Module, shape: DeltaShape | ConvShape, channels: int) -> 
 
 
 class ShortConvolution(nn.Module):
-    """Gated short convolution W (c ⊙ conv(b ⊙ x)) from LFM2, with projections b, c and x and Hugging Face's names."""
+    """Gated short convolution W (c ⊙ conv(b ⊙ x)) of LFM2, where b, c and x are projections of the layer's input."""
 
     config: TransformerConfig
 

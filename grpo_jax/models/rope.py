@@ -23,8 +23,8 @@ class Rope:
     kind: str = "default"  # a key of `ROPE_KINDS`; Hugging Face's `rope_type`
     scaling: tuple[tuple[str, Any], ...] = ()  # settings for the scaling, as hashable (name, value) pairs
     fraction: float = 1.0  # fraction of a head's channels to rotate, starting at the first channel
-    pairs: bool = False  # whether channels 2i and 2i + 1 rotate together, not i and i + r/2 for r rotated channels
-    growth: tuple[float, int] = (0.0, 1)  # (β, n): factor 1 + β log(1 + ⌊p / n⌋) on queries at position p (Llama 4)
+    pairs: bool = False  # whether to rotate channels 2i and 2i + 1 together, not i and i + r/2, for r rotated channels
+    growth: tuple[float, int] = (0.0, 1)  # (β, n): queries at position p are multiplied by 1 + β log(1 + ⌊p/n⌋)
     sections: tuple[int, ...] = ()  # numbers of frequencies for time, height and width (Qwen2.5-VL)
 
 
@@ -43,7 +43,7 @@ def _llama3(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[n
 
 
 def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Scale like `_llama3`, but linearly in the dimension, with a temperature (YaRN; Peng et al. 2023, eq. 22–25)."""
+    """Scale like `_llama3`, but with a ramp over dimensions, and a temperature (YaRN; Peng et al. 2023, eq. 22–25)."""
     d, original = 2 * len(inverse), n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
 
@@ -99,7 +99,7 @@ ROPE_LIMITS = {"dynamic": "max_position_embeddings", "longrope": "original_max_p
 
 
 def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.ndarray, float]:
-    """Compute float32 angular frequencies [r/2] for r rotated channels, and the factor on cosines and sines.
+    """Compute float32 angular frequencies [r/2] for r rotated channels, and the factor for cosines and sines.
 
     Only the kinds "dynamic" and "longrope" depend on the sequence length `length`.
     """
@@ -112,7 +112,7 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 
 
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Compute the float32 factors cos and ±sin of `rotate`, each [B, G or 1, T, 2, r/2]. sin is negated in one half.
+    """Compute the float32 factors cos and ±sin of `rotate`, each [B, G or 1, T, 2, r/2], with −sin in the first half.
 
     Positions are [B, T] if they are the same for all completions of a prompt, otherwise [B, G, T], or
     [B, G or 1, T, r/2] from `positions_by_channel`.
@@ -143,8 +143,8 @@ def check_rope_length(rope: Rope, length: int) -> None:
     if limit is not None and length > limit:
         raise ValueError(
             f"prompts and completions have up to {length} tokens in total, but beyond {limit} tokens the "
-            f"rotation of rope_type {rope.kind!r} changes for all tokens, so keys cannot be cached. Use shorter prompts"
-            " or completions"
+            f"rotation of rope_type {rope.kind!r} changes for all tokens, so keys cannot be cached. Limit the lengths"
+            f" of prompts and completions to {limit} tokens in total"
         )
 
 

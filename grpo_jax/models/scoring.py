@@ -30,7 +30,7 @@ class Scores(NamedTuple):
 
     log_probs: jax.Array
     entropies: jax.Array  # entropies of the sampling distributions, in nats
-    router_loss: jax.Array | None = None  # [], from `experts.router_loss`
+    router_loss: jax.Array | None = None  # scalar, from `experts.router_loss`
     statistic: jax.Array | None = None  # [..., T], from a `LogitStatistic`
 
 
@@ -86,7 +86,7 @@ def score_chunks(
     def score_wide(wide: Params, chunk: tuple[jax.Array, jax.Array, Arrays]) -> Scores:
         return score(jax.tree.map(_with_gradient_of, wide, frozen), chunk)
 
-    # The forward pass is another loop, so nothing is shared with it. Barriers would keep the values of `wide` alive.
+    # The forward pass is a separate loop, so CSE cannot merge it with this one. Barriers would keep `wide` in memory.
     policy = jax.checkpoint_policies.save_only_these_names(*NORMALIZER)
     recomputed = jax.checkpoint(score_wide, policy=policy, prevent_cse=False)
     scores = jax.lax.map(functools.partial(recomputed, wide), jax.tree.map(split, inputs))
@@ -137,9 +137,9 @@ def score_completions(
     """Compute `Scores` [B, G, T] for completion tokens under the sampling distribution.
 
     top_k, top_p and min_p always keep these tokens, so that their log-probs remain finite when the params change. If
-    `with_entropy` is False, entropies are 0, which saves a pass over the vocabulary. `with_router` computes the router
-    loss over tokens with mask 1. `rngs` is `{"dropout": key}` in training; None disables dropout. The arrays in
-    `statistic` are [B, G, T, X].
+    `with_entropy` is False, entropies of built-in models are 0, which saves a pass over the vocabulary. If
+    `with_router` is True, the router loss over tokens with mask 1 is also computed. `rngs` is `{"dropout": key}` in
+    training. If None, dropout is disabled. The arrays in `statistic` are [B, G, T, X].
     """
     b, g, t = tokens.shape
     states, aux = predicting_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
@@ -178,8 +178,8 @@ def predicting_states(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the states [B, G, T, D] that predict tokens [B, G, T], and the router loss over `router_mask`.
 
-    `router_mask` [B, G, T] bool selects tokens. If it is None, the router loss is None. If a model has no cache, its
-    logits [B, G, T, V] are returned as states.
+    `router_mask` [B, G, T] bool selects tokens. If it is None, the router loss is None. For models that are not
+    built in, logits [B, G, T, V] are returned as states, and the router loss is None.
     """
     b, g, t = tokens.shape
     if is_builtin(model):
@@ -234,7 +234,7 @@ class PromptStates(NamedTuple):
 def prefill_prompts(
     model: BuiltinModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> PromptStates:
-    """Run the model on prompts once, for use in all `score_packed` calls with their completions."""
+    """Run the model on prompts once. Pass the result to every `score_packed` call for the prompts' completions."""
     last, prefix = model.apply({"params": params}, prompts, method="prefill", rngs=rngs)
     return PromptStates(last, prefix.layers)
 
@@ -252,9 +252,9 @@ def score_packed(
     rngs: dict[str, jax.Array] | None = None,
     statistic: LogitStatistic | None = None,
 ) -> Scores:
-    """Compute `Scores` [A, S, T] for the segments of a packed sequence, 0 past the end of each segment.
+    """Compute `Scores` [A, S, longest] for the segments of a packed sequence, 0 past the end of each segment.
 
-    `prompt_states` and `lengths` [B] cover all prompts in the batch. `router_mask` [A, S, T] bool selects the tokens
+    `prompt_states` and `lengths` [B] cover all prompts in the batch. `router_mask` [A, S, longest] bool selects tokens
     for the router loss, which is not computed if the mask is None. The arrays in `statistic` are [A, N, X]. Other
     arguments are as in `score_completions`.
     """
@@ -266,7 +266,7 @@ def score_packed(
         sequence.tokens,
         sampling,
         with_entropy=with_entropy,
-        # One chunk per device. In long sequences, longer chunks are faster, and take less memory than the activations.
+        # A chunk has CHUNK to 2 · CHUNK tokens per device. In long sequences, larger chunks are faster.
         chunk=states.shape[0] * max(CHUNK, min(2 * CHUNK, states.shape[1] // 10)),
         statistic=statistic,
     )
@@ -283,7 +283,7 @@ def packed_states(
     router_mask: jax.Array | None = None,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute `predicting_states` [A, N, D] for a packed sequence. Arguments are as in `score_packed`."""
+    """Compute states [A, N, D] and router loss like `predicting_states`, with the arguments of `score_packed`."""
     chex.assert_equal_shape_prefix((prompt_states.last, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
     router_mask = None if router_mask is None else sequence.by_token(router_mask)
@@ -343,8 +343,8 @@ def completion_log_probs(
     tokens, mask = completions.tokens, completions.mask
     if tokens.ndim != 3 or tokens.shape != mask.shape or tokens.shape[0] != prompts.tokens.shape[0]:
         raise ValueError(
-            "completions must have tokens and mask [B, G, T] for prompts [B, P]; got "
-            f"tokens {tokens.shape}, mask {mask.shape}, prompts {prompts.tokens.shape}."
+            "completions must have tokens and mask of shape [B, G, T] for prompts of shape [B, P]; got shapes "
+            f"{tokens.shape} for tokens, {mask.shape} for mask and {prompts.tokens.shape} for prompts."
         )
     sampling = Sampling(temperature, top_k, top_p, min_p)
     return score_completions(model, params, prompts, tokens, mask, sampling, with_entropy=False).log_probs

@@ -46,9 +46,9 @@ TABLE: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r".*/experts/down_proj", (None, "tensor", "fsdp")),
     (r".*/experts/(gate|up)_bias", (None, "tensor")),
     (r".*/sinks", ("tensor",)),
-    (r"(.*/)?tower/.*kernel", ("fsdp", None)),  # of a trained vision tower
+    (r"(.*/)?tower/.*kernel", ("fsdp", None)),  # of a trainable vision tower
 )
-"""Regular expressions for full parameter paths, and the mesh axis for each dimension. Others are replicated.
+"""Regular expressions for full parameter paths, and the mesh axis for each dimension. Other parameters are replicated.
 
 An optimizer moment's path ends with its parameter's path, so both have the same sharding.
 """
@@ -65,7 +65,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
       A mesh with all three axes, each of type Auto.
 
     Raises:
-      ValueError: if an axis is unknown or below 1, devices are missing, or several processes do not use all devices.
+      ValueError: if an axis is unknown, a size is below 1, or the product of sizes exceeds the number of devices or,
+        with several processes, is not equal to it.
 
     Example:
       >>> dict(make_mesh({"fsdp": 1}).shape)
@@ -152,12 +153,12 @@ def place(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def committed(tree: Tree) -> Tree:
-    """Commit arrays to their devices. Restored arrays are committed too, so both use the same compiled programs."""
+    """Commit arrays to their devices. Restored arrays are also committed, so the same compiled programs are used."""
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Put an array on devices. With several processes, each holds the whole array and provides its own shards."""
+    """Put an array on devices. An array that does not span processes must be available in full in every process."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     if not getattr(x, "is_fully_addressable", True):
@@ -171,7 +172,7 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def fetch(tree: Params) -> Params:
-    """Copy full arrays to NumPy arrays. If they span several processes, all processes must call it."""
+    """Copy full arrays to NumPy arrays. If arrays span several processes, all processes must call this function."""
 
     def fetch_array(x: jax.Array | np.ndarray) -> np.ndarray:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
@@ -197,7 +198,7 @@ def gather_objects(local: Any) -> list[Any]:
 
 
 def local_range(count: int) -> range:
-    """Return which of `count` dataset rows this process computes episodes and rewards for."""
+    """Return the range of `count` dataset rows for which this process computes episodes and rewards."""
     n, process = jax.process_count(), jax.process_index()
     return range(count * process // n, count * (process + 1) // n)
 
@@ -210,8 +211,7 @@ def constrain_params(tree: Tree, mesh: Mesh | None) -> Tree:
 def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
     """Replicate the embedding over "fsdp" for a rollout, inside a compiled function.
 
-    Otherwise, each device would process all devices' prompts, since tokens are also sharded over "fsdp". In an update,
-    each device would then store all devices' activations.
+    Otherwise, each device would process all devices' prompts, since tokens are also sharded over "fsdp".
     """
 
     def spec(name: str, sharding: NamedSharding) -> PartitionSpec | None:
@@ -262,7 +262,7 @@ def dividing_axes(size: int, mesh: Mesh, *names: str) -> tuple[str, ...]:
 
 
 def split(tree: Params, mesh: Mesh | None) -> Params:
-    """Put arrays [B, ...] on the devices, sharded along B, or replicated if the devices do not divide B."""
+    """Put arrays [B, ...] on the devices, sharded along B, or replicated if B is not divisible by `shard_count`."""
     return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
 
 
@@ -279,7 +279,7 @@ def split_sharding(tree: Params, mesh: Mesh) -> Params:
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
     """Shard an array [B, ...] along B, and its other dimensions over `axes`, inside a compiled function.
 
-    An axis that does not divide its dimension is ignored. No-op without a mesh.
+    An axis is ignored if its size does not divide the dimension. No-op without a mesh.
     """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, constrained_sharding(x.shape, mesh, *axes))
 

@@ -1,7 +1,7 @@
 """Attention of packed sequences on TPUs, with JAX's splash attention kernels.
 
-The kernels take lists of tiles, segment ids, and a function of an int32 for each query and of the key's index. A prompt
-and its completions have the same segment id, and the function separates the completions.
+The kernels take lists of tiles, segment ids, and a mask function of an int32 per query and the index of a key. A prompt
+and its completions have the same segment id, and the mask function separates the completions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_jax.models.tiles import NO_PROMPT, Kernel, TileMask
 MaskInfo = tuple[jax.Array | None, ...]  # a `MaskInfo` of the kernels
 
 BITS = 16
-"""Bits for a query's index, and for the number of own keys before it. Sequences have at most 2^BITS tokens."""
+"""Bits for a query's index, and for the number of own keys before it. A sequence must have at most 2^BITS tokens."""
 
 
 @functools.cache  # `jit` compares functions by identity
@@ -46,7 +46,7 @@ def splash_attention(
     package = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
     splash, masks = (importlib.import_module(package + name) for name in ("kernel", "mask_info"))
     a, h, n, r, d = q.shape
-    rows, columns, part = kernel.rows, kernel.columns, min(kernel.columns, 512)  # `part` keys' scores exist at a time
+    rows, columns, part = kernel.rows, kernel.columns, min(kernel.columns, 512)  # `part` keys are scored at a time
     tiles = tile_mask.tiles[str(kernel.window)]
     own_first, own_end = jnp.pad(tiles.bounds[:, 2:], ((0, 0), (0, 0), (0, -n % rows))).swapaxes(0, 1)
     index, reach = jnp.arange(own_end.shape[1], dtype=jnp.int32)[None], jnp.maximum(own_end - 1 - own_first, 0)
@@ -57,7 +57,7 @@ def splash_attention(
     )
 
     def steps(tile: jax.Array, count: jax.Array, axis: int) -> MaskInfo:
-        """Read `count` [A, X] of the tile indices `tile` [A, X, Y], at least one, to avoid NaN."""
+        """Return a `MaskInfo` for the first `count` [A, X] entries of `tile` [A, X, Y], at least one, to avoid NaN."""
         step, last = jnp.arange(tile.shape[2])[None, None], jnp.maximum(count - 1, 0)[..., None]
         tile = jnp.take_along_axis(tile, jnp.minimum(step, last), axis=2)  # a repeated tile is not loaded again
         tile, used = (jnp.moveaxis(x, 2, axis)[:, None] for x in (tile, (step <= last).astype(jnp.int32)))

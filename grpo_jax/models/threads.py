@@ -19,7 +19,7 @@ import jax
 from grpo_jax.types import Params
 
 CACHE_BYTES = 64 * 2**20
-"""Maximum size in bytes of params that fit in a CPU's cache. Each thread would read larger params from memory."""
+"""Maximum size in bytes of params for which threads are used. Each thread would read larger params from memory."""
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ def devices_of(params: Params) -> set[jax.Device]:
 def count_threads(params: Params, parts: int) -> int:
     """Return the number of threads for a batch with `parts` parts: one per core, but at most one per part.
 
-    Returns 1 unless the params are small and on a single CPU device. A large model's matrix products use all cores.
+    Returns 1 if params exceed `CACHE_BYTES` or are not on a single CPU device. Large matrix products use all cores.
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
@@ -53,7 +53,8 @@ def count_threads(params: Params, parts: int) -> int:
 def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """Apply `function` to each part in a separate thread, and return the results in order.
 
-    Exceptions are raised after all threads have ended. Jitted functions that `function` calls need `@compile_once`.
+    An exception is raised only after all parts are finished. Wrap jitted functions that `function` calls in
+    `compile_once`.
     """
     if len(parts) == 1:
         return [function(parts[0])]
@@ -80,10 +81,10 @@ class compile_once:
 
 
 def wait_on_cpu(tree: Result) -> Result:
-    """Return arrays that the next program in a sequence needs. On CPUs, wait until they are computed.
+    """Return `tree` unchanged. If it contains arrays on a CPU, first wait until all its arrays are computed.
 
-    XLA's CPU backend allocates a program's memory at dispatch, so programs that are dispatched together would all be
-    allocated at once. Other backends reuse the memory.
+    XLA's CPU backend allocates a program's memory at dispatch. Without waiting, the memory of all dispatched programs
+    would be allocated at once. Other backends reuse the memory.
     """
     if any(device.platform == "cpu" for device in devices_of(tree)):
         jax.block_until_ready(tree)
@@ -92,7 +93,7 @@ def wait_on_cpu(tree: Result) -> Result:
 
 @contextlib.contextmanager
 def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
-    """Run a function in a thread during the `with` block, yield its future, and wait for it at the end of the block.
+    """Run a function in a thread during the `with` block. Yields the future, and waits for it at the end of the block.
 
     JAX's context managers are thread-local, so `jax.default_matmul_precision` and `jax.default_device` are also set in
     the new thread.
@@ -110,5 +111,5 @@ def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
 
 @functools.cache
 def _pool(size: int) -> ThreadPoolExecutor:
-    """Return a thread pool, cached because decoding uses it once per 16 tokens."""
+    """Return a thread pool. Pools are cached, since a rollout calls `run_in_threads` many times."""
     return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-part")

@@ -80,10 +80,10 @@ Ref = Any
 
 
 class Tiles(flax.struct.PyTreeNode):
-    """Visible keys of each query, key tiles (of Y) that each of X query tiles reads, and vice versa. Arrays are int32.
+    """Visible keys of each query, and lists of the tiles that contain them, for X query tiles and Y key tiles.
 
-    A query attends to two ranges of keys [first, end), one in its prompt and one in its completion. `bounds` contains
-    the two pairs in this order. Either range may be empty.
+    All arrays are int32. A query attends to two ranges of keys [first, end), one in its prompt and one in its
+    completion. `bounds` contains the two pairs in this order. Either range may be empty.
     """
 
     bounds: jax.Array  # [A, 4, N]
@@ -114,20 +114,20 @@ class Kernel(NamedTuple):
     """Static arguments to attention functions. "einsum" uses only scale, window and soft cap."""
 
     implementation: str  # see `TransformerConfig.attention`; "interpreted" runs the "triton" kernels on any platform
-    rows: int  # queries per tile; each of the R query heads that share a key head counts
+    rows: int  # queries per tile, where a token has R queries for each key head
     columns: int  # keys per tile
-    scale: float = 1.0  # factor on the scores
+    scale: float = 1.0  # factor applied to the scores
     window: int | None = None  # number of positions that a query attends to, including its own; None for all
     soft_cap: float | None = None  # c in c·tanh(scale·score/c); None disables the cap
     shared: int = 0  # number of slots for prompt keys, which precede completion keys
 
     def gap(self, slots: int) -> int:
-        """Return the number of unused slots after `slots` slots for prompt keys, which complete a tile in "mosaic"."""
+        """Return the number of slots that pad `slots` slots of prompt keys to whole tiles in "mosaic", otherwise 0."""
         return -slots % self.columns if self.implementation == "mosaic" else 0
 
     @classmethod
     def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:
-        """Return a kernel with suitable tile sizes. They fit in a GPU's registers or a TPU's vector memory."""
+        """Return a kernel with suitable tile sizes. Tiles fit in a GPU's registers or a TPU's vector memory."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
         if implementation == "mosaic":
@@ -168,10 +168,10 @@ def repeated(bounds: jax.Array, queries_per_kv: int, rows: int) -> jax.Array:
 def over_key_tiles(
     gradients: Callable[[int, int, int], Sequence[jax.Array]], kernel: Kernel, x: Inputs
 ) -> Sequence[jax.Array]:
-    """Compute the gradients of keys and values by `gradients(first, number, parts)` for `number` tiles from `first` on.
+    """Compute gradients of keys and values with `gradients(first, number, parts)`, for `number` tiles from `first` on.
 
     `parts` programs share each tile of prompt keys, which all queries of a group read. Otherwise, these tiles would
-    finish last. The programs' sums are float32 [parts, ...].
+    finish last. If `parts` > 1, `gradients` returns a float32 sum for each program, [parts, ...].
     """
     whole, shared = x.k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
     parts = min(MAX_PARTS, x.q.shape[2] // kernel.rows // MIN_PART)
@@ -218,7 +218,7 @@ def add_tile(
 
 
 def finish(sums: Sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Convert sums to outputs and log-sum-exps. Queries without visible keys get zeros and `-MASKED`."""
+    """Convert sums to outputs and log-sum-exps, which are 0 and `-MASKED` for queries without visible keys."""
     values, top, total = sums
     nonempty = total > 0
     lse = jnp.where(nonempty, top + jnp.log(jnp.where(nonempty, total, 1.0)), -MASKED)
@@ -236,7 +236,10 @@ def tile_gradients(
     *,
     kernel: Kernel,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute a tile's attention weights and the gradient with respect to q kᵀ, both in float32."""
+    """Compute a tile's attention weights and the gradient with respect to q kᵀ, both in float32.
+
+    g is the gradient with respect to the outputs, and delta = Σ_d g · out.
+    """
     scores = _scores(q, k, seen, kernel)
     weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
     slope = weights * (tile_product(g, v, (1, 1)) - delta[:, None])

@@ -1,4 +1,4 @@
-"""Image encoders: SigLIP, with the projectors of Gemma 3 and Idefics 3 to the text model's width, and Qwen2.5-VL's."""
+"""Image encoders: SigLIP with the projectors of Gemma 3 and Idefics 3, and the vision transformer of Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SiglipTower(nn.Module):
 
     `inputs` contains `pixels` [tiles, H, W, 3], and the result is [tiles, M, D], with a feature for each block of r × r
     patches in raster order: norm(mean(x over the block)) W for Gemma 3, and concat(x over the block) W for Idefics 3
-    (pixel shuffle; Shi et al. 2016). Patches have learned positions in raster order.
+    (pixel shuffle; Shi et al. 2016), with a projection W. Patches have learned position embeddings.
     """
 
     config: SiglipConfig
@@ -123,8 +123,8 @@ class QwenTower(nn.Module):
     """Encodes images with Qwen2.5-VL's vision transformer (Bai et al. 2025, section 2.1.1).
 
     `inputs` contains the arrays from `window_inputs`, concatenated for several images (one tile each) and padded with
-    zeros to W windows. Returns features [tiles, M, D] with M = W · S / merge_size², in raster order. Features after an
-    image's last one are undefined.
+    zeros to W windows of S patches. Returns features [tiles, M, D] with M = W · S / merge_size², in raster order.
+    Features after the last one of an image must be ignored.
     """
 
     config: QwenVisionConfig
@@ -161,7 +161,7 @@ class _QwenBlock(nn.Module):
 
 
 def _axial_table(positions: jax.Array, rope: Rope, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Return a `rope_table` for positions [tiles, W, S, 2]: half of the frequencies rotate by row, half by column."""
+    """Return a `rope_table` for positions [tiles, W, S, 2]: half the angles depend on the row, half on the column."""
     frequencies, _ = rope_frequencies(rope, head_dim // 2)
     angles = positions[..., None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, 1, -1)
     angles = angles.reshape(*positions.shape[:-1], -1)

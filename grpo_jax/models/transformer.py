@@ -39,7 +39,7 @@ class Transformer(nn.Module):
     """
 
     config: TransformerConfig
-    tower: nn.Module | None = None  # trained vision tower, or None; its params are under the key "tower"
+    tower: nn.Module | None = None  # trainable vision tower, or None; its params are under the key "tower"
 
     def setup(self) -> None:
         c = self.config
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
         """Compute hidden states [B, G, T, D] after the final norm for G completions per prompt, and the new cache.
 
         If `cache` is None, the new cache has (keys, values) [B, H_kv, G, T, d] or a `RecurrentState` for each layer,
-        and () for recurrent layers in packed sequences.
+        and () for layers that reuse keys and values and for recurrent layers in packed sequences.
 
         Args:
           tokens: [B, G, T] int32 tokens.
@@ -130,7 +130,7 @@ class Transformer(nn.Module):
         )
         # If the embedding is sharded along D, XLA's partitioner may otherwise shard the activations along D too.
         x = constrain(self.embed_tokens(tokens), c.mesh)
-        # Otherwise, XLA looks the tokens up again in each operation that reads x.
+        # Without this barrier, XLA would look up the tokens again in each operation that reads x.
         x = x if cache is not None else jax.lax.optimization_barrier(x)
         x = x if images is None else insert_features(x, images)
         prompts = None if prefix is None else prefix.layers
@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         c, chosen = self.config, implementation(self.config.attention)
         if chosen == "einsum":
             return None
-        # The kernels' gradients of sinks do not have the sinks' dtype in older versions of JAX.
+        # The splash kernels' gradients of sinks do not have the sinks' dtype in older versions of JAX.
         if chosen == "splash" and (segments is None or c.attention_sinks or tokens[2] > 1 << BITS):
             chosen = "tiles"
         if chosen == "mosaic" and not c.fits_mosaic:
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
         return masks[0].replace(tiles={window: tiles for mask in masks for window, tiles in mask.tiles.items()})
 
     def _layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
-        """Compute per-layer embeddings (RMSNorm(W x / √D) + e) / √2 [B, G, T, layers, ·] (Gemma 4), or return None."""
+        """Return (RMSNorm(W x / √D) + e) / √2 [B, G, T, layers, ·] for per-layer embeddings e (Gemma 4), or None."""
         c = self.config
         if not c.layer_input_size:
             return None

@@ -157,7 +157,7 @@ def test_token_log_probs_and_their_gradient_by_hand():
     (lambda: token_log_probs(jnp.zeros((3,)), jnp.array(0), temperature=0.0), "temperature must be > 0; got 0.0"),
     (lambda: completion_log_probs(*tiny_model(), PROMPTS, completions(), temperature=0), "temperature must be > 0"),
     (lambda: completion_log_probs(*tiny_model(), make_prompts(LISTS[:2]), completions()),
-        r"completions must have tokens and mask \[B, G, T\] for prompts \[B, P\]; got tokens \(3, 4, 6\)"),
+        r"tokens and mask of shape \[B, G, T\] for prompts of shape \[B, P\]; got shapes \(3, 4, 6\) for tokens"),
 ])  # fmt: skip
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
