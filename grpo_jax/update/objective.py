@@ -1,7 +1,7 @@
 """Loss for a part of a minibatch, and comparison of the policy's distributions with a teacher's.
 
 Each loss is a sum divided by a count over the whole minibatch. The parts' losses and gradients therefore add up to the
-minibatch's loss and gradient, no matter how it is split.
+minibatch's loss and gradient, no matter how it is split. Only the router loss depends on the split.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def has_entropy_bonus(config: Config) -> bool:
 
 
 def zero_advantage_has_no_gradient(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
-    """Return whether the advantage multiplies the whole loss. False for a custom surrogate."""
+    """Return whether completions with advantage 0 have no gradient. Returns False for a custom surrogate."""
     others = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_coef_of(model, config))
     return surrogate is None and not any(others)
 
@@ -191,7 +191,7 @@ def _grpo_terms(
 
 
 def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Array, config: GRPOConfig) -> TrainState:
-    """Update the adaptive entropy bonus coefficient for the current entropy, if `is_valid` ([] bool)."""
+    """Update the adaptive coefficient of the entropy bonus from the entropy if `is_valid` ([] bool) is True."""
     coef, effective = update_entropy_coef(  # the effective coefficient is 0 above the target
         state.entropy_coef,
         entropy,
@@ -216,7 +216,7 @@ class Teacher(flax.struct.PyTreeNode):
     params: Params
 
     def clip_ids(self, tokens: jax.Array) -> jax.Array:
-        """Clip ids to the teacher's vocabulary, since its states are NaN beyond (the policy's may be padded more)."""
+        """Clip token ids to the teacher's vocabulary. Larger ids, from a policy with more padding, would give NaN."""
         return tokens.clip(max=self.model.config.vocab_size - 1) if is_builtin(self.model) else tokens
 
 
@@ -231,8 +231,8 @@ def logit_statistic(
 ) -> LogitStatistic | None:
     """Return the `LogitStatistic` for tokens [..., T], or None if the loss and metrics do not need one.
 
-    In SFT, it is 1 for the most probable token. In GRPO, it is the divergence from a teacher, given its hidden `states`
-    [..., T, D] or its k most probable tokens [..., T, k].
+    In SFT, the statistic is 1 where the token is the most probable one. In GRPO, it is the divergence from the teacher,
+    given the teacher's hidden `states` [..., T, D] or its k most probable tokens `top_ids` [..., T, k].
     """
     if isinstance(config, SFTConfig):
         return LogitStatistic(_is_most_probable, (tokens[..., None],))

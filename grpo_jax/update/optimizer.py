@@ -19,7 +19,7 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|
 
 
 def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
-    """Return the learning rate schedule: constant, or linear warm-up from 0 and then linear or cosine decay to 0."""
+    """Return the learning rate schedule: any linear warm-up from 0, then a constant, or linear or cosine decay to 0."""
     peak, warmup = config.learning_rate, config.total_warmup_steps(total_steps)
     rest = max(1, total_steps - warmup)
     if config.lr_scheduler_type == "linear":
@@ -34,12 +34,12 @@ def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
 
 
 def is_decayed(path: str) -> bool:
-    """Return whether weight decay applies to the parameter at `path`. Like transformers, excludes norms and biases."""
+    """Return whether weight decay applies to the parameter at `path`, which is False for norms and biases."""
     return _NOT_DECAYED.search(path.lower()) is None
 
 
 def _add_decay(weight: float) -> optax.GradientTransformation:
-    """Add weight·θ to the updates for params with weight decay, with an empty state as in `optax.adamw`."""
+    """Add weight·θ to the updates for params θ that `is_decayed` selects. The state is empty, as in `optax.adamw`."""
 
     def add_to_leaf(path: jax.tree_util.KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
         decays = is_decayed(jax.tree_util.keystr(path, simple=True, separator="/"))

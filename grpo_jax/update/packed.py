@@ -58,7 +58,7 @@ ACCELERATOR_TOKENS = 32768
 """`CPU_TOKENS` for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Target number of prompt tokens per part and device for short sequences. It bounds the stored activations."""
+"""Target for prompt tokens per part and device, if sequences have up to 8192 tokens. Bounds the stored activations."""
 
 
 class Part(flax.struct.PyTreeNode):
@@ -67,7 +67,7 @@ class Part(flax.struct.PyTreeNode):
     Attributes:
       batch: prompts [A·K, P] and their completions [A·K, G, T].
       selected: [A·K, G, T] bool slice of the `top_entropy_mask`, or None if all tokens contribute to the loss.
-      sequences: packed sequences [A, S, ...], in order: with a gradient, without a gradient, unused.
+      sequences: [A, S, ...], S packed sequences per device, in order: with a gradient, without a gradient, unused.
       num_with_grad: [] int32 number of sequences with a gradient.
       num_used: [] int32 number of sequences with completions, at least 1.
       index: [] int32 position of the part in its minibatch.
@@ -98,7 +98,7 @@ class PackedUpdater(Updater):
         return self._score(params, prompts, tokens, mask, with_entropy=False)[0]
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Run one optimizer step and return the new state and the metrics, with `padding_share`. Donates `state`."""
+        """Run one optimizer step and return the new state and metrics, including `padding_share`. Donates `state`."""
         grads, sums, padding = self._gradients(state, batch)
         state, metrics = apply_update(self, state, grads, sums)
         # The sum over sequences would count segments without tokens and miss empty completions.
@@ -164,10 +164,10 @@ class PackedUpdater(Updater):
     def pack(
         self, params: Params, batch: Batch, selected: jax.Array | None = None, *, for_scoring: bool = False
     ) -> tuple[list[Part], np.ndarray]:
-        """Split a batch into parts, returned with their prompt indices [parts, A·K], -1 where a part has fewer prompts.
+        """Split a batch into parts. Returns the parts and prompt indices [parts, A·K], with −1 for empty positions.
 
-        Prompts without a gradient come last, so that some parts need only a forward pass. Parts without completions are
-        omitted unless `for_scoring` is True.
+        Prompts without a gradient come last, so that some parts need only a forward pass. Parts without completion
+        tokens are omitted unless `for_scoring` is True, but at least one part is returned.
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
@@ -198,7 +198,7 @@ class PackedUpdater(Updater):
         # Upper bound on the number of sequences for any completion lengths, so that all parts have the same shape.
         per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_zero_signal_backward
-        # Packed separately, more sequences are partly empty, even if only one of several devices has both kinds.
+        # Packing both kinds separately leaves more sequences partly empty, even if only one device has both kinds.
         if 3 * len(together) <= 3 * len(trained) + len(untrained) or len(trained) + len(untrained) > max_sequences:
             trained, untrained = together, []
         sequences = [*trained, *untrained] or together
@@ -316,7 +316,7 @@ def _loss(
 def add_gradients(
     updater: PackedUpdater, grads: Params, state: TrainState, part: Part, totals: dict[str, jax.Array]
 ) -> tuple[Params, MetricSums]:
-    """Add the params gradient for one part to `grads`, and return the sum and the part's metric sums."""
+    """Return `grads` plus the params gradient for one part, and the part's metric sums. Donates `grads`."""
     model, mesh, prompts = updater.model, updater.mesh, part.batch.prompts
     key, teacher_prompts = dropout_key(model, state, part.index, 0), _teacher_states(updater, prompts)
     prompt_states, pull_back = jax.vjp(lambda params: _prefill(model, params, prompts, mesh, key), state.params)
@@ -380,7 +380,7 @@ def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
 
 @jax.jit
 def _in_order(updater: PackedUpdater, parts: list[tuple[jax.Array, ...]], order: jax.Array) -> tuple[jax.Array, ...]:
-    """Concatenate the parts' arrays and restore the batch order."""
+    """Concatenate the parts' arrays and restore the batch order by indexing with `order`."""
     return jax.tree.map(lambda *x: constrain(jnp.concatenate(x)[order], updater.mesh), *parts)
 
 

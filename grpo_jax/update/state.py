@@ -25,8 +25,9 @@ class TrainState(flax.struct.PyTreeNode):
 
     Attributes:
       params: policy params θ, a pytree of float arrays.
-      old_params: θ at the start of the iteration, from which its completions are sampled (with `rollout_ahead`, those
-        of the next iteration). None if an iteration has a single update, unless an engine samples during that update.
+      old_params: θ at the start of the iteration, from which the iteration's completions are sampled (or, with
+        `rollout_ahead`, the next iteration's). None if an iteration has a single update, unless an engine samples
+        during that update.
       ref_params: reference params for the KL term; None if beta is 0.
       initial_params: params at the start of the run; None unless the reference is synced.
       opt_state: state of the optax transformation.
@@ -62,7 +63,7 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def _unshared(tree: TrainState, seen: set[int]) -> TrainState:
-    """Copy arrays that occur twice in a tree or have an id in `seen`, since donated buffers must not be shared."""
+    """Copy NumPy arrays and arrays that occur twice or have an id in `seen`: donated buffers must not be shared."""
 
     def copy_if_shared(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and id(x) in seen):
@@ -104,7 +105,7 @@ def create_state(
       A `TrainState` at step 0.
 
     Raises:
-      ValueError: if a leaf of params is not a float array, such as a quantized weight.
+      ValueError: if a leaf of params is not a float array (for example, if it is a quantized weight).
 
     Example:
       >>> state = create_state({"w": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0), keep_reference=True)
@@ -157,9 +158,10 @@ def finish_update(
 ) -> TrainState:
     """Apply one optimizer step, then sync the reference if it is due.
 
-    θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0,  with α = sync_alpha
+    θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
 
-    If there are master params, θ denotes them, and params are set to their rounded values. If `is_finite` (of the loss
+    Here, g is `grads` and α is `sync_alpha`. If there are master params, θ denotes them, and params are set to their
+    rounded values. If `is_finite` (of the loss
     and the gradient) or `has_tokens` is False, params and optimizer state do not change. `step` is always incremented,
     so that skipped updates do not affect schedule, data or keys. A `sync_every` of None freezes the reference. `sync`
     is `lora.sync_adapters` for a reference from `lora.reference_of`.

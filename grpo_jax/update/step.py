@@ -1,8 +1,8 @@
 """Training step: a minibatch's gradient, the optimizer step and the metrics.
 
 `train_step` is a pure function that works with any model and mesh. It processes micro-batches [prompts, completions]
-of equal shape. For this package's own models, `packed` computes the same gradient without padding. A run computes
-log-probs and updates with an `Updater` or its subclass `packed.PackedUpdater`.
+of equal shape. For this package's own models, `packed` computes the same gradient without padding. Runs use an
+`Updater`, or its subclass `packed.PackedUpdater`, for log-probs and updates.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Updater(flax.struct.PyTreeNode):
         return self.skip_zero_signal and zero_advantage_has_no_gradient(self.model, self.config, self.surrogate)
 
     def padded_length(self, longest: int) -> int:
-        """Return the smallest sufficient length among T, T/2, T/4, …, for a batch of at most `longest` tokens."""
+        """Return the smallest of T, T/2, T/4, … that holds completions of `longest` tokens and is at least 8 (or T)."""
         length = self.config.max_completion_length
         while length % 2 == 0 and length // 2 >= max(longest, 8):
             length //= 2
@@ -119,14 +119,15 @@ def train_step(
         and the ratio is 1. If False, it uses the batch's `old_log_probs`, or `sampling_log_probs` if they are None.
       micro_shape: (prompts, completions per prompt) in a micro-batch, which must divide (B, G). Defaults to (B, G).
       surrogate: custom surrogate to use instead of the config's `loss_type`, as in `grpo_loss`.
-      teacher: model with which the policy's distributions are compared. None if there is no teacher or if it provides
-        only log-probs.
+      teacher: model with which the policy's distributions are compared. None without a teacher, or if
+        the teacher provides only log-probs.
 
     Returns:
       The next state and the metrics: all `grpo_loss` metrics, `grad_norm` (before clipping), `update_skipped` (1 if
-      the loss or the gradient was not finite), `sampler_gap` (maximum of |l − l_sampling|, about 1e-5 in float32 in the
-      first update of an iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token
-      contributes to the loss, all metrics except counts are NaN, and only `step` changes (and the reference, if due).
+      the loss or the gradient was not finite), `sampler_gap` (maximum difference between the log-probs of the policy
+      and the sampler, about 1e-5 in float32 in the first update of an iteration) and, if the batch has the initial
+      policy's log-probs, `kl_initial`. If no token contributes to the loss, all metrics except counts and
+      `update_skipped` are NaN, and only `step` changes (and the reference, if a sync is due).
 
     Example:
       One step makes token 2 more likely after token 1 in a bigram model with nine params:
@@ -210,7 +211,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
 
 
 def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
-    """Return the `LogitStatistic` for a micro-batch. Runs the teacher on it if there is a teacher model."""
+    """Return the `LogitStatistic` for a micro-batch. Runs any teacher model on the micro-batch."""
     teacher, states = updater.teacher, None
     if teacher is not None:
         states, _ = predicting_states(teacher.model, teacher.params, part.prompts, teacher.clip_ids(part.tokens))
@@ -238,7 +239,7 @@ def dropout_key(model: Model, state: TrainState, *indices: jax.typing.ArrayLike)
 def apply_gradients(
     updater: Updater, state: TrainState, grads: Params, sums: MetricSums
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Run the optimizer step. Without tokens in the loss, averaged metrics are NaN and params do not change."""
+    """Return the state after the optimizer step and the metrics. Without tokens in the loss, params do not change."""
     assert updater.optimizer is not None, "update requires an updater with an optimizer"
     config, metrics = updater.config, finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
@@ -291,7 +292,8 @@ def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[Tr
 def split_batch(batch: Batch, micro_shape: tuple[int, int]) -> Batch:
     """Split a batch [B, G, ...] into micro-batches [N, prompts, completions, ...], repeating prompts as needed.
 
-    A micro-batch contains every (B / prompts)-th prompt, so each device has an equal share and no data moves.
+    A micro-batch contains every (B / prompts)-th prompt, so each device has an equal share of it and no data
+    moves between devices.
     """
     chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
     repeated = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
