@@ -10,7 +10,7 @@ checkpoints/40/   params   the trained params, the only part needed for export
 ```
 
 Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (after a stop, an
-error or `save_minutes`) are used only for resuming. They cannot be the best one and do not replace scheduled ones.
+error or `save_minutes`) are used only for resuming. They do not replace scheduled ones and cannot be the best one.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Checkpoints:
         if best is None or best[0] == int(state.step):
             return state
         like = jax.tree.map(as_target, state)
-        _delete(state)  # only one state is in memory
+        _delete(state)  # so that only one state is in memory
         return self._load(best[0], like, {"progress": {}}).state
 
     def restore(self, state: TrainState, resume: str = "auto", *, keep_params: bool = False) -> Restored:
@@ -246,13 +246,14 @@ class Checkpoints:
         """Raise ValueError if `resume` is "must" and there is no checkpoint, or if it is "never" and there is a run."""
         if resume == "must" and not steps:
             raise ValueError(
-                f'{self._where} does not contain a checkpoint to resume from (resume="must"). Check the path. If the'
-                ' run ended before its first checkpoint, use resume="auto" or run grpo-jax train on its RUN.yaml.'
+                f'resume="must" needs a checkpoint to resume from, but {self._where} does not contain one. Check the'
+                ' path. If the run ended before its first checkpoint, use resume="auto" or run grpo-jax train on its'
+                " RUN.yaml"
             )
         if resume == "never" and self._run_dir is not None and (steps or (self._run_dir / "metrics.jsonl").exists()):
             raise ValueError(
-                f'{self._where} contains a run (resume="never"). Use a different directory, move the old run'
-                ' away, or resume it with resume="auto"'
+                f'resume="never" needs a run_dir without a run, but {self._where} contains a run. Use a different'
+                ' directory, move the old run away, or resume it with resume="auto"'
             )
 
     def _stored_json(self, step: int) -> Json:
@@ -269,7 +270,7 @@ class Checkpoints:
 
         context, index = ocp.Context(), jax.process_index()
         context.multiprocessing.primary_host, context.multiprocessing.active_processes = index, {index}
-        context.pytree.loading.partial_load = True  # `differences` has compared the arrays; other versions have more
+        context.pytree.loading.partial_load = True  # other versions may store more arrays
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _OPTIONAL.items():
             if stored.get(name) is not None:
@@ -283,7 +284,7 @@ class Checkpoints:
         return Restored(state, progress, batch, prefetched, stored.get("transcript"))
 
     def _rename_unreadable(self, unreadable: Mapping[int, str], good: int) -> None:
-        """Rename unreadable checkpoints and warn. Otherwise, the run could not save these steps again."""
+        """Rename unreadable checkpoints, so that the run can save these steps again, and issue a warning for each."""
         assert self._checkpointer is not None
         now = gather_objects(time.time_ns())[0]
         for step, reason in unreadable.items():
@@ -322,7 +323,7 @@ def _delete(state: TrainState) -> None:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Remove temporary directories of an interrupted save. Retries, since a thread may still write there."""
+    """Remove temporary directories of an interrupted save. Retries for 10 s, since a thread may still write there."""
     deadline = time.monotonic() + 10
     while unfinished := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
         for path in unfinished:

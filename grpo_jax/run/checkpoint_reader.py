@@ -24,7 +24,7 @@ Shapes = dict[str, Any] | list[Any] | None
 
 
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """Load a checkpoint's step and params, the newest if `step` is None, in the form of the initial params `like`.
+    """Load the params at `step` (None: the latest) with the structure and shardings of `like`. Returns (step, params).
 
     Raises ValueError if the checkpoint is missing or does not match `like`.
     """
@@ -41,7 +41,7 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
     checkpoint, reason = try_read(functools.partial(ocp.load_checkpointables, directory / str(selected), wanted))
     if checkpoint is None:
         raise ValueError(
-            f"run_dir = {str(run_dir)!r}: the params of step {selected} cannot be read ({reason}); check that the run"
+            f"run_dir = {str(run_dir)!r}: the params at step {selected} cannot be read ({reason}); check that the run"
             " trained this model"
         )
     return selected, checkpoint["params"]

@@ -54,7 +54,7 @@ _jit_advantages = jax.jit(
 
 
 class RolloutSource:
-    """Source of rollouts, which samples completions from the current policy on request. Subclasses prefetch them.
+    """Source of rollouts, which samples completions from the current policy on request. Subclasses prefetch.
 
     `cursor` is the number of prompts in completed iterations and `next_cursor` includes the current one. Prompts and
     keys depend only on the position in the shuffled epochs. Checkpoints store `cursor`, so a resumed run repeats an
@@ -71,7 +71,7 @@ class RolloutSource:
         self.cursor = self.next_cursor = cursor
 
     def wait_pending(self, state: TrainState) -> None:
-        """Wait for pending completions. Must be called before an update changes the params that sample them."""
+        """Wait for pending completions. Must be called before an update changes the params that are sampled from."""
 
     def next(self, state: TrainState) -> RolloutResult:
         """Sample and return completions for the next prompts."""
@@ -275,8 +275,8 @@ def sample(
 ) -> RolloutResult:
     """Sample completions for the rows of `data` at `row_indices`, with `generate` or with the engine `sampler`.
 
-    The sampling keys are derived from `prompt_indices` [B]. P is `prompt_length`, or larger if an environment makes a
-    prompt longer. `interrupt` is called every few tokens. An exception that it raises stops the sampling.
+    The sampling keys are derived from `prompt_indices` [B]. Prompts are padded to `prompt_length` tokens, or to
+    more if an environment makes a prompt longer. `interrupt` is called repeatedly, and stops sampling by an exception.
     """
     ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     generate_fn: Callable[..., Completions] = generate
@@ -333,7 +333,7 @@ def call_reward_fns(
     on_error: str,
     trainer_state: TrainerState | None = None,
 ) -> Rewards:
-    """Call the reward functions on this process's rows, if it has any."""
+    """Return the reward functions' results for this process's rows, which may be empty."""
     tokens, present, names = rollout.completions.tokens, rollout.present, reward_names(reward_fns)
     g = np.shape(tokens)[1]
     process_rows = local_range(len(rollout.rows)) if rollout.process_rows is None else rollout.process_rows

@@ -57,7 +57,7 @@ def _processor() -> str:
 
 
 def _make_writable(directory: Path) -> bool:
-    """Create the cache directory and delete programs that a killed process left incomplete. Returns whether it worked.
+    """Create the cache directory and delete incomplete programs of killed processes. Returns whether it is writable.
 
     JAX writes a program and then a file with its access time. If the second file is missing, JAX's eviction fails.
     """

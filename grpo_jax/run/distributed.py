@@ -54,7 +54,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     """
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
         raise ValueError(f"coordinator must be host:port, such as host0:8476; got {coordinator!r}")
-    import jax  # not at the top: `add_flags` must not load it
+    import jax  # imported lazily, because `add_flags` must not import JAX
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -62,8 +62,8 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     except (ValueError, RuntimeError) as error:
         if coordinator is None:
             raise ValueError(
-                f"no cluster was detected (Slurm, TPU pod, Kubernetes, MPI): {error} Set coordinator, num_processes and"
-                " process_id (--coordinator HOST:PORT --num-processes N --process-id I)"
+                f"no cluster was detected (Slurm, TPU pod, Kubernetes or MPI): {error} Set coordinator, num_processes"
+                " and process_id (--coordinator HOST:PORT --num-processes N --process-id I)"
             ) from error
         raise
     sys.excepthook = _explain
@@ -79,7 +79,7 @@ def end_by_error(status: int = 1) -> None:
 
 
 def _exit_on_error() -> None:
-    """Exit immediately if an error ends this process. Exit functions that were registered later have already run."""
+    """Exit immediately if an error ends the process. Exit functions that were registered later have already run."""
     if not _statuses:
         return
     with contextlib.suppress(OSError, ValueError):  # the streams may be closed

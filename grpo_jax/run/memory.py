@@ -92,7 +92,7 @@ def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
 
 
 def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
-    """Bind the largest decode program, or return None for a model without a KV cache or if an engine samples."""
+    """Bind the largest decode program. Returns None if the model does not have a KV cache or an engine samples."""
     config = run.config
     if run.sampler is not None:
         return None
@@ -150,7 +150,7 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
-    """Add shardings to abstract arrays: from the table or along prompts, or without a mesh like results of `source`."""
+    """Add shardings to abstract arrays: from the table or along prompts, or without a mesh, that of `source`."""
     if mesh is None:
         sharding = place_of(source)
         return tree if sharding is None else jax.tree.map(lambda x: _with_sharding(x, sharding), tree)

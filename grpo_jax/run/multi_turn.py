@@ -47,7 +47,7 @@ def sample_episodes(
 def episode_prompts(
     interaction: Interaction, data: EncodedPrompts, rows: Sequence[int], reset_rows: Sequence[Row], *, length: int
 ) -> Prompts:
-    """Return encoded prompts for `reset_rows`, with P = `length` or larger. Changed prompts are encoded again."""
+    """Return prompts for `reset_rows`, padded to at least `length` tokens. Changed prompts are encoded again."""
     ids = []
     for i, row in zip(rows, reset_rows, strict=True):
         encoded = data.token_ids[i]

@@ -83,7 +83,7 @@ def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
 
 
 def _hash_prompts(datasets: Iterable[EncodedPrompts]) -> Json:
-    """Return the number of prompts in the datasets and a hash of their tokens and images."""
+    """Return the number of prompts in the datasets and a hash of their tokens, masks, blocks and images."""
     rows, tokens = 0, hashlib.sha256()
     for data in datasets:
         rows += len(data.token_ids)
@@ -130,7 +130,7 @@ def _describe_teacher(run: BaseRun) -> str:
 
 
 def fingerprint(tree: Params) -> str:
-    """Return a hash of each array's first elements."""
+    """Return one hash of up to 64 elements from the start of each array in the tree."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         digest.update(fetch(leaf[(0,) * (leaf.ndim - 1)][:64] if leaf.ndim else leaf).tobytes())
@@ -141,7 +141,7 @@ def fingerprint(tree: Params) -> str:
 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
-    """Return a line per difference that prevents resuming from `step`. Names in only one of the two are ignored."""
+    """Return a line per difference that prevents resuming from `step`. Names in only one description are ignored."""
     current_class, saved_class = (config_class(identity["config"]).__name__ for identity in (current, saved))
     if current_class != saved_class:
         return [f"config: {current_class}, but the run has {saved_class}"]
@@ -152,7 +152,7 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
         *_evaluation_differences(saved, current),
         *_policy_differences(saved, current),
     ]
-    # The state's arrays are determined by the above, so they are compared only if nothing else differs.
+    # The settings above determine the state's arrays, so the arrays are compared only if nothing else differs.
     return lines or _state_differences(saved["state"], current["state"])
 
 
@@ -209,7 +209,7 @@ def _policy_differences(saved: Json, current: Json) -> Iterator[str]:
         if (saved[name] or "none") != current[name]:
             yield f"{name}: {current[name]}, but the run has {saved[name] or 'none'}"
     if saved["frozen"] != current["frozen"]:
-        yield "policy: the frozen base model or vision tower differs from the run's"
+        yield "policy: the frozen base model or vision tower differs from the saved run's"
     old, new = (flatten_dict(identity["policy"], sep=".") for identity in (saved, current))
     for _, line in _changed_in_both(old, new):
         yield f"policy: {line}"

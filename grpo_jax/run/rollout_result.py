@@ -27,7 +27,7 @@ _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "mult
 
 
 class RolloutResult(NamedTuple):
-    """Completions [B, G, T] for B dataset rows, as NumPy arrays. `metrics` are the sampling engine's.
+    """Completions [B, G, T] for B dataset rows, as NumPy arrays. `metrics` are from the sampling engine, if any.
 
     The prompts in `rows` include text that environments added. `episodes` are the records of B·G multi-turn
     completions, prompt-major. `environments` are the environments of this process's completions, or None if they were
@@ -220,7 +220,8 @@ def refill_groups(
     """Replace zero-signal groups with groups for the next prompts from `sample_more` (DAPO's dynamic sampling).
 
     After `MAX_REFILLS` rollouts, missing groups are padded with zero-signal groups. The last result [B] is False for
-    them. Metrics are from the first rollout, because rewards did not select its prompts. Only costs are summed.
+    these groups. Metrics are from the first rollout, because rewards did not select its prompts. Only `num_tokens`,
+    error counts and times are summed over the rollouts.
     """
     count, refills = len(rollout.rows), 0
     costs = [name for name in metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]

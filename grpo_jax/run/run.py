@@ -34,9 +34,9 @@ if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
 class BaseRun:
     """The constant part of a run, shared by `train` and `sft`. Fields with a default are for `train` only.
 
-    `policy.params` are the initial params, released once a `TrainState` holds them. All batches have P =
-    `prompt_length` and images with the shapes in `images`, so that each program is compiled only once. `mesh` is None
-    for a single device, and `schedule` is None for a custom optimizer.
+    `policy.params` are the initial params, released once a `TrainState` holds them. Prompts are padded to
+    `prompt_length` tokens and images to the shapes in `images`, so that each program is compiled only once. `mesh` is
+    None for a single device, and `schedule` is None for a custom optimizer.
     """
 
     policy: Policy
@@ -122,9 +122,10 @@ class Run(BaseRun):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTRun(BaseRun):
-    """A run of `sft`, whose batches are examples of its dataset. `sizes.prompts` counts blocks of examples.
+    """A run of `sft`, whose batches contain examples from a dataset. `sizes.prompts` counts blocks of examples.
 
-    `num_groups` is the number of prompts per batch if all examples share their first tokens, else None.
+    If all examples start with the same tokens, these are the batch's prompt, which is repeated `num_groups` times (once
+    per data shard). Otherwise, `num_groups` is None.
     """
 
     config: SFTConfig
@@ -139,7 +140,7 @@ class SFTRun(BaseRun):
 
 
 def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
-    """Create the state at step 0, with only the fields that the config needs. `donate` reuses the policy's arrays."""
+    """Create the state at step 0, with only the fields that the config needs. See `create_state` for `donate`."""
     config = run.config
     adapted = isinstance(run.policy.model, LoraModel)
     state = create_state(

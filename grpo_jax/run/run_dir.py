@@ -42,7 +42,7 @@ def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -
 
 
 def check_shared_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError unless all processes share a writable run directory. Saving would deadlock otherwise."""
+    """Raise ValueError unless all processes share a writable run directory or have none. Saving would deadlock."""
     if jax.process_count() == 1:
         return
     index, message = jax.process_index(), ""
@@ -80,7 +80,7 @@ def _all_exist(paths: Sequence[Path]) -> bool:
 
 @contextlib.contextmanager
 def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Create a run directory and hold its lock (`flock`, if available) until the process ends.
+    """Create a run directory and hold its lock (`flock`, if available) until the context exits. No-op if it is None.
 
     Raises ValueError if the directory is not writable, and RuntimeError if another run holds the lock.
     """

@@ -60,7 +60,7 @@ def open_session(
     callbacks: Sequence[Callback] = (),
     hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
-    """Open a run's `Session` in a `with` block. If a signal ended the run, exits with `StopSignals.exit`.
+    """Open a run's `Session` in a `with` block. If a signal ended the run, calls `StopSignals.exit` after the block.
 
     `state` is the state at step 0. `hints` is a function that takes a line of metrics and returns a list of messages.
     Signals are deferred unless `run_dir` is None. Only process 0 locks the directory, logs and publishes.
@@ -88,7 +88,7 @@ def open_session(
 
 @dataclasses.dataclass
 class Session:
-    """A run's progress, and the objects that log, stop, save and publish it.
+    """A run's progress, and the objects that log, stop, save and publish the run.
 
     `run_dir` is None in all processes except process 0. `train` and `sft` set `evaluate`, a function from params to
     metrics.
@@ -106,7 +106,7 @@ class Session:
     _warned_of_skipped: bool = False
 
     def start(self, state: TrainState, resume: str, *, donate: bool) -> Restored:
-        """Start logging, and return the latest checkpoint, or `state` for a new run. Arguments are as in `train`."""
+        """Restore the latest checkpoint (if none, use `state`) and start logging. Arguments are as in `train`."""
         restored = self.checkpoints.restore(state, resume, keep_params=donate)
         self.progress = restored.progress or self.progress
         data = self.run.data
@@ -146,7 +146,7 @@ class Session:
         self.monitor.completions(self.progress.step + 1, records)
 
     def log_update(self, metrics: dict[str, float]) -> None:
-        """Count an optimizer step. Every `logging_steps` and after the last step, log means since the last log."""
+        """Count an optimizer step. Every `logging_steps` steps and after the last, log means since the last log."""
         run, progress = self.run, self.progress
         if run.schedule is not None:
             metrics["learning_rate"] = float(run.schedule(progress.step))
@@ -187,7 +187,7 @@ class Session:
         )
 
     def evaluate_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Evaluate before the first step, every `eval_steps` and after the last step, but only once per step."""
+        """Evaluate before the first step, every `eval_steps` steps and after the last, but only once per step."""
         run, progress, config = self.run, self.progress, self.run.config
         step, metric = progress.step, config.metric_for_best_model
         due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
@@ -210,7 +210,7 @@ class Session:
         self.monitor.evaluation(step, metrics)
 
     def save(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Write a checkpoint with the state, the counters, an unfinished batch, and prefetched completions."""
+        """Write a checkpoint with the state, the counters, and any unfinished batch and prefetched completions."""
         completions = transcript = None
         if self.source is not None:
             self.progress.in_progress = self.source.in_progress
@@ -226,7 +226,7 @@ class Session:
                 self.publisher.checkpoint_saved(step, state.params, last=self.run.total_steps)
 
     def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Save the run after an error in rewards or sampling, unless there are several processes."""
+        """Save the run after an error in rewards or sampling, except at step 0 or with several processes."""
         step = self.progress.step
         if step == 0 or self.run_dir is None or jax.process_count() > 1:
             return
@@ -241,7 +241,10 @@ class Session:
             )
 
     def end(self, state: TrainState, batch: Batch | None = None) -> TrainState:
-        """Save the run if it was stopped. Unless a signal ended it, return the best state and push it to the hub."""
+        """Save the run if it was stopped, and return the final state.
+
+        Unless a signal ended the run, loads the best state and pushes it to the Hub if the config requests this.
+        """
         progress = self.progress
         if self.stopping():
             self.save(state, batch)
@@ -260,7 +263,7 @@ def describe_non_finite(
 ) -> str:
     """Describe the first non-finite value found in a skipped update, with its prompt and completion.
 
-    `params` are the params before the update. With several processes, all of them must call this.
+    `params` are the params before the update. All processes of a run must call this function.
     """
     batch = fetch(batch)
     used = batch.mask if batch.advantages.ndim == 3 else batch.mask.any(axis=-1)

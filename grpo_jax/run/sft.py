@@ -164,7 +164,7 @@ def derive_sft(
     longest: int,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Build the run from validated arguments. Params may be abstract. `longest` is an example's length in tokens."""
+    """Build the run from validated arguments. Params may be abstract. `longest` is the longest example's length."""
     shape = shape_of(policy)
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
     # Maximum number of rows in a batch, rounded up to whole micro-batches. Blocks may repeat across an epoch boundary.
@@ -272,7 +272,7 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
 
 
 def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Return the held-out `loss`, averaged over tokens. With several datasets, it is named `<name>/loss`."""
+    """Return the held-out `loss`, averaged over tokens, or one `<name>/loss` for each dataset in a dict."""
     rows, losses = run.config.per_device_eval_batch_size * run.config.data_shards(), {}
     for name, examples in run.eval_data.items():
         count, total, tokens = len(examples.blocks), 0.0, 0

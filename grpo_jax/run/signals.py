@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 
 class Interrupted(Exception):
-    """Raised when a signal interrupts a rollout or an evaluation. The resumed run repeats it."""
+    """Raised when a signal interrupts a rollout or an evaluation, which the resumed run repeats."""
 
 
 class StopSignals:
@@ -50,7 +50,7 @@ class StopSignals:
             raise Interrupted
 
     def exit(self) -> NoReturn:
-        """Raise SystemExit with status 128 + signal number, or KeyboardInterrupt in an interactive session."""
+        """Raise SystemExit with status 128 + signal number, or KeyboardInterrupt for SIGINT in interactive use."""
         if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython also sets `ps1`
             raise KeyboardInterrupt
         raise SystemExit(128 + (self.received or signal.SIGTERM))

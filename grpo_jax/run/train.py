@@ -72,12 +72,12 @@ def train(
         row has a `prompt` (a string or a list of messages). Other columns are passed to reward functions by name.
       reward_fns: one or more reward functions with TRL's signature (`types.RewardFn`); may be [] with a `teacher`.
       config: training settings.
-      eval_dataset: rows to evaluate on before the first step, every `eval_steps` and after the last step, or a dict of
-        such datasets keyed by name, with metrics such as `eval/<name>/reward`.
+      eval_dataset: rows to evaluate on before the first step, every `eval_steps` steps and after the last step, or a
+        dict of such datasets keyed by name, with metrics such as `eval/<name>/reward`.
       run_dir: directory for metrics, completions, checkpoints and the report. If None, no files are written. Only
-        one process can use it at a time.
+        one run can use a directory at a time.
       resume: how to resume. "auto" resumes the run in `run_dir`, if any; the final state is bit-identical to an
-        uninterrupted run's. "must" raises an error if there is no run, "never" if there is one.
+        uninterrupted run's. "must" raises an error if there is no checkpoint, and "never" if there is a run.
       callbacks: functions called as `callback(step, metrics)` after every logged step (see `watch.Callback`). If one
         raises `watch.StopRun`, the run saves a checkpoint and stops.
       optimizer: optax transformation that replaces the config's AdamW, learning rate schedule and gradient clipping.
@@ -86,8 +86,8 @@ def train(
       environment_factory: class or function without arguments that creates an environment for each completion
         (`types.Environment`), or a dict of factories, selected by the dataset column `environment`. An
         environment's public methods are tools, or its `respond(text)` returns the text after a turn. `reset(**row)` may
-        add to the prompt. `get_reward()` is an additional reward with weight 1, named after the class. Reward
-        functions with an argument `environments` receive the environments, except with `rollout_ahead`.
+        return text to append to the prompt. `get_reward()` returns an additional reward with weight 1, named after the
+        class. Reward functions with an argument `environments` receive the environments, except with `rollout_ahead`.
       sampler: inference engine to sample with instead of `generate` (see `run.sampler.Sampler`). Evaluations during
         the run use `generate`.
       advantage_fn: function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns advantages of shape [B, G]
@@ -100,7 +100,7 @@ def train(
         (`run.teacher.Scorer`).
       donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
         memory of full fine-tuning with AdamW. Afterwards, any use of `policy.params` raises an error. The model,
-        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if the teacher shares them.
+        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if a teacher shares params.
 
     Returns:
       The final `TrainState`, or the best checkpoint's state with `load_best_model_at_end`. Export it with
@@ -109,7 +109,7 @@ def train(
     Raises:
       ValueError: if an argument is invalid (raised before any expensive work), or if `run_dir` contains a run with
         different settings, data or model that affect its results.
-      RuntimeError: if another process is using `run_dir`.
+      RuntimeError: if another run is using `run_dir`.
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
       SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The update or
@@ -157,7 +157,7 @@ def train(
     )
     check_run_dir(run, run_dir, resume)
     donate = donate and not _shares_params(policy, teacher)  # the teacher's arrays must stay intact
-    state = committed(new_state(run, donate=donate))  # like restored arrays, so programs are the same
+    state = committed(new_state(run, donate=donate))  # like restored arrays, so that the compiled programs are the same
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     with open_session(run, run_dir, state, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
