@@ -200,7 +200,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer: x + attention, then x + MLP, with norms placed according to `config.norms`.
+    """A decoder layer: x + mixer(x), then x + MLP(x), with norms placed according to `config.norms`.
 
     If `context.last` [B] is set, hidden states are computed only for this token, and keys and values for all tokens.
     """

@@ -49,7 +49,11 @@ class NormAndRope(NamedTuple):
 
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
-    """Return whether a kernel supports the decode step. `keys` is the numbers of slots of the cache and the prompts."""
+    """Return whether a kernel supports the decode step.
+
+    `keys` contains the numbers of slots in the cache and in the prompts. `programs` is the number of programs per
+    device, one for each completion and key head.
+    """
     if not has_triton(implementation) or min(keys) < MIN_TILE_SIDE:
         return False
     supported = MIN_TILE_SIDE <= head_dim <= 256 and head_dim & (head_dim - 1) == 0

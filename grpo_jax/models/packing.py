@@ -147,7 +147,8 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
     n = lengths.max(initial=0)
     if n > size or size % block:
         raise ValueError(
-            f"size must be a multiple of {block} and at least the length of the longest completion ({n}); got {size}."
+            f"shape.size must be a multiple of {block} and at least the length of the longest completion ({n}); got"
+            f" {size}."
         )
     if whole and longest == t and t % block == 0 and (lengths == t).all():
         # If T divides N, each completion is one block that does not read previous blocks, so keys are not copied.

@@ -170,7 +170,7 @@ class ShortConvolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated delta net: projections, short convolution, delta rule and gated norm, with Hugging Face's names."""
+    """Gated delta net: projections, short convolution, delta rule and gated norm. Params have Hugging Face's names."""
 
     config: TransformerConfig
 

@@ -17,7 +17,7 @@ Numbers = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding with frequencies θ_i = theta^(−2i/d), optionally scaled for longer contexts."""
+    """Rotary position embedding with frequencies theta^(−2i/r) for r rotated channels, optionally scaled."""
 
     theta: float = 10000.0
     kind: str = "default"  # a key of `ROPE_KINDS`; Hugging Face's `rope_type`

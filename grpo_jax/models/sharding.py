@@ -74,12 +74,12 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     """
     unknown = sorted(set(axes) - set(AXES))
     if unknown:
-        raise ValueError(f"mesh axes must be among {', '.join(AXES)}; got {unknown[0]!r}")
+        raise ValueError(f"mesh axes must be data, fsdp or tensor; got {unknown[0]!r}")
     sizes = tuple(axes.get(name, 1) for name in AXES)
     devices = jax.devices() if devices is None else devices
     product, several = " × ".join(map(str, sizes)), jax.process_count() > 1
     if min(sizes) < 1 or math.prod(sizes) > len(devices) or (several and math.prod(sizes) < len(devices)):
-        fit = f"exactly {len(devices)}, since every process takes part" if several else f"at most {len(devices)}"
+        fit = f"exactly {len(devices)}, since all processes must take part" if several else f"at most {len(devices)}"
         raise ValueError(
             f"mesh = {dict(axes)} needs {product} devices, but {len(devices)} are available. Set positive sizes with a"
             f" product of {fit}"

@@ -61,7 +61,7 @@ class Transformer(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Compute float32 logits [B, T, V] from tokens [B, T]."""
         if tokens.ndim != 2:
-            raise ValueError(f"tokens must be [B, T]; got shape {tokens.shape}.")
+            raise ValueError(f"tokens must have shape [B, T]; got {tokens.shape}.")
         hidden, _ = self.hidden(tokens[:, None])
         return self.unembed(hidden[:, 0])
 

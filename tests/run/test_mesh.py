@@ -68,7 +68,7 @@ def test_invalid_meshes_and_batches_are_rejected(monkeypatch):
     placed, prompts = place(params, make_mesh({"data": 4})), make_prompts([[3]])
     few = {"num_generations": 4, "max_completion_length": 2, "batch_size": 15}
     for made, message in (
-        (lambda: make_mesh({"model": 2}), "mesh axes must be among data, fsdp, tensor; got 'model'"),
+        (lambda: make_mesh({"model": 2}), "mesh axes must be data, fsdp or tensor; got 'model'"),
         (lambda: make_mesh({"data": -1, "fsdp": -2}), r"mesh = {'data': -1, 'fsdp': -2} .* Set positive sizes"),
         (lambda: make_mesh({"data": 4, "tensor": 4}), r"needs 4 × 1 × 4 devices, but 8 are available"),
         (
