@@ -88,7 +88,7 @@ def update_entropy_coef(
 
 
 def batch_totals(mask: jax.Array, selected: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Count the rows and tokens in a whole minibatch, as keyword arguments to `grpo_loss_terms` for its parts.
+    """Count the rows and tokens in a whole minibatch, as arguments to `grpo_loss_terms` for the minibatch's parts.
 
     Returns `num_rows` and `num_tokens`, and also `num_selected_tokens` if `selected` (the minibatch's
     `top_entropy_mask`) is given. Both masks are [..., T].

@@ -26,7 +26,10 @@ def _check_trees(ref_params: Params, params: Params) -> None:
     for name, ref_leaf in ref_leaves.items():
         leaf = leaves[name]
         if jnp.shape(ref_leaf) != jnp.shape(leaf):
-            raise ValueError(f"Leaf {name}: ref_params has shape {jnp.shape(ref_leaf)}, params {jnp.shape(leaf)}.")
+            raise ValueError(
+                f"Leaf {name}: ref_params has shape {jnp.shape(ref_leaf)} and params has shape {jnp.shape(leaf)}; "
+                "the shapes must be equal."
+            )
         for which, x in (("ref_params", ref_leaf), ("params", leaf)):
             if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
                 raise ValueError(

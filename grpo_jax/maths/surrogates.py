@@ -28,7 +28,7 @@ from grpo_jax.maths.kl import KL_ESTIMATORS
 
 
 class SurrogateInputs(NamedTuple):
-    """Inputs to a surrogate: arrays [..., T]. Where `mask` is False, values are 0 and ratios are 1."""
+    """Inputs to a surrogate: arrays [..., T]. Where `mask` is False, log-probs, log-ratios and advantages are 0."""
 
     log_probs: jax.Array  # l; gradients flow only through log_probs, log_ratio and ratio
     log_ratio: jax.Array  # l − l_old
@@ -85,7 +85,7 @@ RATIOS: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
 
 
 def _minimum(first: jax.Array, second: Scalar) -> jax.Array:
-    """Return the minimum. In a tie, the whole gradient goes to `first`; jnp.minimum would halve it."""
+    """Return the minimum. In a tie, the whole gradient goes to `first`, instead of half as in `jnp.minimum`."""
     return jnp.where(first <= second, first, second)
 
 

@@ -56,9 +56,10 @@ _jit_advantages = jax.jit(
 class RolloutSource:
     """Source of rollouts, which samples completions from the current policy on request. Subclasses prefetch.
 
-    `cursor` is the number of prompts in completed iterations and `next_cursor` includes the current one. Prompts and
-    keys depend only on the position in the shuffled epochs. Checkpoints store `cursor`, so a resumed run repeats an
-    interrupted iteration, and `in_progress`, which is True while an engine samples the prompts that start at `cursor`.
+    `cursor` is the number of prompts in completed iterations, and `next_cursor` also counts the current iteration's.
+    Prompts and keys depend only on the position in the shuffled epochs. Checkpoints store `cursor`, so a resumed run
+    repeats an interrupted iteration, and `in_progress`, which is True while an engine samples the prompts that start at
+    `cursor`.
     """
 
     in_progress = False

@@ -22,7 +22,7 @@ def enable_compilation_cache() -> Path | None:
     """Enable JAX's persistent compilation cache and return its directory, or None if this cache is not used.
 
     JAX's own settings take precedence. Multi-process runs do not use the cache: on GPUs, a miss in one process would
-    block the others. The directory depends on the instruction set, since machines may share a home directory.
+    block all others. The directory depends on the instruction set, since machines may share a home directory.
     """
     directory = user_cache() / "programs" / _processor()
     current = _setting("jax_compilation_cache_dir")

@@ -31,7 +31,7 @@ def sample_episodes(
     num_generations: int,
     prompt_length: int,
 ) -> RolloutResult:
-    """Sample multi-turn completions for the given rows of `data`. `complete` calls `generate` or an engine."""
+    """Reset environments and sample multi-turn completions for `rows` of `data`. `complete` samples from prompts."""
     reset_rows = [data.rows[i] for i in rows]
     with Episodes(interaction, reset_rows, num_generations, rows) as episodes:
         reset_rows = episodes.reset(reset_rows)

@@ -97,7 +97,7 @@ def compute_loss(
     selected: jax.Array | None = None,
     router_coef: float = 0.0,
 ) -> tuple[jax.Array, MetricSums]:
-    """Compute the loss and metric sums of a micro-batch or packed sequence: `likelihood_loss` or `grpo_loss`.
+    """Compute the loss (`likelihood_loss` in SFT, else `grpo_loss`) and metrics of a micro-batch or packed sequence.
 
     `scores` are [..., T] under the current params. `totals` are the whole minibatch's `count_totals`, and `selected` is
     a slice of its `top_entropy_mask`. If `on_policy`, the current params sampled the completions, so the ratio is 1 and

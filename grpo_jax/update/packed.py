@@ -349,7 +349,7 @@ def sum_metrics(updater: PackedUpdater, state: TrainState, part: Part, totals: d
 
 
 def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | None:
-    """Return the prompts' states under the teacher, or None without a teacher model of this package."""
+    """Return the prompts' states under the teacher, or None if there is no teacher model from this package."""
     if (teacher := updater.teacher) is None or not is_builtin(teacher.model):
         return None
     return _prefill(teacher.model, teacher.params, prompts, updater.mesh, None)

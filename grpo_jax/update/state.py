@@ -1,4 +1,4 @@
-"""The training state, which contains all arrays needed to resume a run, and pure functions that update it."""
+"""The training state (params, optimizer state, counters, PRNG key), and pure functions that create and update it."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ drawn = given(sample_tokens, key=KEY, logits=L)
 far = given(divergence, log_probs=L, teacher_log_probs=L)
 
 SCALES = ({"scale_rewards": "group"}, {"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"})
-SHAPES = r"Leaf \['w'\]: ref_params has shape \(2,\), params \(1,\)"
+SHAPES = r"Leaf \['w'\]: ref_params has shape \(2,\) and params has shape \(1,\)"
 REFUSED = [
     (loss, {"loss_type": "dappo"}, r"loss_type='dappo' is not supported; use one of 'grpo', .* Did you mean 'dapo'\?"),
     (loss, {"kl_estimator": "k4"}, "kl_estimator='k4' is not supported"),
