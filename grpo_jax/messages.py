@@ -81,7 +81,7 @@ class ErrorList(list[Exception]):
             return None
 
     def raise_together(self, problems: Sequence[str] = ()) -> None:
-        """Raise a single error unchanged, or combine several into one ValueError with a line for each."""
+        """Raise a single error unchanged, or combine all errors and `problems` into one ValueError."""
         if len(self) == 1 and not problems:
             raise self[0]
         raise_all("this run", [*(line for error in self for line in problems_of(error)), *problems])
@@ -93,5 +93,5 @@ def import_extra(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"{package} is required but cannot be imported ({type(error).__name__}: {error}); pip install {package}"
+            f"{package} is required but cannot be imported ({type(error).__name__}: {error}); run pip install {package}"
         ) from error

@@ -54,8 +54,8 @@ class Plan:
       held: bytes per device that are in use during the whole run, keyed by part: "base" (the adapters' frozen
         base model), "params", "master params", "optimizer", "reference", "old params", "initial params", "policy"
         (the caller's params, unless donated) and "tower" (the frozen vision tower).
-      programs: largest program of each phase: "images" (encoding a few images), "rollout" (one burst of decoding),
-        "reference", and "update" (one packed sequence).
+      programs: largest program of each phase: "images" (encoding a few images), "rollout" (one call of the decoding
+        program), "reference", and "update" (one packed sequence).
       recomputes: whether the backward pass recomputes activations (`gradient_checkpointing`).
       note: memory that the plan does not include, or an empty string.
     """
@@ -116,8 +116,8 @@ def programs(
       param_dtype: dtype of the loaded params, "float32" or "bfloat16".
 
     Returns:
-      Lowered programs, keyed by phase: "update" (one packed sequence), for `train` also "rollout" (one burst of
-      decoding), and with `beta` also "reference". All completions have the full length T.
+      Lowered programs, keyed by phase: "update" (one packed sequence), for `train` also "rollout" (one call of the
+      decoding program), and if `beta` > 0 also "reference". All completions have the full length T.
 
     Raises:
       ValueError: if the model or the settings are invalid, or if there are too few devices.
@@ -274,7 +274,7 @@ class AbstractRun:
         return {phase: lower_call(call) for phase, call in phases.items() if call is not None}
 
     def plan(self, device: str, *, donate: bool) -> Plan:
-        """Compile the programs and build the plan. `device` is the device kind that it reports."""
+        """Compile the programs and build the plan. `device` is the device kind that the plan reports."""
         config, mesh, held, costs = self.run.config, self.run.mesh, self.held(donate=donate), dict[str, ProgramCost]()
         for phase, lowered in self.lowered().items():
             cost = compile_program(lowered, self._params_size())
@@ -319,11 +319,13 @@ class AbstractRun:
 def _derive(policy: Policy, config: Config, mesh: jax.sharding.Mesh, prompt_length: int | None) -> BaseRun:
     if isinstance(config, GRPOConfig):
         if prompt_length is None or prompt_length < 1:
-            raise ValueError(f"prompt_length must be the length ≥ 1 of padded prompts in tokens; got {prompt_length}.")
+            raise ValueError(
+                f"prompt_length must be a positive integer, the prompts' padded length; got {prompt_length}."
+            )
         rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
         return derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh)
     if config.max_length is None:
-        raise ValueError("max_length must be set to plan a run; use the length of the longest example in tokens.")
+        raise ValueError("config.max_length = None: a plan needs a length; use the longest example's number of tokens.")
     examples = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
     return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length)
 

@@ -40,7 +40,7 @@ class Policy:
       tokenizer: tokenizer from transformers, or None if the checkpoint has none.
       config: content of config.json.
       generation_config: content of generation_config.json, empty if the file does not exist.
-      files: tokenizer files as bytes, keyed by name. Saved unchanged unless `tokenizer` was replaced or modified.
+      files: tokenizer files as bytes, keyed by name; saved unchanged unless `tokenizer` was replaced or modified.
       extra_tensors: checkpoint tensors that are not part of the language model, such as a vision tower, keyed by
         name. They are memory-mapped and saved unchanged.
       stacked_experts: whether the checkpoint stacks a layer's expert weights of each kind in one tensor.

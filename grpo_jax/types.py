@@ -52,7 +52,7 @@ class ImageTiles(flax.struct.PyTreeNode):
 
     Attributes:
       inputs: dict of arrays [B, num_tiles, ...]; unused tiles are zeros.
-      feature_index: [B, N] int32, indices of the features into the flattened features of a prompt's tiles.
+      feature_index: [B, N] int32, index of each image token's feature in the flattened features of the prompt's tiles.
     """
 
     inputs: dict[str, jax.Array]
@@ -143,7 +143,7 @@ class Batch(flax.struct.PyTreeNode):
       advantages: [B, G] float32, or [B, G, T] for per-token advantages.
       sampling_log_probs: [B, G, T] float32 `Completions.log_probs`, computed during sampling (`rollout.draw`). The
         ratio uses them as old log-probs unless `old_log_probs` is given. If `GRPOConfig.on_policy` (a single update,
-        with samples from the current policy), neither is used and the ratio is exp(l − sg(l)).
+        with samples from the current policy), neither is used and the ratio is 1, with the gradient of the log-probs.
       ref_log_probs: [B, G, T] float32 log-probs under the reference policy, computed by `run.collect` before the first
         update (`Updater.log_probs`), or None if beta is 0.
       initial_log_probs: [B, G, T] float32 log-probs under the initial policy, or None if it is the reference policy.
@@ -372,7 +372,7 @@ class Environment(Protocol):
 
 
 def join_rows(prompts: Prompts, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Join prompts and completions into right-padded rows [B·G, P+T]. Returns rows and completion starts [B·G]."""
+    """Join prompts and completions into right-padded rows [B·G, P+T]. Returns the rows and completion starts [B·G]."""
     b, g, t = tokens.shape
     p = prompts.tokens.shape[1]
     position = jnp.arange(p + t)[None]

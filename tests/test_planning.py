@@ -128,7 +128,7 @@ def test_rollout_memory_depends_on_rollout_batch_size():
     ({"lora": 0}, {}, "rank must be at least 1; got 0"),
     ({"lora": 2, "quantize": "nf4"}, {}, "requires rows with a multiple of 64 weights, but .* have 32"),
     ({"model": GPT_OSS, "lora": 2, "quantize": "int8"}, {}, "not supported for layers_0/mlp/experts/gate_proj"),
-    ({"prompt_length": None}, {}, "prompt_length must be the length ≥ 1 .*; got None"),
+    ({"prompt_length": None}, {}, "prompt_length must be a positive integer, .*; got None"),
 ])  # fmt: skip
 def test_invalid_plans_are_refused_before_compilation(monkeypatch, fields, settings, said):
     monkeypatch.setattr("grpo_jax.planning.compile_program", lambda *_: pytest.fail("compiled"))

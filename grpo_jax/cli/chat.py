@@ -68,7 +68,7 @@ def run_chat(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo
     """Complete the prompts one by one, printing each completion as it is sampled at `config.eval_temperature`.
 
     With a chat template, prompts form a conversation; an empty prompt starts a new one. Otherwise, they are separate.
-    A prompt `/image PATH` adds an image to the next prompt, which must contain the placeholder if there is no template.
+    A prompt `/image PATH` adds an image to the next prompt, which must contain the image token if there is no template.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)

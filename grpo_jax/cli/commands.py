@@ -91,7 +91,9 @@ def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> Run
         return read_run(_run_file(run_dir), keys, load=load)
     settings = read_settings(run_dir)
     if "config" not in settings:
-        raise ValueError(f"{run_dir / 'run.json'} is missing or incomplete; call train again, which writes it")
+        raise ValueError(
+            f"{run_dir / 'run.json'} is missing or incomplete; to write it, call train(..., run_dir=...) again"
+        )
     config, dtype = settings["config"], settings.get("param_dtype", "float32")
     fields = ["chat_template_kwargs", "seed", "compute_dtype"] if config_class(config) is SFTConfig else _GRPO_FIELDS
     values = {name: json.dumps(config[name], ensure_ascii=False) for name in fields if name in config}
@@ -187,7 +189,7 @@ def _keep_run_file(run: RunFile) -> Callable[[int, Mapping[str, float]], None]:
 
 
 def load_policy(run: RunFile) -> Policy:
-    """Load the policy that a run starts from, add its adapters, and place it on the run's devices."""
+    """Load the policy that a run starts from, add the run's adapters, and place the policy on the run's devices."""
     enable_compilation_cache()
     if run.model is None:
         raise ValueError("model is missing; set it in RUN.yaml or pass --model")

@@ -12,7 +12,7 @@ RUN_KEYS = {
     "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` for a list of rows or a "
     "function that returns one, a mapping with `path` or `name` and optionally `config`, `split` and `rows` (use only "
     "the first rows), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
-    "eval_data": "data for evaluations before the first step, every `eval_steps` and after the last step; see `data`",
+    "eval_data": "data for evaluations before the first step, every `eval_steps` steps, and at the end; see `data`",
     "columns": "a mapping that renames columns: `{answer: solution}` renames `solution` to `answer`, and "
     "`{answer: reward_model.ground_truth}` extracts a nested column",
     "prompt": "a template for the prompts: a string or a list of messages, in which `{question}` is replaced with the "
@@ -47,7 +47,7 @@ RENAMED = {
     "reward_funcs": "use rewards",
     "output_dir": "use run_dir",
     "use_peft": "use lora",
-    "config": "write its fields next to model, data and rewards",
+    "config": "write the config's fields as top-level keys, like model, data and rewards",
 }
 """Mapping from names in the Python API and other libraries to advice on which key to use."""
 

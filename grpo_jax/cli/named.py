@@ -67,7 +67,7 @@ def _import_module(name: str, folder: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under its own name, so that worker processes find it, or under a new name if that is taken."""
+    """Import a file under its own name, so that worker processes find it, or under a new name if its own is taken."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -113,7 +113,7 @@ def _call(factory: Callable[..., _Server], name: object, arguments: object) -> _
             return factory(**arguments)
         return factory(*arguments) if isinstance(arguments, list) else factory(arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} rejected its arguments ({error})") from error
+        raise ValueError(f"{name} cannot be called with these arguments ({error}); see its signature") from error
 
 
 def server_of(entry: object, factory: Callable[..., _Server]) -> _Server:

@@ -38,7 +38,7 @@ def dump_yaml(values: Json) -> str:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a command-line value as YAML. Unquoted strings and values of keys with strings are returned unchanged."""
+    """Parse a command-line value as YAML. Unquoted strings, and values of keys that expect strings, are not parsed."""
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:

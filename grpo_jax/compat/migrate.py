@@ -27,12 +27,12 @@ class Migration:
     """A converted TRL config: the equivalent settings, and notes on all fields that could not be copied.
 
     Attributes:
-      values: fields of `GRPOConfig`.
+      values: dict that maps fields of `GRPOConfig` to their values.
       run_dir: `run_dir` argument for `train`, from `output_dir`.
       translated: dict that maps TRL's fields to the settings that replace them.
       left_out: dict that maps TRL's fields to the reason why they are not needed, or where to set them instead.
-      missing: dict that maps unsupported TRL fields to advice. If it is empty, the run is equivalent.
-      dtype: dtype of the params for `from_pretrained`, from `model_init_kwargs`; "auto" is the checkpoint's dtype.
+      missing: dict that maps unsupported TRL fields to advice. If the dict is empty, the run is equivalent.
+      dtype: dtype of the params for `from_pretrained`, from `model_init_kwargs`; see `policies.load_policy` for "auto".
       sampler: arguments for `engines.vllm` with `use_vllm=True, vllm_mode="server"`; None for the built-in sampler.
     """
 
@@ -302,12 +302,12 @@ def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
     targets = [targets] if isinstance(targets, str) else targets
     if targets and any(re.search(r"[^\w.-]", name) for name in targets):
         missing["lora_target_modules"] = (
-            f"{targets} is a regular expression for PyTorch's names; set targets of lora to one for full paths such as"
-            " layers_0/self_attn/q_proj"
+            f"{targets} is a regular expression for PyTorch's names; set targets of lora to a regular expression for"
+            " full paths such as layers_0/self_attn/q_proj"
         )
     elif targets and [name.lower() for name in targets] != ["all-linear"]:
         lora["targets"] = rf"(.*/)?({'|'.join(targets).replace('.', '/')})"
     elif targets is None:
-        note = "by default, all projections get adapters, but PEFT selects them by model family; list them"
+        note = "by default, all projections get adapters, but PEFT selects by model family; list the projections"
         missing["lora_target_modules"] = note
     return lora

@@ -29,13 +29,16 @@ _PEFT_FIELDS = (
 
 
 def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> tuple[Policy, str]:
-    """Load a policy with params in `dtype`. Returns the policy and the compute dtype of the run.
+    """Load a policy with params in `dtype`. Returns the policy and the compute dtype of the run, by default `compute`.
 
-    A dtype of None means float32. "auto" means the checkpoint's; if that is bfloat16, it is also the compute dtype.
+    A dtype of None means float32. "auto" means float32 for float32 checkpoints (the default if config.json has no
+    dtype), and bfloat16 for all others; bfloat16 is then also the compute dtype. A `Policy` is returned unchanged.
     """
     if isinstance(model, Policy):
         if dtype is not None:
-            raise ValueError(f"model_init_kwargs sets dtype {dtype!r}, but model is a Policy; load it with that dtype")
+            raise ValueError(
+                f"model_init_kwargs sets dtype {dtype!r}, but model is a Policy; load the policy with this dtype"
+            )
         return model, compute
     if dtype == "auto":
         stored = checkpoint_config(find_checkpoint(model, weights=False))

@@ -49,7 +49,7 @@ class GRPOConfig:
     Attributes:
       config: the equivalent `grpo_jax.GRPOConfig`.
       sampler: arguments for `engines.vllm` with `vllm_mode="server"`; None for the built-in sampler.
-      dtype: dtype of the params from `model_init_kwargs`; "auto" is the checkpoint's dtype, None is float32.
+      dtype: dtype of the params from `model_init_kwargs`; None is float32; see `policies.load_policy` for "auto".
 
     Raises:
       ValueError: if a field is unknown or not supported (the message lists replacements), or a value is invalid.
@@ -106,7 +106,7 @@ class GRPOTrainer:
       eval_dataset: rows for evaluation, or a dict that maps names to such datasets. None disables evaluation.
       processing_class: tokenizer that replaces the checkpoint's. Its EOS token also ends completions.
       callbacks: functions of (step, metrics), called after each logged step; see `watch.Callback`.
-      optimizers: pair of an optax transformation (or None) and None.
+      optimizers: pair of an optax transformation (None for AdamW) and None, since schedulers are not supported.
       peft_config: PEFT's `LoraConfig`; see `compat.policies.with_adapters`.
       tools: functions that the policy can call; see `train`.
       environment_factory: factory that creates environments; see `train`.
@@ -145,7 +145,9 @@ class GRPOTrainer:
             if value is not None:
                 raise ValueError(f"GRPOTrainer does not accept {name}; {_INSTEAD.get(name, _PAGE)}")
         if not isinstance(args, GRPOConfig):
-            raise ValueError(f"args must be a grpo_jax.compat.GRPOConfig; got a config from {type(args).__module__}")
+            raise ValueError(
+                f"args must be a grpo_jax.compat.GRPOConfig; got {type(args).__module__}.{type(args).__name__}"
+            )
         if optimizers[1] is not None:
             raise ValueError("optimizers must not contain a scheduler; set the schedule in the optax transformation")
         self.run_dir, self.train_dataset, self.eval_dataset = args.output_dir, train_dataset, eval_dataset

@@ -250,7 +250,7 @@ class GRPOConfig(Settings):
         )
 
     def max_prompts(self) -> int | None:
-        """Return the maximum number of prompts, with refills, used in `max_steps` steps, or None if it is not set."""
+        """Return the maximum number of prompts, with refills, in `max_steps` steps, or None if `max_steps` is −1."""
         if self.max_steps <= 0:
             return None
         sizes = self.sizes()
@@ -300,6 +300,6 @@ class GRPOConfig(Settings):
             )
         if self.rollout_batch_size is not None and self.rollout_batch_size < shards * group:
             yield (
-                f"{shown(self, 'rollout_batch_size')}: must hold a group of num_generations = {group} per device that"
-                f" prompts are sharded over; use {shards * group} or more, or None"
+                f"{shown(self, 'rollout_batch_size')}: must be at least num_generations = {group} × {shards} (the"
+                f" devices that prompts are sharded over); use {shards * group} or more, or None"
             )

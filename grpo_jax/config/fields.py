@@ -68,7 +68,7 @@ def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:
 
 
 Read = tuple[object, str]
-"""The value converted to a built-in type, and "" or an error message. If there is an error, the value is unchanged."""
+"""A value converted to a built-in type and "", or the unchanged value and an error message."""
 
 
 def read(kind: object, value: object) -> Read:

@@ -29,15 +29,15 @@ class SFTConfig(Settings):
 
     # Data.
     max_length: Annotated[int, In("[2, inf)", "the first token is not predicted; use 2 or more")] | None = 1024
-    """Maximum tokens per example. Longer examples are truncated. Examples without target tokens are dropped."""
+    """Maximum number of tokens per example. Longer examples are truncated, those without target tokens dropped."""
     packing: bool = False
     """Whether to pack examples into blocks of `max_length` tokens. Batch sizes then count blocks instead of examples.
     With or without packing, examples do not attend to each other and are stored without padding."""
     packing_strategy: Literal["bfd"] = "bfd"
     """Packing strategy: best-fit decreasing. TRL's other strategies split examples and are not supported."""
     completion_only_loss: bool | None = None
-    """Whether to train only on the `completion` of rows with a `prompt` (for token ids: where `completion_mask` is 1).
-    None means True for such rows."""
+    """Whether to train only on the `completion` of rows with a `prompt`, or on the tokens of tokenized rows for which
+    `completion_mask` is 1. None means True for both kinds of rows."""
     assistant_only_loss: bool = False
     """Whether to train only on assistant messages, located with generation tags, by rendering prefixes of the
     conversation, or with `assistant_masks`."""
@@ -50,8 +50,8 @@ class SFTConfig(Settings):
 
     # The loss.
     loss_type: Literal["nll", "dft"] = "nll"
-    """Loss per token: −log p, or −sg(p)·log p (Dynamic Fine-Tuning, arXiv 2508.05629), averaged over the tokens of an
-    update."""
+    """Loss of a token with probability p: −log p, or −stop_gradient(p)·log p (Dynamic Fine-Tuning, arXiv 2508.05629).
+    The loss is averaged over the target tokens of an update."""
     learning_rate: NotNegative = 2e-5
     """Peak learning rate of AdamW."""
     gradient_checkpointing: bool = setting(True, resume="rounding")

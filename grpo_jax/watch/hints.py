@@ -24,7 +24,8 @@ WINDOW = 10
 FIRST, LAST = 12, 100
 """Numbers of lines kept in memory: the first `FIRST` lines of the run and the latest `LAST` lines."""
 SAMPLER_GAP, SAMPLER_GAP_FLOAT32 = 1.5, 1e-3
-"""Largest |l − l_sampling| in a batch that rounding explains, in nats: in general, and with exact float32 products.
+"""Largest difference between trainer and sampler log-probs that rounding explains, in nats: in general, and with exact
+float32 products.
 
 The largest gap measured in models with 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32 (as on
 GPUs), 0.1 with operands rounded to bfloat16 (as on TPUs), and 0.54 in bfloat16.
@@ -71,14 +72,14 @@ def truncated(history: History, config: GRPOConfig) -> str | None:
         return None
     return (
         f"{100 * fraction:.0f}% of the completions in the last {WINDOW} logged steps were truncated at"
-        f" max_completion_length = {config.max_completion_length} tokens, which also counts observations. Raise it,"
+        f" max_completion_length = {config.max_completion_length} tokens, a limit that includes observations. Raise it,"
         " limit the number of turns, or check that the model was trained with this chat template and EOS."
         " mask_truncated_completions=True leaves truncated completions out of the loss"
     )
 
 
 def kl_rising(history: History, config: GRPOConfig) -> str | None:
-    """Report that the KL to a frozen reference keeps rising. A moving reference (TR-DPO) limits it."""
+    """Report that the KL to a frozen reference keeps rising. Runs that update their reference are not checked."""
     values = finite_values(history, "kl")[-KL_WINDOW:]
     if config.sync_ref_model or len(values) < KL_WINDOW:
         return None
@@ -119,8 +120,9 @@ def engine_fault(metric: Callable[[str], float | None], config: GRPOConfig) -> s
     if weight is not None and weight < ENGINE_WEIGHT:
         return (
             f"the mean importance weight of the sampler's completions is {weight:.2g}, but should be about 1; {advice}."
-            f" If its log-probs are correct, change sampler_correction_max (now {config.sampler_correction_max}) or"
-            f" sampler_correction (now {config.sampler_correction!r}) to weaken the correction"
+            " If the sampler's log-probs are correct, change sampler_correction_max (now"
+            f" {config.sampler_correction_max}) or sampler_correction (now {config.sampler_correction!r}) to weaken the"
+            " correction"
         )
     if gap is not None and gap > ENGINE_DIFFERENCE and config.sampler_correction is None:
         return (
@@ -159,7 +161,7 @@ def few_turns(history: History, config: GRPOConfig) -> str | None:
     return (
         f"completions in the last {WINDOW} logged steps had {turns:.2f} turns on average. The policy does not call"
         " tools, or its environment ends immediately. Show an example in the prompt, teach the call format with"
-        f" SFT, or reward calls. A higher temperature (now {config.temperature:g}) and more completions per prompt"
+        f" SFT, or reward tool calls. A higher temperature (now {config.temperature:g}) and more completions per prompt"
         f" (num_generations, now {config.num_generations}) increase exploration"
     )
 

@@ -79,7 +79,7 @@ class Progress:
         self._add(metrics)
 
     def set_metric(self, name: str | None, metrics: Mapping[str, float]) -> None:
-        """Set `metric` to the metric `name` if its value is finite."""
+        """Set `metric` to the value of the metric `name` if this value is finite."""
         if name is not None and math.isfinite(metrics.get(name, math.nan)):
             self.metric = float(metrics[name])
 
@@ -91,7 +91,7 @@ class Progress:
                 total[1] += 1
 
     def log_line(self) -> dict[str, float]:
-        """Return totals, and metrics averaged since the last call. `ratio_max` is the mean of per-update maxima."""
+        """Return totals and each metric's mean since the last call. `ratio_max` is the mean of per-update maxima."""
         means = {name: total / count if count else math.nan for name, (total, count) in self.window.items()}
         self.window = {}
         return {**means, "num_tokens": self.tokens, "num_prompts": self.cursor}
@@ -199,7 +199,7 @@ class Monitor:
         resumed: bool = False,
         updates: int = 1,
     ) -> None:
-        """Open a run's files and trackers and print its sizes. On resume, drop lines after the checkpoint."""
+        """Open a run's files and trackers and print the run's sizes. On resume, drop lines after the checkpoint."""
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
         self._writer.config(self._config, prompts=num_rows, param_dtype=max(dtypes, default="float32"))
@@ -289,7 +289,7 @@ class Monitor:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        """Replace `warnings.showwarning`: show the warning and write it to `warnings.jsonl`."""
+        """Show a warning and write it to `warnings.jsonl`. Replaces `warnings.showwarning` inside the context."""
         self._show_warning(message, category, filename, lineno, file, line)
         self._keep(category.__name__, str(message))
 

@@ -1,7 +1,7 @@
 """A run's report: `report.png`, and the page `report.html` with curves, times, completions and settings.
 
 The page does not need a server, and its content security policy forbids requests. Data is embedded as escaped JSON and
-inserted as text, never as markup. Its size is limited by `POINTS` per curve, `STEPS` and `COMPLETION_BYTES`.
+inserted as text, never as markup. The page's size is limited by `POINTS` per curve, `STEPS` and `COMPLETION_BYTES`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEXT = 6000
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> None:
-    """Write `report.html` and `report.png`. If one fails, warns and leaves the previous file unchanged."""
+    """Write `report.html` and `report.png`. If writing a file fails, issues a warning and keeps its last version."""
     run_dir = Path(run_dir)
 
     def draw(file: IO[bytes]) -> None:
@@ -119,7 +119,7 @@ def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the completions of up to `STEPS` steps, grouped by prompt, and a sentence with the total numbers."""
+    """Return the completions of up to `STEPS` steps, grouped by prompt, and a message with the total numbers."""
     if not path.exists():
         return [], "completions.jsonl does not exist"
     with open(path, "rb") as file:
@@ -138,7 +138,7 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
 
 
 def _add_row(groups: list[dict[str, Any]], row: dict[str, Any], num_generations: int | None, run_dir: Path) -> int:
-    """Add a completion to the last group, or to a new one. Returns its size in bytes."""
+    """Add a completion to the last group, or to a new one. Returns the completion's size in bytes."""
     size = len(_embedded(row))
     prompt = row.pop("prompt")
     images = [_data_url(run_dir, image) for image in row.pop("images", ()) if isinstance(image, dict)]
@@ -163,7 +163,7 @@ def _step_of(line: bytes) -> int:
 
 def _data_url(run_dir: Path, image: Mapping[str, str]) -> str:
     """Return the thumbnail of an image as a data URL, or "" if there is no such file."""
-    with contextlib.suppress(OSError):  # `name`: a line cannot refer to files in other directories
+    with contextlib.suppress(OSError):  # `.name` excludes files in other directories
         content = (run_dir / "images" / Path(image["thumbnail"]).name).read_bytes()
         return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
     return ""

@@ -36,7 +36,7 @@ def held_out(name: str) -> str | None:
 
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict that maps the metric of each held-out reward to its label. A redundant `eval/reward` is omitted."""
+    """Return a dict that maps metrics of held-out rewards to labels. Omits `eval/reward` if there is one other."""
     labels = {name: label for name in names if (label := held_out(name))}
     if len(labels) == 2:
         labels.pop("eval/reward", None)
@@ -52,7 +52,7 @@ def short_number(number: float, unit: str = "") -> str:
 
 
 def describe_run(config: Config, state: TrainState, *, num_rows: int) -> str:
-    """Describe a run's sizes in three lines."""
+    """Return a description of a run's sizes, in three lines."""
     parameters = short_number(sum(leaf.size for leaf in jax.tree.leaves(state.params)))
     device = jax.devices()[0].device_kind
     state_bytes = short_number(sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "B")
@@ -80,7 +80,7 @@ def describe_run(config: Config, state: TrainState, *, num_rows: int) -> str:
 
 
 def headline(lines: Sequence[Line]) -> str:
-    """Describe a run's result in one line: the first and last value of a reward, and the number of steps.
+    """Return a run's result in one line: the first and last value of a reward, and the number of steps.
 
     The reward is the first held-out reward or, without one, the training reward. Returns "" if nothing was logged.
     """

@@ -172,7 +172,7 @@ class RunWriter:
         return {"source": source, "thumbnail": path.name}
 
     def _append(self, name: str, step: int, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append lines with "step" as the first key. It replaces a value that a reward function logged as "step"."""
+        """Append rows as lines with "step" as the first key. A "step" logged by a reward function is replaced."""
         if self.run_dir is not None:
             first = {"step": step}
             rows = [{**first, **row, **first} for row in rows]
@@ -182,7 +182,7 @@ class RunWriter:
 
 
 def replace_file(path: pathlib.Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file atomically. If `write` raises an error, the previous file is unchanged."""
+    """Atomically replace a file with the output of `write(file)`. If `write` raises, the previous file is unchanged."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "wb") as file:
         write(file)
@@ -198,7 +198,7 @@ def absolute_run_dir(run_dir: str | os.PathLike[str] | None) -> pathlib.Path | N
         address = re.sub(":/+", "://", str(run_dir), count=1)
         raise ValueError(
             f"run_dir = {address!r} is in an object store, which cannot lock, append to or rename files; use a"
-            " directory on a disk, NFS or a PersistentVolumeClaim, and copy it to the store after the run"
+            " directory on a disk, NFS or a PersistentVolumeClaim, and copy the directory to the store after the run"
         )
     return None if run_dir is None else pathlib.Path(run_dir).expanduser().absolute()
 

@@ -56,13 +56,13 @@ def test_rewards_and_samplers_receive_their_arguments(folder):
 @pytest.mark.parametrize(("read", "entry", "message"), [
     (find, "nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
     (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
-    (reward_function, "get_soft_overlong_punishment", r"rejected its arguments \(.*missing 2 required"),
-    (reward_function, {"format_reward": "("}, "format_reward rejected its arguments .pattern"),
+    (reward_function, "get_soft_overlong_punishment", r"cannot be called with these arguments \(.*missing 2 required"),
+    (reward_function, {"format_reward": "("}, "format_reward cannot be called with these arguments .pattern"),
     (reward_function, {"a:b": 1, "c:d": 2}, "must name exactly one function"),
     (reward_function, "os:sep", "must be a function; got str"),
     (server_of, {"sglang": {}}, "use {vllm: {base_url"),
     (server_of, {"vllm": 8000}, "base_url must have the form .* got .8000"),
-    (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm rejected its arguments .*patient"),
+    (server_of, {"vllm": {"base_url": SERVER, "patient": 3}}, "vllm cannot be called with these arguments .*patient"),
 ])  # fmt: skip
 def test_invalid_entry_is_rejected(folder, read, entry, message):
     with pytest.raises(ValueError, match=message):

@@ -88,7 +88,7 @@ def test_missing_keys_are_reported_and_rewards_may_be_omitted(folder):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"prompt": "{question"}, "my_run.yaml has 1 error:\n  prompt='{question': expected '}' before end of string"),
     ({"teacher": {"model": "model"}}, "teacher: use {vllm: {base_url"),
-    ({"teacher": {"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}}, "teacher: vllm_scorer rejected its arg.*k"),
+    ({"teacher": {"vllm": {"base_url": "http://127.0.0.1:1", "k": 3}}}, "teacher: vllm_scorer cannot be called .*k"),
     ({"teacher": 7}, "teacher: use a name on the hub, a directory"),
     ({"model": 7}, "model = 7: use a name on the hub, a directory, or module:function"),
     ({"run_dir": "gs://b/runs"}, "run_dir = 'gs://b/runs' is in an object store, which cannot lock"),

@@ -147,7 +147,7 @@ def test_fields_assigned_before_training_are_used(calls):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"reward_processing_classes": 4}, "does not accept reward_processing_classes; pass a reward func"),
     ({"use_liger": True}, "does not accept use_liger; docs/coming_from_trl.md lists what is supported"),
-    ({"args": grpo_jax.GRPOConfig()}, "args must be a grpo_jax.compat.GRPOConfig; got a config from grpo_jax.conf"),
+    ({"args": grpo_jax.GRPOConfig()}, "args must be a grpo_jax.compat.GRPOConfig; got grpo_jax.config.config.GRPO"),
     ({"optimizers": (None, 1)}, "optimizers must not contain a scheduler"),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")  # fmt: skip
 def test_unsupported_argument_is_rejected_by_name(arguments, message):

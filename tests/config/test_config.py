@@ -67,7 +67,7 @@ BAD = [
     (dict(sampler_correction_min=3.0), "sampler_correction_min = 3.0: must be below sampler_correction_max"),
     (dict(distillation_coef=1.0, top_p=0.9), "distillation_coef = 1.0: with top_k, top_p or min_p"),
     (dict(distillation_topk=20), 'distillation_topk = 20: must be set if and only if distillation_mode = "topk'),
-    (dict(rollout_batch_size=7), "rollout_batch_size = 7: must hold a group of num_generations = 8 per device"),
+    (dict(rollout_batch_size=7), "rollout_batch_size = 7: must be at least num_generations = 8 × 1"),
     (dict(sync_ref_model=True), "sync_ref_model = True: a run with beta = 0 does not have a reference"),
     (dict(use_adaptive_entropy=True, entropy_coef=0.5, entropy_coef_max=0.1),
      "entropy_coef = 0.5: with use_adaptive_entropy, must be between entropy_coef_min and entropy_coef_max"),

@@ -273,7 +273,7 @@ def test_models_and_checkpoints_without_images_are_refused(load, monkeypatch):
     with pytest.raises(ValueError, match=r"dataset row 1 has images, but processor is None"):
         encode_prompts(rows, policy.tokenizer)
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
-    with pytest.raises(ValueError, match=r"row 1 has images; .* error: pillow is required .*; pip install pillow"):
+    with pytest.raises(ValueError, match=r"row 1 has images; .* error: pillow is required .*; run pip install pillow"):
         load_processor_if_needed(policy, rows)
     nested = {"image_processor": settings}
     monkeypatch.undo()
