@@ -149,7 +149,7 @@ def compute_advantages(
       |---|---|
       | rloo | ∇E[r] |
       | grpo with scale_rewards="none" | (G − 1)/G · ∇E[r] |
-      | maxrl, rewards 0 and 1 | ∇ of −Σ_{k<G} (1 − p)^k / k, the truncated series of log p; p = P(reward 1) |
+      | maxrl with rewards in {0, 1} | ∇ of −Σ_{k<G} (1 − p)^k / k, the truncated series of log p; p = P(reward 1) |
 
       The other estimators are biased: A is scaled by a std, or has a baseline, that depends on the completion itself.
       The table is verified by enumeration in tests/maths/test_advantages.py.

@@ -61,7 +61,7 @@ def try_read(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
 
 
 def try_read_in_all_processes(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """Call `try_read` in all processes. If any of them fails, all return None and the first error."""
+    """Call `try_read` in all processes. If any process fails, all return None and the first error."""
     result, error = try_read(read)
     reason = next(filter(None, gather_objects(error)), "")
     return (None, reason) if reason else (result, "")

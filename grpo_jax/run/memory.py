@@ -150,7 +150,7 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
-    """Add shardings to abstract arrays: from the table or along prompts, or without a mesh, that of `source`."""
+    """Add shardings to abstract arrays: from the table or along prompts, or from `source` without a mesh."""
     if mesh is None:
         sharding = place_of(source)
         return tree if sharding is None else jax.tree.map(lambda x: _with_sharding(x, sharding), tree)

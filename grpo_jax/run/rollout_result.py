@@ -30,7 +30,7 @@ class RolloutResult(NamedTuple):
     """Completions [B, G, T] for B dataset rows, as NumPy arrays. `metrics` are from the sampling engine, if any.
 
     The prompts in `rows` include text that environments added. `episodes` are the records of B·G multi-turn
-    completions, prompt-major. `environments` are the environments of this process's completions, or None if they were
+    completions, prompt-major. `environments` are the environments of this process's completions, or None if
     prefetched. `process_rows` are this process's rows; None divides the rows equally.
     """
 

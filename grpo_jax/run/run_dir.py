@@ -80,9 +80,10 @@ def _all_exist(paths: Sequence[Path]) -> bool:
 
 @contextlib.contextmanager
 def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Create a run directory and hold its lock (`flock`, if available) until the context exits. No-op if it is None.
+    """Create a run directory and hold its lock (`flock`, if available) until the context exits.
 
-    Raises ValueError if the directory is not writable, and RuntimeError if another run holds the lock.
+    Does nothing if `run_dir` is None. Raises ValueError if the directory is not writable, and RuntimeError if another
+    run holds the lock.
     """
     if run_dir is None:
         yield

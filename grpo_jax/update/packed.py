@@ -86,7 +86,7 @@ class Part(flax.struct.PyTreeNode):
 
 
 class PackedUpdater(Updater):
-    """Updater for this package's models, which processes one packed sequence at a time."""
+    """Updater for this package's models. Each thread processes one packed sequence at a time."""
 
     model: BuiltinModel
 
