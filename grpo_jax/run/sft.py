@@ -164,7 +164,7 @@ def derive_sft(
     longest: int,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Build the run from validated arguments. Params may be abstract. `longest` is the longest example's token count."""
+    """Build a run from validated arguments. Params may be abstract. `longest` is the longest example's token count."""
     shape = shape_of(policy)
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
     # Maximum number of rows in a batch, rounded up to whole micro-batches. Blocks may repeat across an epoch boundary.
