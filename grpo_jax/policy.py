@@ -88,7 +88,7 @@ class Policy:
         return [*(file.get(name) for file in files), getattr(self.tokenizer, name, None)]
 
     def release_params(self) -> None:
-        """Release the params after they have been moved to a training state."""
+        """Replace the params with `Donated`, after they have been moved to a training state."""
         object.__setattr__(self, "params", Donated())
 
     def check_tokenizer(self) -> None:

@@ -67,7 +67,7 @@ class PromptImages(flax.struct.PyTreeNode):
         `ImageTiles` if the tower is trained, from which the model computes the features.
       feature_index: [B, P] int32, the index of the feature that replaces a token's embedding; −1 for text and padding.
       positions: [B, 3, P] int32 positions in time, height and width (Qwen2.5-VL). The completion's tokens continue at
-        `Prompts.lengths` in all three. None means that a token's position is its index.
+        `Prompts.lengths` in all three dimensions. None means that a token's position is its index.
     """
 
     features: jax.Array | ImageTiles

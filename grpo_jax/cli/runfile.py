@@ -96,10 +96,10 @@ class RunFile:
 
 class _Problems(list[str]):
     def call(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
-        """Call a function and return its result. If it raises, append "key = value: message" and return None.
+        """Call a function and return its result, or None if the function raises ValueError or OSError.
 
-        The value is the first argument. If `key` is empty, only the message is appended. The values of samplers and
-        teachers are omitted, because a server's URL may contain a password.
+        The error is appended as "key = value: message", where the value is the first argument. If `key` is empty, only
+        the message is appended. Values of samplers and teachers are omitted: a server's URL may contain a password.
         """
         try:
             return function(*args)

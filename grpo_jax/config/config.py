@@ -126,9 +126,9 @@ class GRPOConfig(Settings):
     delta: Annotated[float, In("(1, inf)", "a cap of 1 stops the on-policy gradient; use 1 + ε or more")] | None = None
     """Cap on the unclipped ratio for negative advantages (INTELLECT-2, arXiv 2505.07291). None disables it."""
     sapo_temperature_neg: Positive = 1.05
-    """τ in sapo where A ≤ 0 (arXiv 2511.20347)."""
+    """Temperature τ of sapo's gate where A ≤ 0 (arXiv 2511.20347)."""
     sapo_temperature_pos: Positive = 1.0
-    """τ in sapo where A > 0."""
+    """Temperature τ of sapo's gate where A > 0."""
     vespo_k_pos: NotNegative = 2.0
     """Exponent of vespo's weight where A ≥ 0 (arXiv 2602.10693)."""
     vespo_lambda_pos: NotNegative = 3.0
@@ -164,7 +164,7 @@ class GRPOConfig(Settings):
     entropy_coef_delta: Positive = 0.005
     """Change in the adaptive coefficient per optimizer step."""
     entropy_target: NotNegative = 0.2
-    """Entropy in nats per token. The adaptive bonus applies at or below it. Use a value near the initial entropy."""
+    """Target entropy in nats per token, near the initial entropy. The adaptive bonus applies at or below the target."""
     beta: Annotated[float, In("[0, inf)", "use 0 to disable the KL (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
     """Weight of the KL to the reference policy. With 0, no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

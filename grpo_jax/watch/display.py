@@ -131,7 +131,7 @@ class Display:
             self._say_progress(f"{self._activity()} ({now - self._last_step:.0f} s since the last step)")
 
     def _say_progress(self, *parts: str) -> None:
-        """Print the step, the parts and the estimated remaining time, which excludes the time of the first step."""
+        """Print the step, the parts and the estimated remaining time. The estimate ignores the first step's time."""
         (task,) = self._bar.tasks
         left = f"{datetime.timedelta(seconds=task.time_remaining)} left" if task.time_remaining else ""
         progress = f"step {task.completed:>{len(str(task.total))}}/{task.total}"

@@ -120,7 +120,7 @@ def _open_tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Trac
 
 
 def _open_service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
-    """Open a wandb or trackio run. `runs` maps each tracker's name to the run to continue; it is updated in place."""
+    """Open a wandb or trackio run. `runs` maps trackers' names to runs to continue, and is updated in place."""
     package = import_extra(name, name)
     settings = config.to_dict()
     if name == "trackio":  # trackio identifies a run by its name
