@@ -89,7 +89,7 @@ def on_mesh(config: GRPOConfig, mesh: str) -> GRPOConfig:
     Example:
       >>> config = GRPOConfig(num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=16)
       >>> spread = on_mesh(config, "fsdp=4")
-      >>> spread.gradient_accumulation_steps, spread.sizes().prompts == config.sizes().prompts
+      >>> spread.gradient_accumulation_steps, spread.sizes().completions == config.sizes().completions
       (4, True)
       >>> on_mesh(config, "data=3")
       Traceback (most recent call last):

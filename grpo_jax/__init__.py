@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from grpo_jax.run.sft import sft
     from grpo_jax.run.train import train
     from grpo_jax.text.prompts import make_prompts
-    from grpo_jax.types import Batch, Completions, Environment, Prompts, as_argument
+    from grpo_jax.types import Batch, Completions, Environment, Prompts, as_jit_argument
     from grpo_jax.update.state import TrainState, create_state
     from grpo_jax.update.step import train_step
 
 __all__ = [
     "Batch", "Completions", "DryRun", "Environment", "GRPOConfig", "Plan", "Policy", "Prompts", "SFTConfig",
-    "Sampler", "TrainState", "add_lora", "as_argument", "completion_log_probs", "compute_advantages",
+    "Sampler", "TrainState", "add_lora", "as_jit_argument", "completion_log_probs", "compute_advantages",
     "create_state", "evaluate", "from_pretrained", "generate", "grpo_loss", "init_policy",
     "kl_divergence", "load_lora", "make_mesh", "make_prompts", "merge_lora", "mixup", "plan", "push_to_hub",
     "rehearse", "sample_tokens", "save_lora", "save_pretrained", "sft", "sync_reference", "token_log_probs",
@@ -73,7 +73,7 @@ _NAMES_OF = {
     "run.sft": "sft",
     "run.train": "train",
     "text.prompts": "make_prompts",
-    "types": "Batch Completions Environment Prompts as_argument",
+    "types": "Batch Completions Environment Prompts as_jit_argument",
     "update.state": "TrainState create_state",
     "update.step": "train_step",
 }

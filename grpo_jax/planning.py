@@ -38,7 +38,7 @@ from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Batch, Json, PromptImages, as_argument
+from grpo_jax.types import Batch, Json, PromptImages, as_jit_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.summary import short_number
 
@@ -301,7 +301,7 @@ class AbstractRun:
 
     def _params_size(self) -> int:
         """Return the bytes per device of the params and the adapters' frozen base model."""
-        return device_bytes((as_argument(self.run.policy.model), self.state.params))
+        return device_bytes((as_jit_argument(self.run.policy.model), self.state.params))
 
     def added(self, phase: str, cost: ProgramCost) -> int:
         """Return the bytes per device that a phase needs in addition to `held`."""

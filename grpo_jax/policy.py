@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from grpo_jax.messages import one_line, show
-from grpo_jax.types import MODEL_CALL, Json, Params, as_argument, is_builtin
+from grpo_jax.types import MODEL_CALL, Json, Params, as_jit_argument, is_builtin
 
 
 class Donated(dict[str, Any]):
@@ -100,7 +100,7 @@ class Policy:
 
     def check_model(self) -> None:
         """Raise ValueError unless the model implements `types.Model`. Custom models are checked by tracing `apply`."""
-        model, tokens = as_argument(self.model), np.zeros((2, 3), np.int32)
+        model, tokens = as_jit_argument(self.model), np.zeros((2, 3), np.int32)
         if is_builtin(model):
             return
         try:

@@ -193,7 +193,7 @@ class BuiltinModel(Model, Protocol):
 
 
 def is_builtin(model: Model) -> TypeGuard[BuiltinModel]:
-    """Return whether a model is a `BuiltinModel`, possibly as a `LoraModel` or a result of `as_argument`."""
+    """Return whether a model is a `BuiltinModel`, possibly as a `LoraModel` or a result of `as_jit_argument`."""
     return hasattr(model, "prefill")
 
 
@@ -217,7 +217,7 @@ MODEL_CALL = (
 """Description of the `Model` interface for error messages."""
 
 
-def as_argument(model: Model) -> Any:
+def as_jit_argument(model: Model) -> Any:
     """Convert a model to a pytree that can be passed to a compiled function.
 
     If the model is a pytree (such as `LoraModel` with its frozen base), its arrays are passed as arguments. In a
@@ -234,7 +234,7 @@ def as_argument(model: Model) -> Any:
       ...     def apply(self, variables, tokens):
       ...         return variables["params"][tokens]
       >>> program = jax.jit(lambda model, params, tokens: model.apply({"params": params}, tokens))
-      >>> program(as_argument(Bias()), jax.numpy.arange(3.0), jax.numpy.array([2])).tolist()
+      >>> program(as_jit_argument(Bias()), jax.numpy.arange(3.0), jax.numpy.array([2])).tolist()
       [2.0]
     """
     if not hasattr(model, "apply"):

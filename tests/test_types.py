@@ -7,7 +7,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from grpo_jax import GRPOConfig, Policy, add_lora, save_pretrained, train
 from grpo_jax.models.lora import LoraModel, init_adapters
-from grpo_jax.types import as_argument
+from grpo_jax.types import as_jit_argument
 
 
 def traces_of(models, params, tokens):
@@ -18,7 +18,7 @@ def traces_of(models, params, tokens):
         count.append(1)
         return model.apply({"params": params}, tokens)
 
-    return [apply(as_argument(model), params, tokens) for model in models], len(count)
+    return [apply(as_jit_argument(model), params, tokens) for model in models], len(count)
 
 
 @pytest.mark.quick

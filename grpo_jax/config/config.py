@@ -37,7 +37,7 @@ class GRPOConfig(Settings):
 
     Example:
       >>> config = GRPOConfig(num_generations=4, per_device_train_batch_size=16)
-      >>> config.sizes().prompts
+      >>> config.sizes().prompts_per_iteration
       4
       >>> GRPOConfig(num_generation=4)
       Traceback (most recent call last):
@@ -239,10 +239,10 @@ class GRPOConfig(Settings):
         minibatches = steps // self.gradient_accumulation_steps
         micro_completions = min(group, self.per_device_train_batch_size)
         return Sizes(
-            prompts=micro * steps // group,
+            prompts_per_iteration=micro * steps // group,
             completions=micro * steps,
             minibatches=minibatches,
-            updates=self.num_iterations * minibatches,
+            updates_per_iteration=self.num_iterations * minibatches,
             prompts_per_update=micro * self.gradient_accumulation_steps // group,
             micro_batches=self.gradient_accumulation_steps,
             micro_prompts=micro // micro_completions,
@@ -254,13 +254,13 @@ class GRPOConfig(Settings):
         if self.max_steps <= 0:
             return None
         sizes = self.sizes()
-        iterations = math.ceil(self.max_steps / sizes.updates)
-        return iterations * sizes.prompts * (1 + MAX_REFILLS if self.dynamic_sampling else 1)
+        iterations = math.ceil(self.max_steps / sizes.updates_per_iteration)
+        return iterations * sizes.prompts_per_iteration * (1 + MAX_REFILLS if self.dynamic_sampling else 1)
 
     @property
     def on_policy(self) -> bool:
         """Whether each update uses the policy that sampled its completions, so that the ratio is 1."""
-        return self.sizes().updates == 1 and not self.rollout_ahead
+        return self.sizes().updates_per_iteration == 1 and not self.rollout_ahead
 
     def _batch_problems(self, invalid: Container[str]) -> Iterator[str]:
         """Yield error messages about batch sizes that do not fit together or into the shards of the mesh."""

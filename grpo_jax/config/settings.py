@@ -27,24 +27,24 @@ if TYPE_CHECKING:  # `types` imports jax
 class Sizes(NamedTuple):
     """Sizes of an iteration and of its minibatches and micro-batches, summed over all devices.
 
-    An iteration samples `prompts` × G completions and makes `num_iterations` (μ) passes over them. Each pass is split
-    into minibatches (one optimizer step each), and each minibatch into micro-batches.
+    An iteration samples `prompts_per_iteration` × G completions and makes `num_iterations` (μ) passes over them. Each
+    pass is split into minibatches (one optimizer step each), and each minibatch into micro-batches.
 
     Attributes:
-      prompts: B, prompts per iteration.
+      prompts_per_iteration: B, prompts per iteration.
       completions: B × G, completions per iteration (TRL's `generation_batch_size`).
       minibatches: minibatches per pass.
-      updates: optimizer steps per iteration, `num_iterations` × `minibatches`.
+      updates_per_iteration: optimizer steps per iteration, `num_iterations` × `minibatches`.
       prompts_per_update: prompts per minibatch.
       micro_batches: micro-batches per minibatch (`gradient_accumulation_steps`).
       micro_prompts: prompts per micro-batch.
       micro_completions: completions of each prompt in a micro-batch: G, or a divisor of G.
     """
 
-    prompts: int
+    prompts_per_iteration: int
     completions: int
     minibatches: int
-    updates: int
+    updates_per_iteration: int
     prompts_per_update: int
     micro_batches: int
     micro_prompts: int
@@ -225,7 +225,8 @@ class Settings:
         if self.max_steps > 0:
             return self.max_steps
         sizes = self.sizes()
-        return math.ceil(round(self.num_train_epochs * num_rows / sizes.prompts, 9)) * sizes.updates
+        iterations = math.ceil(round(self.num_train_epochs * num_rows / sizes.prompts_per_iteration, 9))
+        return iterations * sizes.updates_per_iteration
 
     def total_warmup_steps(self, total_steps: int) -> int:
         """Return the number of warm-up steps. `warmup_steps` below 1 is a fraction of `total_steps`, rounded up."""

@@ -19,7 +19,7 @@ class SFTConfig(Settings):
 
     Example:
       >>> config = SFTConfig(per_device_train_batch_size=4, gradient_accumulation_steps=2)
-      >>> config.sizes().prompts, config.total_steps(num_rows=100)
+      >>> config.sizes().prompts_per_iteration, config.total_steps(num_rows=100)
       (8, 38)
       >>> SFTConfig(completion_only_loss=True, assistant_only_loss=True, max_len=64)
       Traceback (most recent call last):
@@ -93,10 +93,10 @@ class SFTConfig(Settings):
         micro = self.per_device_train_batch_size * self.data_shards()
         count = micro * self.gradient_accumulation_steps
         return Sizes(
-            prompts=count,
+            prompts_per_iteration=count,
             completions=count,
             minibatches=1,
-            updates=1,
+            updates_per_iteration=1,
             prompts_per_update=count,
             micro_batches=self.gradient_accumulation_steps,
             micro_prompts=micro,

@@ -18,9 +18,9 @@ from grpo_jax.maths.checks import (
     MIN_LOG_PROB,
     Scalar,
     as_float,
+    broadcast_weights,
     like_log_probs,
     one_of,
-    row_or_token,
     sg,
     ste_clip,
 )
@@ -155,7 +155,7 @@ def weights_and_log_sums(
     """Return weights ([..., 1], [..., T] or None) and the sum of their logs over each row, [...]."""
     if importance_weights is None:
         return None, jnp.zeros(l.shape[:-1], l.dtype)
-    weights = row_or_token("importance_weights", importance_weights, l)
+    weights = broadcast_weights("importance_weights", importance_weights, l)
     log_w = jnp.clip(jnp.log(weights), math.log(1e-8), MAX_LOG_RATIO)
     return weights, (log_w if log_w.shape[-1] == 1 else row_sum(log_w, mask)).reshape(l.shape[:-1])
 

@@ -152,7 +152,7 @@ def place(tree: Tree, mesh: Mesh | None) -> Tree:
     return tree if mesh is None else jax.tree.map(_put, tree, tree_sharding(tree, mesh))
 
 
-def committed(tree: Tree) -> Tree:
+def commit_to_devices(tree: Tree) -> Tree:
     """Commit arrays to their devices. Restored arrays are also committed, so the same compiled programs are used."""
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
@@ -261,13 +261,13 @@ def dividing_axes(size: int, mesh: Mesh, *names: str) -> tuple[str, ...]:
     return names if size % math.prod(mesh.shape[name] for name in names) == 0 else ()
 
 
-def split(tree: Params, mesh: Mesh | None) -> Params:
+def shard(tree: Params, mesh: Mesh | None) -> Params:
     """Put arrays [B, ...] on the devices, sharded along B, or replicated if B is not divisible by `shard_count`."""
-    return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.tree.map(_put, tree, split_sharding(tree, mesh))
+    return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.tree.map(_put, tree, batch_sharding(tree, mesh))
 
 
-def split_sharding(tree: Params, mesh: Mesh) -> Params:
-    """Return the sharding that `split` applies to each array in a tree."""
+def batch_sharding(tree: Params, mesh: Mesh) -> Params:
+    """Return the sharding that `shard` applies to each array in a tree."""
 
     def sharding_of(x: jax.Array) -> NamedSharding:
         divisible = x.ndim > 0 and x.shape[0] % shard_count(mesh) == 0
@@ -329,7 +329,7 @@ def place_of(tree: Params) -> jax.sharding.Sharding | None:
     return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
 
 
-def abstract_from(tree: Tree, source: object) -> Tree:
+def shape_structs_like(tree: Tree, source: object) -> Tree:
     """Convert a tree to `ShapeDtypeStruct`s with the sharding of arrays computed from `source` (see `place_of`)."""
     sharding = place_of(source)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

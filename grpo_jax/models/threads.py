@@ -54,7 +54,7 @@ def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) ->
     """Apply `function` to each part in a separate thread, and return the results in order.
 
     An exception is raised only after all parts are finished. Wrap jitted functions that `function` calls in
-    `compile_once`.
+    `compile_in_one_thread`.
     """
     if len(parts) == 1:
         return [function(parts[0])]
@@ -63,10 +63,10 @@ def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) ->
     return [future.result() for future in futures]
 
 
-class compile_once:
-    """Wrapper for a jitted function that several threads may call, so that each program is compiled only once.
+class compile_in_one_thread:
+    """Decorator for a jitted function that several threads call, so that each program is compiled only once.
 
-    A lock is held until the call is dispatched. Dispatched programs run in parallel.
+    A call holds the function's lock until its program is compiled and dispatched. Dispatched programs run in parallel.
     """
 
     def __init__(self, jitted: Any):
@@ -80,7 +80,7 @@ class compile_once:
         return getattr(self._jitted, name)  # such as `lower`
 
 
-def wait_on_cpu(tree: Result) -> Result:
+def block_if_cpu(tree: Result) -> Result:
     """Return `tree` unchanged. If it contains arrays on a CPU, first wait until all its arrays are computed.
 
     XLA's CPU backend allocates a program's memory at dispatch. Without waiting, the memory of all dispatched programs

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.models.context import Cache, Prefix, empty_cache, pad_slots, rotate_ring
 from grpo_jax.models.sharding import constrain, for_head, for_lookup
-from grpo_jax.models.threads import compile_once
+from grpo_jax.models.threads import compile_in_one_thread
 from grpo_jax.rollout.draw import (
     DecodeSettings,
     Variables,
@@ -74,7 +74,7 @@ def _unsqueeze_cache(state: DecodeState) -> Cache:
     return jax.tree.map(unsqueeze, state.cache, state.prefix.layers)
 
 
-@compile_once
+@compile_in_one_thread
 @functools.partial(jax.jit, static_argnames=("settings", "slots", "first_slot"))
 def prefill(
     model: BuiltinModel,
@@ -108,7 +108,7 @@ def prefill(
     return place_state(state, settings.mesh, constrain), drawn
 
 
-@compile_once
+@compile_in_one_thread
 @functools.partial(jax.jit, static_argnames=("settings", "steps", "fixed"), donate_argnames=("state",))
 def decode(
     model: BuiltinModel,
@@ -177,7 +177,7 @@ def decode(
     return place_state(new_state, mesh, constrain), (tokens, log_probs, mask)
 
 
-@compile_once
+@compile_in_one_thread
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
 def prefill_chunk(
     model: BuiltinModel,

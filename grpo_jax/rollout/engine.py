@@ -46,7 +46,7 @@ from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, Connecti
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.rollout.table import Table
 from grpo_jax.rollout.turns import AnswerTurn, wait_for
-from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_builtin
+from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_jit_argument, is_builtin
 
 PROBE = 65
 """Number of tokens in the probe. The first token has no log-prob."""
@@ -333,4 +333,4 @@ def _log_probs(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
 def score_probe(model: Model, params: Params, ids: list[int]) -> np.ndarray:
     """Return the local model's log-probs [64] for ids[1:] at temperature 1."""
     tokens = jnp.broadcast_to(jnp.array(ids, jnp.int32), (shard_count(mesh_of(params)), len(ids)))
-    return np.asarray(fetch(_log_probs(as_argument(model), params, tokens)))[0]
+    return np.asarray(fetch(_log_probs(as_jit_argument(model), params, tokens)))[0]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.maths.sampling import Sampling, check_sampling
-from grpo_jax.models.sharding import abstract_from, fetch, mesh_of, shard_count
+from grpo_jax.models.sharding import fetch, mesh_of, shape_structs_like, shard_count
 from grpo_jax.models.threads import in_background, run_in_threads
 from grpo_jax.rollout.decode import (
     DecodeState,
@@ -40,7 +40,7 @@ from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.layouts import choose_layouts, decode_threads, groups_at_once, on_cpu
 from grpo_jax.rollout.programs import decode_variables
 from grpo_jax.rollout.table import SamplingJob, Table
-from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_argument, is_builtin
+from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_jit_argument, is_builtin
 
 if TYPE_CHECKING:
     from grpo_jax.rollout.turns import AnswerTurn
@@ -152,7 +152,7 @@ def generate(
     settings = decode_settings(
         sampling, eos_token_ids, pad_token_id, stop=stop, stop_token_ids=stop_token_ids, tokenizer=tokenizer
     )
-    argument = as_argument(model)
+    argument = as_jit_argument(model)
     if not is_builtin(model):
         completions = generate_uncached(argument, params, prompts, keys, settings=settings, length=turn_length)
         return fetch(completions) if on_host else completions
@@ -217,7 +217,7 @@ class _SingleTurnRollout:
         if job.mesh is None:
             model, params, settings = job.model, job.params, job.settings
             shapes, _ = prefill.eval_shape(model, params, *job.inputs(part), settings=settings, slots=self.slots)
-            state = abstract_from(shapes, (params, model))
+            state = shape_structs_like(shapes, (params, model))
             burst = functools.partial(decode.lower, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
             burst(model, job.decode_variables, state, 0, 0).compile()
 

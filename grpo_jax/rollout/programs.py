@@ -17,13 +17,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.layers import Quantized
-from grpo_jax.models.sharding import abstract, abstract_from, constrained_sharding, mesh_of, shard_count
+from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, shape_structs_like, shard_count
 from grpo_jax.models.threads import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
 from grpo_jax.rollout.decode import DecodeState, decode, place_state, prefill
 from grpo_jax.rollout.draw import DecodeSettings, Variables, completion_keys
 from grpo_jax.rollout.layouts import choose_layouts, groups_at_once
-from grpo_jax.types import BuiltinModel, Model, Params, Prompts, as_argument, is_builtin
+from grpo_jax.types import BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
 
 Tree = TypeVar("Tree")
 
@@ -114,10 +114,10 @@ def decode_call(
     """
     if not is_builtin(model):
         return None
-    argument, shapes = abstract((as_argument(model), params))
+    argument, shapes = abstract((as_jit_argument(model), params))
     variables, mesh = variables_shape(model, params), mesh_of(params)
     if "columns" in variables:
-        variables["columns"] = abstract_from(variables["columns"], (shapes, argument))
+        variables["columns"] = shape_structs_like(variables["columns"], (shapes, argument))
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
     layouts = choose_layouts(
         argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh
@@ -130,7 +130,10 @@ def decode_call(
         return prefill(model, params, prompts, keys, settings=settings, slots=layouts.slots[-1])[0]
 
     state: DecodeState = jax.eval_shape(prefilled, argument, shapes)
-    state = abstract_from(state, (shapes, argument)) if mesh is None else place_state(state, mesh, _constrained_shape)
+    if mesh is None:
+        state = shape_structs_like(state, (shapes, argument))
+    else:
+        state = place_state(state, mesh, _constrained_shape)
     burst = functools.partial(decode, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
     return functools.partial(burst, argument, variables, state, 0, 0)
 

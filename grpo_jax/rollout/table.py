@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from grpo_jax.models.sharding import split
+from grpo_jax.models.sharding import shard
 from grpo_jax.rollout.decode import Drawn
 from grpo_jax.rollout.draw import DecodeSettings, Variables
 from grpo_jax.types import BuiltinModel, Completions, Params, Prompts
@@ -97,4 +97,4 @@ class SamplingJob:
         """Place the prompts and keys of groups [B'] on the devices. Group indices ≥ B repeat the last group."""
         indices = np.minimum(groups, len(self.keys) - 1)
         prompts, keys = jax.tree.map(lambda x: x[indices], (self.prompts, self.keys))
-        return split((prompts, keys), self.mesh)
+        return shard((prompts, keys), self.mesh)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.models.sharding import fetch, gather_objects, shard_count, split
+from grpo_jax.models.sharding import fetch, gather_objects, shard, shard_count
 from grpo_jax.models.threads import run_in_threads
 from grpo_jax.rollout.decode import Drawn, decode, prefill, prefill_chunk, rearrange
 from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, Layouts, decode_step_cost, decode_threads, on_cpu
@@ -130,7 +130,7 @@ class _MultiTurnDecoder:
         count = np.where(active, remaining, 0).astype(np.int32)
         # Use the host's automaton state, which is reset to 0 at the start of each turn.
         stop_state = None if self.device_state.stop_state is None else table.stop_state[self.rows]
-        ended, count, stop_state = split((~active, count, stop_state), job.mesh)
+        ended, count, stop_state = shard((~active, count, stop_state), job.mesh)
         state = self.device_state.replace(ended=ended, stop_state=stop_state)
         self.device_state, drawn = decode(
             job.model, job.decode_variables, state, self.slot, count, settings=job.settings, steps=BURST
@@ -202,12 +202,12 @@ class _MultiTurnDecoder:
             ids = new_tokens[int(self.rows[i, j])]
             padded[i, j, width - len(ids) :] = ids
         for start in range(0, width, size):
-            ids, present = split((padded[..., start : start + size], valid[..., start : start + size]), job.mesh)
+            ids, present = shard((padded[..., start : start + size], valid[..., start : start + size]), job.mesh)
             slot = self.slots - width + start
             self.device_state, token, log_prob = prefill_chunk(
                 job.model, job.decode_variables, self.device_state, slot, ids, present, settings=job.settings
             )
-        next_token = jnp.where(split(answered, job.mesh), token, self.device_state.token)
+        next_token = jnp.where(shard(answered, job.mesh), token, self.device_state.token)
         self.device_state = self.device_state.replace(token=next_token)
         drawn = (token[..., None], log_prob[..., None], jnp.ones((*token.shape, 1), bool))
         self._record(np.where(answered, self.rows, -1), drawn)

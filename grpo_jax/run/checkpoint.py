@@ -31,7 +31,7 @@ import jax
 
 from grpo_jax.config.sft import Config
 from grpo_jax.messages import one_line
-from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, split
+from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, shard
 from grpo_jax.run.checkpoint_reader import abstract_of, as_target, shapes_of, try_read_in_all_processes
 from grpo_jax.run.resume import differences
 from grpo_jax.types import Batch, Completions, Json, Params
@@ -126,7 +126,7 @@ class Checkpoints:
         _trim_heap()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
         pending = dict(zip(_OPTIONAL, (batch, prefetched), strict=True))
-        arrays |= {name: split(tree, mesh_of(state.params)) for name, tree in pending.items() if tree is not None}
+        arrays |= {name: shard(tree, mesh_of(state.params)) for name, tree in pending.items() if tree is not None}
         shapes = {name: shapes_of(tree) for name, tree in pending.items()}
         counters = {"progress": dataclasses.asdict(progress), "transcript": transcript}
         metadata = {"run": self._identity, **counters, **shapes}

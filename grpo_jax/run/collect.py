@@ -68,7 +68,7 @@ class RolloutSource:
         self, run: Run, *, cursor: int = 0, num_prompts: int | None = None, interrupt: Callable[[], None] = lambda: None
     ):
         self.run, self._interrupt = run, interrupt
-        self._num_prompts = run.sizes.prompts if num_prompts is None else num_prompts
+        self._num_prompts = run.sizes.prompts_per_iteration if num_prompts is None else num_prompts
         self.cursor = self.next_cursor = cursor
 
     def wait_pending(self, state: TrainState) -> None:
@@ -142,10 +142,10 @@ def collect(
         interrupt()
         return phase(name)
 
-    rollout, rewards, metrics, batch = _sample_and_score(run, state, source, interruptible_phase)
+    rollout, rewards, metrics, batch = _sample_and_reward(run, state, source, interruptible_phase)
     counted = np.ones(len(rollout.rows), bool)
     if config.dynamic_sampling:
-        sample_more = functools.partial(_sample_and_score, run, state, source, interruptible_phase)
+        sample_more = functools.partial(_sample_and_reward, run, state, source, interruptible_phase)
         rollout, rewards, metrics, counted = refill_groups(rollout, rewards, metrics, config, sample_more)
         with interruptible_phase("reference"):
             batch = _make_batch(run, state, rollout, counted)
@@ -165,7 +165,7 @@ def collect(
     return batch, metrics, completion_records(rewards, reward_names(run.reward_fns), rollout, _mean_advantages(batch))
 
 
-def _sample_and_score(
+def _sample_and_reward(
     run: Run, state: TrainState, source: RolloutSource, phase: Phase
 ) -> tuple[RolloutResult, Rewards, dict[str, float], Batch | None]:
     """Return the next rollout, its rewards and metrics, and its batch (None with `dynamic_sampling`)."""

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from grpo_jax.models.sharding import fetch, place, placed_shapes, shard_count, split, split_sharding, tree_sharding
+from grpo_jax.models.sharding import batch_sharding, fetch, place, placed_shapes, shard, shard_count, tree_sharding
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.run.placement import with_shape
@@ -87,7 +87,7 @@ class ImageEncoder:
         size = min(max(1, MAX_INPUT_VALUES // values), -(-len(tiles) * self.num_tiles // devices)) * devices
         encoded = []
         for start in range(0, max(len(flat), 1), size):
-            part = split(self._pad_and_stack(flat[start : start + size], size), self.mesh)
+            part = shard(self._pad_and_stack(flat[start : start + size], size), self.mesh)
             encoded.append(fetch(_encode(self.tower, self.params, part)))
         features = np.concatenate(encoded)
         first = np.cumsum([0, *map(len, counts)])[:-1]  # index of each prompt's first tile
@@ -129,7 +129,7 @@ def encode_call(raw: Json, dtype: str, mesh: jax.sharding.Mesh) -> functools.par
         for name, x in shapes.items()
     }
     params = placed_shapes(params, tree_sharding(params, mesh))
-    return functools.partial(_encode, tower, params, placed_shapes(inputs, split_sharding(inputs, mesh)))
+    return functools.partial(_encode, tower, params, placed_shapes(inputs, batch_sharding(inputs, mesh)))
 
 
 def check_text_only(rows: Mapping[str, Sequence[Row] | None], argument: str, value: object) -> None:

@@ -12,13 +12,13 @@ import numpy as np
 from grpo_jax.models.devices import ProgramCost, compile_program
 from grpo_jax.models.sharding import (
     abstract,
+    batch_sharding,
     device_bytes,
     gather_objects,
     lower_call,
     place_of,
     placed_shapes,
     shard_count,
-    split_sharding,
     tree_sharding,
 )
 from grpo_jax.models.threads import devices_of
@@ -26,7 +26,7 @@ from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.placement import with_shape
 from grpo_jax.run.run import BaseRun, Run, new_state
-from grpo_jax.types import Batch, Params, as_argument
+from grpo_jax.types import Batch, Params, as_jit_argument
 from grpo_jax.update.objective import count_totals, sampling_of
 from grpo_jax.update.packed import PackedUpdater, Part, add_gradients, score_part, zero_gradients
 from grpo_jax.update.state import TrainState
@@ -56,24 +56,24 @@ def decide_checkpointing(run: Run, memory: float | None) -> Run:
 def _with_recomputation(run: Run, *, recompute: bool) -> Run:
     config = dataclasses.replace(run.config, gradient_checkpointing=recompute)
     policy = run.policy.replace(model=with_shape(run.policy.model, remat=recompute))
-    updater = dataclasses.replace(run.updater, model=as_argument(policy.model), config=config)
+    updater = dataclasses.replace(run.updater, model=as_jit_argument(policy.model), config=config)
     return dataclasses.replace(run, config=config, policy=policy, updater=updater)
 
 
 def compiled_peak_bytes(run: Run) -> int:
     """Return an update's peak memory per device in bytes, as reported by the compiler."""
     state, batch = abstract_arrays(run)
-    constant_bytes = device_bytes(state) + device_bytes((as_argument(run.policy.model), run.policy.params))
+    constant_bytes = device_bytes(state) + device_bytes((as_jit_argument(run.policy.model), run.policy.params))
     if run.distillation is not None:
         constant_bytes += device_bytes(run.distillation.teacher)
-    arguments = device_bytes((as_argument(run.policy.model), state.params))
+    arguments = device_bytes((as_jit_argument(run.policy.model), state.params))
     cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
     return constant_bytes + added_bytes(run, state, batch, cost)
 
 
 def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
     """Return the bytes per device that an update needs beyond the state, from the `cost` of its largest program."""
-    params = device_bytes((as_argument(run.policy.model), state.params))
+    params = device_bytes((as_jit_argument(run.policy.model), state.params))
     return max(0, cost.arguments + cost.results - params) + cost.temporaries
 
 
@@ -88,7 +88,7 @@ def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
     if run.mesh is None:
         return state.replace(params=run.policy.params), batch
     state = placed_shapes(state, tree_sharding(state, run.mesh))
-    return state, placed_shapes(batch, split_sharding(batch, run.mesh))
+    return state, placed_shapes(batch, batch_sharding(batch, run.mesh))
 
 
 def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
@@ -99,7 +99,7 @@ def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
     return decode_call(
         run.policy.model,
         params,
-        run.sizes.prompts,
+        run.sizes.prompts_per_iteration,
         run.prompt_length,
         num_generations=config.num_generations,
         max_completion_length=config.max_completion_length,
@@ -139,7 +139,7 @@ def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCal
 
 def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Part:
     """Return an abstract part of a minibatch whose completions all have the maximum length T."""
-    _, _, prompts_per_device = updater.count_parts(state.params, batch)
+    _, _, prompts_per_device = updater.plan_parts(state.params, batch)
     rows, shapes = prompts_per_device * shard_count(updater.mesh), updater.shapes(state.params, batch.mask.shape)
     part: Batch = jax.tree.map(lambda x: np.zeros((rows, *x.shape[1:]), x.dtype), batch.replace(counted=None))
     part = part.replace(mask=~part.mask)
@@ -154,7 +154,7 @@ def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -
     if mesh is None:
         sharding = place_of(source)
         return tree if sharding is None else jax.tree.map(lambda x: _with_sharding(x, sharding), tree)
-    by_prompts, by_table = split_sharding(tree, mesh), tree_sharding(tree, mesh)
+    by_prompts, by_table = batch_sharding(tree, mesh), tree_sharding(tree, mesh)
     return jax.tree.map(
         lambda x, prompts, table: _with_sharding(x, table if any(table.spec) else prompts), tree, by_prompts, by_table
     )

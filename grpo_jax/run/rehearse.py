@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.models.devices import compile_program
-from grpo_jax.models.sharding import committed, device_bytes, lower_call
+from grpo_jax.models.sharding import commit_to_devices, device_bytes, lower_call
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import RolloutSource, collect
 from grpo_jax.run.memory import rollout_call, update_calls
@@ -22,7 +22,7 @@ from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import Run, new_state
 from grpo_jax.run.session import describe_non_finite
 from grpo_jax.text.sources import Dataset
-from grpo_jax.types import Batch, RewardFn, as_argument
+from grpo_jax.types import Batch, RewardFn, as_jit_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.hints import engine_fault, sampler_gap_limit
 from grpo_jax.watch.monitor import Phases
@@ -100,7 +100,7 @@ def rehearse(
         run = prepare(policy, dataset, reward_fns, config, **arguments)
     config = run.config  # mesh and compute dtype are resolved for the devices
     with phase("state"):
-        state = jax.block_until_ready(committed(new_state(run, donate=donate)))
+        state = jax.block_until_ready(commit_to_devices(new_state(run, donate=donate)))
         run.policy.release_params()
         if donate:
             policy.release_params()
@@ -124,7 +124,7 @@ def rehearse(
         suspicious.append(f"the update was skipped: {cause}")
     persistent = {
         "training state": device_bytes(updated_state),
-        "policy": device_bytes((as_argument(policy.model), () if donate else policy.params)),
+        "policy": device_bytes((as_jit_argument(policy.model), () if donate else policy.params)),
     }
     with phase("memory analysis"):
         programs = _programs(run, updated_state)
@@ -189,7 +189,7 @@ def _reward_problems(run: Run, rollout: dict[str, float], rows: list[dict[str, A
             yield f"reward function {name!r} returned no reward for any of the {g} completions"
         elif np.ptp(scored) == 0:
             yield f"reward function {name!r} gave all {scored.size} completions the same reward, {scored[0]:g}"
-        seconds = rollout.get(f"rewards/{name}/seconds", 0.0) * run.sizes.prompts
+        seconds = rollout.get(f"rewards/{name}/seconds", 0.0) * run.sizes.prompts_per_iteration
         if seconds > SLOW_REWARD:
             yield (
                 f"reward function {name!r} would take about {seconds:.0f} s per iteration; make it async or run it in"

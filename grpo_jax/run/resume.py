@@ -26,7 +26,7 @@ from grpo_jax.rewards.contract import function_name, reward_names
 from grpo_jax.run.run import BaseRun, Run, SFTRun
 from grpo_jax.text.images import image_bytes
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Json, Model, Params, as_argument
+from grpo_jax.types import Json, Model, Params, as_jit_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import read_settings
 
@@ -60,7 +60,7 @@ def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
         "config": json.loads(json.dumps(config.to_dict())),
-        "sizes": [sizes.prompts, sizes.prompts_per_update, sizes.updates],
+        "sizes": [sizes.prompts_per_iteration, sizes.prompts_per_update, sizes.updates_per_iteration],
         "total_steps": run.total_steps,
         "length_is_free": custom_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
         "dataset": _hash_prompts([run.data]),
@@ -71,7 +71,7 @@ def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
         },
         "functions": _function_names(run),
         "policy": {**_model_settings(run.policy.model), "eos_token_ids": list(eos_token_ids)},
-        "frozen": fingerprint((as_argument(run.policy.model), getattr(run.data.image_encoder, "params", None))),
+        "frozen": fingerprint((as_jit_argument(run.policy.model), getattr(run.data.image_encoder, "params", None))),
         "optimizer": "the caller's" if custom_optimizer else "the config's",
         "sampler": "generate" if run.sampler is None else "the caller's",
         "teacher": _describe_teacher(run),

@@ -90,7 +90,7 @@ class Run(BaseRun):
     @property
     def keeps_old_params(self) -> bool:
         """Whether the sampling policy's params are needed after the first update, for ratios or for an engine."""
-        return self.sizes.updates > 1 or self.samples_in_background
+        return self.sizes.updates_per_iteration > 1 or self.samples_in_background
 
     def row_indices(self, cursor: int, count: int) -> list[int]:
         """Return the row indices of `count` prompts, starting at position `cursor` in the shuffled epochs."""
@@ -122,10 +122,10 @@ class Run(BaseRun):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTRun(BaseRun):
-    """A run of `sft`, whose batches contain examples from a dataset. `sizes.prompts` counts blocks of examples.
+    """A run of `sft`, whose batches contain examples from a dataset.
 
-    If all examples start with the same tokens, these are the batch's prompt, which is repeated `num_groups` times (once
-    per data shard). Otherwise, `num_groups` is None.
+    `sizes.prompts_per_iteration` counts blocks of examples. If all examples start with the same tokens, these are the
+    batch's prompt, which is repeated `num_groups` times (once per data shard). Otherwise, `num_groups` is None.
     """
 
     config: SFTConfig

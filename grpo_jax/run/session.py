@@ -117,7 +117,7 @@ class Session:
             num_rows=len(data.blocks or data.rows),
             num_dropped=0 if data.blocks else len(data.dropped),  # `encode_examples` has warned of dropped examples
             resumed=restored.progress is not None,
-            updates=self.run.sizes.updates,
+            updates=self.run.sizes.updates_per_iteration,
         )
         if (cache_dir := enable_compilation_cache()) is not None:
             self.monitor.display.say(
@@ -151,7 +151,7 @@ class Session:
         if run.schedule is not None:
             metrics["learning_rate"] = float(run.schedule(progress.step))
         progress.count_update(metrics)
-        if progress.updates_done == run.sizes.updates:
+        if progress.updates_done == run.sizes.updates_per_iteration:
             progress.updates_done = 0
         if run.config.logs_at(progress.step) or progress.step == run.total_steps:
             line = progress.log_line()

@@ -15,7 +15,7 @@ import optax
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import ErrorList
 from grpo_jax.models.packing import balanced_order, lengths_of
-from grpo_jax.models.sharding import committed, fetch, shard_count
+from grpo_jax.models.sharding import commit_to_devices, fetch, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.run.placement import run_mesh, shape_of
 from grpo_jax.run.policy_checks import check_best_metric, check_is_policy, check_policy, check_tokens
@@ -95,7 +95,7 @@ def sft(
     run_dir = absolute_run_dir(run_dir)
     run = prepare_sft(policy, dataset, config, eval_dataset=eval_dataset, optimizer=optimizer)
     check_run_dir(run, run_dir, resume)
-    state = committed(new_state(run, donate=donate))
+    state = commit_to_devices(new_state(run, donate=donate))
     run.policy.release_params()
     with open_session(run, run_dir, state, callbacks) as session:
         state = session.start(state, resume, donate=donate).state
@@ -168,8 +168,8 @@ def derive_sft(
     shape = shape_of(policy)
     sizes, total_steps = config.sizes(), config.total_steps(len(data.blocks))
     # Maximum number of rows in a batch, rounded up to whole micro-batches. Blocks may repeat across an epoch boundary.
-    repeats = -(-sizes.prompts // len(data.blocks)) + 1
-    rows = sum(sorted(list(map(len, data.blocks)) * repeats, reverse=True)[: sizes.prompts])
+    repeats = -(-sizes.prompts_per_iteration // len(data.blocks)) + 1
+    rows = sum(sorted(list(map(len, data.blocks)) * repeats, reverse=True)[: sizes.prompts_per_iteration])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
     # With images, an example's prompt is all tokens before the loss. Otherwise, it is the common prefix of all
     # examples, which a model with a cache computes only once.
@@ -219,7 +219,7 @@ def _rows(policy: Policy, dataset: Dataset, config: SFTConfig, argument: str) ->
     if argument == "dataset":
         check_finite(dataset, argument, config.max_steps)
         if config.max_steps > 0 and not config.packing:
-            max_rows = config.max_steps * run_mesh(policy, config)[1].sizes().prompts
+            max_rows = config.max_steps * run_mesh(policy, config)[1].sizes().prompts_per_iteration
     rows = load_examples(dataset, text_field=config.dataset_text_field, argument=argument, max_rows=max_rows)
     if argument == "dataset" and config.shuffle_dataset:
         rows = [rows[i] for i in prompt_indices(0, len(rows), num_rows=len(rows), seed=config.seed)]
@@ -244,7 +244,8 @@ def _encode(policy: Policy, config: SFTConfig, rows: Sequence[Row], argument: st
 
 def next_examples(run: SFTRun, cursor: int) -> tuple[Batch, int, dict[str, float]]:
     """Return the next update's batch, the cursor after it (in blocks since the start of the run) and its metrics."""
-    count, num_blocks, shuffle = run.sizes.prompts, len(run.data.blocks), run.config.train_sampling_strategy == "random"
+    count, num_blocks = run.sizes.prompts_per_iteration, len(run.data.blocks)
+    shuffle = run.config.train_sampling_strategy == "random"
     blocks = prompt_indices(cursor, count, num_rows=num_blocks, seed=run.config.seed, shuffle=shuffle)
     batch = _batch(run, run.data, blocks, run.sizes.prompts_per_update)
     num_tokens = sum(len(run.data.token_ids[i]) for block in blocks for i in run.data.blocks[block])

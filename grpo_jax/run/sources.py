@@ -84,7 +84,7 @@ class PrefetchedRollouts(RolloutSource):
 
     def _has_next(self, state: TrainState) -> bool:
         """Return whether another iteration follows the current one."""
-        return int(state.step) + self.run.sizes.updates < self.run.total_steps
+        return int(state.step) + self.run.sizes.updates_per_iteration < self.run.total_steps
 
 
 class EngineRollouts(PrefetchedRollouts):
@@ -179,7 +179,7 @@ def rollout_source(
 
 def _restored(run: Run, cursor: int, completions: Completions, transcript: Json | None) -> RolloutResult:
     """Rebuild the rollout from the results of `PrefetchedRollouts.to_checkpoint`."""
-    data, indices = run.data, run.row_indices(cursor, run.sizes.prompts)
+    data, indices = run.data, run.row_indices(cursor, run.sizes.prompts_per_iteration)
     rows = [data.rows[i] for i in indices]
     stored = transcript or {}
     metrics = stored.get("metrics", {})

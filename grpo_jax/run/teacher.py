@@ -21,7 +21,7 @@ from grpo_jax.messages import raise_all, shorten, show
 from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.sampler import ROUNDING
-from grpo_jax.types import Batch, Completions, Model, Prompts, TeacherLogProbs, as_argument
+from grpo_jax.types import Batch, Completions, Model, Prompts, TeacherLogProbs, as_jit_argument
 from grpo_jax.update.objective import Teacher
 from grpo_jax.update.step import Updater
 
@@ -127,7 +127,7 @@ def check_same_tokenizer(ours: Any, theirs: Any) -> None:
 def make_distillation(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> Distillation:
     """Build a run's `Distillation` from a scorer, or from a `Policy` whose params are on the run's devices."""
     if isinstance(teacher, Policy):
-        return Distillation(Teacher(as_argument(teacher.model), teacher.params), make_updater(teacher.model))
+        return Distillation(Teacher(as_jit_argument(teacher.model), teacher.params), make_updater(teacher.model))
     return Distillation(scorer=teacher)
 
 

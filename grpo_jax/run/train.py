@@ -22,7 +22,7 @@ import optax
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.settings import Sizes
 from grpo_jax.maths.surrogates import Surrogate
-from grpo_jax.models.sharding import committed, fetch
+from grpo_jax.models.sharding import commit_to_devices, fetch
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import collect
 from grpo_jax.run.prepare import prepare
@@ -157,7 +157,8 @@ def train(
     )
     check_run_dir(run, run_dir, resume)
     donate = donate and not _shares_params(policy, teacher)  # the teacher's arrays must stay intact
-    state = committed(new_state(run, donate=donate))  # like restored arrays, so that the compiled programs are the same
+    # Restored arrays are committed to devices. If these are too, a resumed run compiles the same programs.
+    state = commit_to_devices(new_state(run, donate=donate))
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     with open_session(run, run_dir, state, callbacks, Hints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)

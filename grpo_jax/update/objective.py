@@ -210,7 +210,7 @@ def adapt_entropy_coef(state: TrainState, entropy: jax.Array, is_valid: jax.Arra
 
 
 class Teacher(flax.struct.PyTreeNode):
-    """A teacher model, converted with `types.as_argument`, and its params, which are not differentiated."""
+    """A teacher model, converted with `types.as_jit_argument`, and its params, which are not differentiated."""
 
     model: Model
     params: Params

@@ -40,10 +40,17 @@ from grpo_jax.models.packing import (
     sequence_shapes,
 )
 from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
-from grpo_jax.models.sharding import abstract_from, constrain, constrain_params, fetch, shard_count, split
-from grpo_jax.models.threads import compile_once, count_threads, devices_of, in_background, run_in_threads, wait_on_cpu
+from grpo_jax.models.sharding import constrain, constrain_params, fetch, shape_structs_like, shard, shard_count
+from grpo_jax.models.threads import (
+    block_if_cpu,
+    compile_in_one_thread,
+    count_threads,
+    devices_of,
+    in_background,
+    run_in_threads,
+)
 from grpo_jax.models.tiles import implementation
-from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_argument, is_builtin
+from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
 from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic, router_coef_of, sampling_of
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
@@ -113,7 +120,7 @@ class PackedUpdater(Updater):
         selected = None
         if self.config.top_entropy_quantile < 1:
             _, entropies = self._score(state.params, batch.prompts, batch.tokens, batch.mask, with_entropy=True)
-            selected = fetch(_entropy_mask(entropies, split(batch.mask, self.mesh), self.config.top_entropy_quantile))
+            selected = fetch(_entropy_mask(entropies, shard(batch.mask, self.mesh), self.config.top_entropy_quantile))
         parts, _ = self.pack(state.params, batch, selected)
         totals, threads = _count_totals(batch, selected), count_threads(state.params, len(parts))
         zeros = [zero_gradients(self, state.params) for _ in range(threads)]
@@ -121,12 +128,12 @@ class PackedUpdater(Updater):
         def add_parts(thread: int) -> tuple[Params, list[MetricSums]]:
             grads_sum, sums = zeros[thread], []
             for part in parts[thread::threads]:
-                placed = split(part, self.mesh)
+                placed = shard(part, self.mesh)
                 if part.num_with_grad > 0:
-                    grads_sum, part_sums = wait_on_cpu(add_gradients(self, grads_sum, state, placed, totals))
+                    grads_sum, part_sums = block_if_cpu(add_gradients(self, grads_sum, state, placed, totals))
                     sums.append(part_sums)
                 if part.num_used > part.num_with_grad:
-                    sums.append(wait_on_cpu(sum_metrics(self, state, placed, totals)))
+                    sums.append(block_if_cpu(sum_metrics(self, state, placed, totals)))
             return grads_sum, sums
 
         def compile_next() -> None:
@@ -136,7 +143,7 @@ class PackedUpdater(Updater):
                 sum_metrics.lower(*arguments).compile()
             if self.optimizer is not None:
                 grads, sums = zero_gradients.eval_shape(self, state.params), sum_metrics.eval_shape(*arguments)
-                apply_update.lower(self, state, *abstract_from((grads, sums), state)).compile()
+                apply_update.lower(self, state, *shape_structs_like((grads, sums), state)).compile()
 
         with in_background(compile_next) if self.mesh is None else contextlib.nullcontext():
             results = run_in_threads(add_parts, range(threads))
@@ -154,8 +161,8 @@ class PackedUpdater(Updater):
         threads = count_threads(params, len(parts))
 
         def score_parts(thread: int) -> list[tuple[jax.Array, jax.Array]]:
-            thread_parts = (split(part, self.mesh) for part in parts[thread::threads])
-            return [wait_on_cpu(score_part(self, params, part, with_entropy)) for part in thread_parts]
+            thread_parts = (shard(part, self.mesh) for part in parts[thread::threads])
+            return [block_if_cpu(score_part(self, params, part, with_entropy)) for part in thread_parts]
 
         by_thread = run_in_threads(score_parts, range(threads))
         scores = [by_thread[i % threads][i // threads] for i in range(len(parts))]
@@ -171,7 +178,7 @@ class PackedUpdater(Updater):
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
-        threads, count, size = self.count_parts(params, batch)
+        threads, count, size = self.plan_parts(params, batch)
         lengths = lengths_of(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
         indices = order_prompts(work, has_gradient, bins=threads * devices, bin_size=size).reshape(count, devices, size)
@@ -212,7 +219,7 @@ class PackedUpdater(Updater):
             index=np.int32(index),
         )
 
-    def count_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
+    def plan_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
         """Return the numbers of threads and parts, and K, the number of prompts per part and device."""
         b, p = batch.prompts.tokens.shape
         prompts = math.ceil(b / shard_count(self.mesh))  # per device
@@ -253,7 +260,7 @@ def choose_updater(
     """Return a `PackedUpdater` if the model and any teacher model come from this package, else an `Updater`."""
     kind = PackedUpdater if is_builtin(model) and (teacher is None or is_builtin(teacher.model)) else Updater
     mesh = mesh if mesh and mesh.size > 1 else None
-    return kind(as_argument(model), config, micro_shape, optimizer, config.on_policy, mesh, surrogate, teacher)
+    return kind(as_jit_argument(model), config, micro_shape, optimizer, config.on_policy, mesh, surrogate, teacher)
 
 
 def _prefill(
@@ -311,7 +318,7 @@ def _loss(
     )
 
 
-@compile_once
+@compile_in_one_thread
 @functools.partial(jax.jit, donate_argnames=("grads",))
 def add_gradients(
     updater: PackedUpdater, grads: Params, state: TrainState, part: Part, totals: dict[str, jax.Array]
@@ -337,7 +344,7 @@ def add_gradients(
     return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), grads, new), mesh), sums
 
 
-@compile_once
+@compile_in_one_thread
 @jax.jit
 def sum_metrics(updater: PackedUpdater, state: TrainState, part: Part, totals: dict[str, jax.Array]) -> MetricSums:
     """Return the metric sums over the sequences of one part that have no gradient."""
@@ -355,7 +362,7 @@ def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | 
     return _prefill(teacher.model, teacher.params, prompts, updater.mesh, None)
 
 
-@compile_once
+@compile_in_one_thread
 @functools.partial(jax.jit, static_argnames=("with_entropy",))
 def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""

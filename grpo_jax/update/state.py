@@ -145,7 +145,7 @@ def begin_iteration(state: TrainState) -> TrainState:
     return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
 
 
-def finish_update(
+def apply_optimizer(
     state: TrainState,
     grads: Params,
     is_finite: jax.Array,

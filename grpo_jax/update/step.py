@@ -22,7 +22,7 @@ from grpo_jax.maths.reference import sync_reference
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.lora import LoraModel, sync_adapters
 from grpo_jax.models.scoring import LogitStatistic, predicting_states, score_completions
-from grpo_jax.models.sharding import constrain_params, split
+from grpo_jax.models.sharding import constrain_params, shard
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import (
     Teacher,
@@ -34,7 +34,7 @@ from grpo_jax.update.objective import (
     sampling_of,
     zero_advantage_has_no_gradient,
 )
-from grpo_jax.update.state import TrainState, finish_update
+from grpo_jax.update.state import TrainState, apply_optimizer
 
 
 class Updater(flax.struct.PyTreeNode):
@@ -44,7 +44,7 @@ class Updater(flax.struct.PyTreeNode):
     leaves, and the settings are static.
 
     Attributes:
-      model: result of `types.as_argument`.
+      model: result of `types.as_jit_argument`.
       config: training settings.
       micro_shape: shape (prompts, completions per prompt) of a micro-batch.
       optimizer: transformation that created `state.opt_state`, or None if only log-probs are computed.
@@ -79,15 +79,15 @@ class Updater(flax.struct.PyTreeNode):
 
     def log_probs(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         """Return log-probs [B, G, T] of completions under `params`, 0 where mask is 0, without blocking."""
-        return score_padded(self, params, *split((prompts, tokens, mask), self.mesh))
+        return score_padded(self, params, *shard((prompts, tokens, mask), self.mesh))
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """Run one optimizer step and return the new state and the metrics. Donates `state`."""
-        return update_padded(self, state, split(batch, self.mesh))
+        return update_padded(self, state, shard(batch, self.mesh))
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
         """Compute a minibatch's gradient and metric sums, like `update` without the optimizer step."""
-        return _jit_gradients(self, state, split(batch, self.mesh))
+        return _jit_gradients(self, state, shard(batch, self.mesh))
 
 
 def train_step(
@@ -107,7 +107,7 @@ def train_step(
     Computes g = ∇ grpo_loss over the whole batch and θ ← optimizer(θ, g), and syncs the reference if it is due.
 
     This is a pure function. To compile it, use `jax.jit` with `static_argnames=("optimizer", "config", "on_policy",
-    "micro_shape", "surrogate")` and `donate_argnames="state"`, and convert the model with `types.as_argument`.
+    "micro_shape", "surrogate")` and `donate_argnames="state"`, and convert the model with `types.as_jit_argument`.
 
     Args:
       state: the current `TrainState`.
@@ -133,7 +133,7 @@ def train_step(
       One step makes token 2 more likely after token 1 in a bigram model with nine params:
 
       >>> from grpo_jax.update.state import create_state
-      >>> from grpo_jax.types import as_argument
+      >>> from grpo_jax.types import as_jit_argument
       >>> class Pairs:
       ...     def apply(self, variables, tokens):
       ...         return variables["params"]["logits"][tokens]
@@ -144,7 +144,7 @@ def train_step(
       >>> mask, log_probs = jnp.ones(tokens.shape, bool), jnp.full(tokens.shape, -jnp.log(3.0))
       >>> batch = Batch(prompts, tokens, mask, jnp.array([[1.0, -1.0]]), log_probs)
       >>> step = jax.jit(train_step, static_argnames=("optimizer", "config"))
-      >>> state, metrics = step(state, batch, model=as_argument(Pairs()), optimizer=optimizer, config=config)
+      >>> state, metrics = step(state, batch, model=as_jit_argument(Pairs()), optimizer=optimizer, config=config)
       >>> state.params["logits"][1].tolist()  # after token 1, the last token of the prompt
       [-0.25, 0.0, 0.25]
     """
@@ -253,7 +253,7 @@ def apply_gradients(
         state = adapt_entropy_coef(state, metrics["selected_entropy"], is_finite & has_tokens, config)
         metrics["entropy_coef"] = state.entropy_coef
     mixed = isinstance(updater.model, LoraModel) and config.ref_model_mixup_alpha < 1
-    state = finish_update(
+    state = apply_optimizer(
         state,
         grads,
         is_finite,

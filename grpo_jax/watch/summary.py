@@ -57,15 +57,16 @@ def describe_run(config: Config, state: TrainState, *, num_rows: int) -> str:
     device = jax.devices()[0].device_kind
     state_bytes = short_number(sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "B")
     sizes, steps = config.sizes(), config.total_steps(num_rows)
-    iterations = math.ceil(steps / sizes.updates)
+    iterations = math.ceil(steps / sizes.updates_per_iteration)
     if config.num_generations == 1:  # SFT: a row of a batch is an example or a packed block
         rows = "sequences"
-        batch = f"each update: {sizes.prompts} sequences"
+        batch = f"each update: {sizes.prompts_per_iteration} sequences"
     else:
         rows = "prompts"
         batch = (
-            f"each iteration: {sizes.prompts} prompts × {config.num_generations} = {sizes.completions} completions of"
-            f" up to {config.max_completion_length} tokens · passes: {config.num_iterations} ·"
+            f"each iteration: {sizes.prompts_per_iteration} prompts × {config.num_generations} ="
+            f" {sizes.completions} completions of up to {config.max_completion_length} tokens ·"
+            f" passes: {config.num_iterations} ·"
             f" minibatches: {sizes.minibatches}, of {sizes.prompts_per_update} prompts"
         )
     recomputes = config.gradient_checkpointing
@@ -75,7 +76,7 @@ def describe_run(config: Config, state: TrainState, *, num_rows: int) -> str:
         f" devices: {math.prod((config.mesh or {}).values())} ({device}){checkpointing}\n"
         f"{batch} · micro-batches: {sizes.micro_batches}\n"
         f"optimizer steps: {steps} · iterations: {iterations} · {rows}: {num_rows} ·"
-        f" epochs: {iterations * sizes.prompts / max(num_rows, 1):.2g}"
+        f" epochs: {iterations * sizes.prompts_per_iteration / max(num_rows, 1):.2g}"
     )
 
 

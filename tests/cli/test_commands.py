@@ -21,7 +21,7 @@ from grpo_jax.hub.huggingface import from_pretrained, save_pretrained
 from grpo_jax.hub.peft import add_lora, load_lora, merge_lora
 from grpo_jax.models.layers import is_quantized
 from grpo_jax.run.checkpoint_reader import load_params
-from grpo_jax.types import as_argument
+from grpo_jax.types import as_jit_argument
 from grpo_jax.watch.display import escape_controls
 from grpo_jax.watch.writer import RunWriter
 
@@ -230,8 +230,8 @@ def test_policy_is_loaded_with_adapters_on_a_quantized_base(tmp_path):
     path = write_run(tmp_path, lora={"rank": 2, "alpha": 4}, quantize="int8")
     policy = commands.load_policy(read_run(path, load=("model",)))
     wanted = adapted(tmp_path, quantize="int8")
-    assert same((policy.params, as_argument(policy.model)), (wanted.params, as_argument(wanted.model)))
-    assert is_quantized(as_argument(policy.model))
+    assert same((policy.params, as_jit_argument(policy.model)), (wanted.params, as_jit_argument(wanted.model)))
+    assert is_quantized(as_jit_argument(policy.model))
     with pytest.raises(SystemExit, match="quantized"):
         run("train", path, "--lora", "null")
 

@@ -247,8 +247,8 @@ SIZES = [
 def test_sizes_by_hand(values, sizes):
     config = GRPOConfig(**values)
     assert config.sizes() == sizes
-    assert sizes.prompts * config.num_generations == sizes.completions
-    assert sizes.prompts_per_update * sizes.minibatches == sizes.prompts
+    assert sizes.prompts_per_iteration * config.num_generations == sizes.completions
+    assert sizes.prompts_per_update * sizes.minibatches == sizes.prompts_per_iteration
     assert sizes.micro_batches * sizes.micro_prompts * sizes.micro_completions == (
         sizes.prompts_per_update * config.num_generations
     )

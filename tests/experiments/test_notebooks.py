@@ -145,7 +145,10 @@ def test_notebook_contains_the_compiled_figures(name):
     assert all(one["peak_bytes"] < one["memory_bytes"] and not one["note"] for one in figures.values())
     machine = kit.MACHINES[name]
     assert machine.grpo.mesh == machine.sft.mesh
-    assert machine.grpo.sizes().prompts * machine.grpo.max_steps / machine.grpo.sizes().updates > 1000
+    assert (
+        machine.grpo.sizes().prompts_per_iteration * machine.grpo.max_steps / machine.grpo.sizes().updates_per_iteration
+        > 1000
+    )
 
 
 @pytest.mark.quick

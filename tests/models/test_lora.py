@@ -12,8 +12,8 @@ from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.maths.reference import mixup, sync_reference
 from grpo_jax.models.lora import TARGETS, init_adapters, merge_adapters, sync_adapters
-from grpo_jax.types import as_argument
-from grpo_jax.update.state import create_state, finish_update
+from grpo_jax.types import as_jit_argument
+from grpo_jax.update.state import apply_optimizer, create_state
 
 SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -29,7 +29,7 @@ OWN = {
 }  # fmt: skip
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 7))
-logits = lambda policy, rngs=None: apply(as_argument(policy.model), policy.params, rngs)
+logits = lambda policy, rngs=None: apply(as_jit_argument(policy.model), policy.params, rngs)
 
 
 @functools.cache
@@ -132,7 +132,7 @@ def test_adapter_reference_moves_like_the_merged_weights(alpha, rank, columns):
     rng = np.random.default_rng(1)
     noise = lambda: jax.tree.map(lambda x: np.float32(rng.normal(0, 0.1, x.shape)), adapters)
     mixed = {"sync_every": every, "sync_alpha": alpha, "sync": sync_adapters if alpha < 1 else sync_reference}
-    step = jax.jit(lambda state, g: finish_update(state, g, True, optimizer, **mixed))
+    step = jax.jit(lambda state, g: apply_optimizer(state, g, True, optimizer, **mixed))
     begin = expected = merged(adapters)
     factors = adapters
     for n in range(1, 49):

@@ -18,7 +18,7 @@ from grpo_jax.models.config import StepCost, TransformerConfig, count_weights
 from grpo_jax.models.context import empty_cache, num_slots, pad_slots
 from grpo_jax.models.rope import Rope
 from grpo_jax.models.transformer import Transformer, projections
-from grpo_jax.update.state import create_state, finish_update
+from grpo_jax.update.state import apply_optimizer, create_state
 
 # Two layers, and a third that uses the keys and values of the second.
 SHAPE = TransformerConfig(
@@ -74,7 +74,7 @@ def test_layer_scalar_is_not_trained():
     own = {"layers_2": {"layer_scalar": jnp.array([0.8])}, "norm": {"scale": jnp.ones(16)}}
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     state = create_state(own, optimizer, jax.random.key(0))
-    step = jax.jit(functools.partial(finish_update, optimizer=optimizer))
+    step = jax.jit(functools.partial(apply_optimizer, optimizer=optimizer))
     moved = step(state, jax.tree.map(jnp.ones_like, own), jnp.bool_(True)).params
     np.testing.assert_array_equal(moved["layers_2"]["layer_scalar"], own["layers_2"]["layer_scalar"])
     assert np.abs(moved["norm"]["scale"] - own["norm"]["scale"]).min() > 0.01

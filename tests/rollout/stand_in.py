@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from grpo_jax import from_pretrained, load_lora
 from grpo_jax.maths.sampling import Sampling, process_logits
-from grpo_jax.types import as_argument
+from grpo_jax.types import as_jit_argument
 
 LENGTH = 96
 
@@ -167,7 +167,7 @@ class StandIn:
     def logits(self, model, params, head, ids):
         tokens = np.zeros((1, LENGTH), np.int32)
         tokens[0, : len(ids)] = ids
-        return np.asarray(_logits(as_argument(model), params, head, tokens))[0]
+        return np.asarray(_logits(as_jit_argument(model), params, head, tokens))[0]
 
 
 def serving(policy, **how):

@@ -10,7 +10,7 @@ from tiny import tiny_model
 from grpo_jax.hub.quantize import quantized_shape
 from grpo_jax.models.config import StepCost
 from grpo_jax.rollout.layouts import BURST, MAX_SMALLER, MIN_COMPLETIONS, Layouts, decode_step_cost
-from grpo_jax.types import as_argument
+from grpo_jax.types import as_jit_argument
 
 pytestmark = pytest.mark.quick
 
@@ -105,7 +105,7 @@ def test_slots_and_bursts_hold_every_completion(length, fixed):
 
 
 def test_a_decode_step_reads_half_a_byte_per_weight_in_nf4():
-    model, shape = as_argument(tiny_model()[0]), (4096, 4096)
+    model, shape = as_jit_argument(tiny_model()[0]), (4096, 4096)
     whole = decode_step_cost(model, {"kernel": jax.ShapeDtypeStruct(shape, "float32")}, 8, 8, cpu=True)
     packed = quantized_shape(shape, "nf4", "float32", jax.ShapeDtypeStruct)
     read = decode_step_cost(model, {"kernel": packed}, 8, 8, cpu=True)

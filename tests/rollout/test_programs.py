@@ -17,7 +17,7 @@ from grpo_jax.rollout import layouts
 from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.layouts import BURST, choose_layouts
 from grpo_jax.rollout.programs import copies, decode_call, decode_variables, variables_shape
-from grpo_jax.types import as_argument
+from grpo_jax.types import as_jit_argument
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def test_shapes_without_a_sharding_use_the_default_device(monkeypatch):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def chosen(of):
-        return choose_layouts(as_argument(model), of, 5, 4, 2, 20, mesh=None)
+        return choose_layouts(as_jit_argument(model), of, 5, 4, 2, 20, mesh=None)
 
     assert not chosen(shapes).fixed
     monkeypatch.setattr(layouts, "platform_of", lambda: ("gpu", 9.0))

@@ -12,7 +12,7 @@ from tiny import logged, tiny_model, tiny_policy
 from grpo_jax import Batch, GRPOConfig, Prompts, generate, make_prompts, train
 from grpo_jax.models.config import DeltaShape
 from grpo_jax.models.sharding import make_mesh, place, shard_count
-from grpo_jax.types import as_argument
+from grpo_jax.types import as_jit_argument
 from grpo_jax.update import packed
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
@@ -110,7 +110,7 @@ def test_packed_update_on_a_mesh_equals_one_device(shape, monkeypatch):
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     for axes in (mesh, None):
         state = place(create_state(jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0)), axes)
-        updater = PackedUpdater(as_argument(model), config, (b, g), optimizer=optimizer, mesh=axes)
+        updater = PackedUpdater(as_jit_argument(model), config, (b, g), optimizer=optimizer, mesh=axes)
         if axes is not None:  # with a reference, zero-advantage groups would be trained by the KL
             (part,), numbers = updater.pack(state.params, batch)
             learns = np.asarray(batch.advantages).any(axis=1)[numbers].reshape(shard_count(axes), -1)

@@ -11,7 +11,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, add_lora
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
-from grpo_jax.update.state import create_state, finish_update
+from grpo_jax.update.state import apply_optimizer, create_state
 
 pytestmark = pytest.mark.quick
 
@@ -64,7 +64,7 @@ def test_skipped_updates_do_not_delay_the_schedule():
     state = create_state({"w": jnp.zeros(1)}, optimizer, jax.random.key(0))
     place, oks = [0.0], [True, False, True, True, False, False, True]
     for ok in oks:
-        state = finish_update(state, {"w": jnp.full(1, 0.1)}, jnp.array(ok), optimizer)
+        state = apply_optimizer(state, {"w": jnp.full(1, 0.1)}, jnp.array(ok), optimizer)
         place.append(float(state.params["w"][0]))
     moved = -np.diff(place)
     np.testing.assert_allclose(moved, [1, 0, 6 / 8, 5 / 8, 0, 0, 2 / 8], atol=1e-5)

@@ -15,8 +15,8 @@ from grpo_jax import Batch, GRPOConfig, add_lora, make_prompts
 from grpo_jax.models import packing
 from grpo_jax.models.config import ConvShape, DeltaShape
 from grpo_jax.models.experts import router_loss
-from grpo_jax.models.sharding import committed
-from grpo_jax.types import as_argument, join_rows
+from grpo_jax.models.sharding import commit_to_devices
+from grpo_jax.types import as_jit_argument, join_rows
 from grpo_jax.update import packed
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
@@ -56,7 +56,7 @@ def step(model, params, b, config, *, packs, on_policy=False):
     if packs:
         state, metrics = choose_updater(model, config, **how).replace(on_policy=on_policy).update(state, b)
     else:
-        state, metrics = JITTED(state, b, model=as_argument(model), config=config, on_policy=on_policy, **how)
+        state, metrics = JITTED(state, b, model=as_jit_argument(model), config=config, on_policy=on_policy, **how)
     return state.params, dict(metrics)
 
 
@@ -176,7 +176,7 @@ def test_all_parts_of_an_update_use_one_program(monkeypatch):
     model, params = tiny_model(layers=1)
     config = GRPOConfig(beta=0.1, max_completion_length=T)
     updater = choose_updater(model, config, optimizer=OPTIMIZER, micro_shape=(1, G))
-    updater.update(committed(create_state(params, OPTIMIZER, jax.random.key(0))), batch())
+    updater.update(commit_to_devices(create_state(params, OPTIMIZER, jax.random.key(0))), batch())
     assert len(kinds) > 1
     assert all(kind == kinds[0] for kind in kinds)
 

@@ -16,7 +16,7 @@ from grpo_jax.maths.losses import grpo_loss_terms
 from grpo_jax.maths.surrogates import LOSS_TYPES
 from grpo_jax.models.packing import order_prompts
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.types import Prompts, as_argument
+from grpo_jax.types import Prompts, as_jit_argument
 from grpo_jax.update import packed
 from grpo_jax.update.objective import loss_settings, zero_advantage_has_no_gradient
 from grpo_jax.update.packed import choose_updater, zero_gradients
@@ -160,7 +160,7 @@ def test_parts_have_few_empty_positions(monkeypatch, prompts, threads, parts, ea
     tokens, lengths = np.zeros((prompts, 160), np.int32), np.ones(prompts, np.int32)
     b = with_signal(0).replace(prompts=Prompts(tokens, lengths), mask=np.ones((prompts, G, T)))
     updater = choose_updater(MODEL, GRPOConfig(max_completion_length=T), micro_shape=(prompts, G))
-    assert updater.count_parts(PARAMS, b) == (threads, parts, each)
+    assert updater.plan_parts(PARAMS, b) == (threads, parts, each)
 
 
 OTHER_TERMS = {
@@ -204,4 +204,4 @@ def test_losses_proportional_to_advantages_have_no_gradient_at_zero(loss_type, s
 
     without, with_them = (np.abs(jax.grad(loss)(log_probs, a)).max() for a in (jnp.zeros(3), jnp.ones(3)))
     assert with_them > 0
-    assert without == 0 or not zero_advantage_has_no_gradient(as_argument(MODEL), config)
+    assert without == 0 or not zero_advantage_has_no_gradient(as_jit_argument(MODEL), config)

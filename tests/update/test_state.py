@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.update.state import begin_iteration, create_state, finish_update
+from grpo_jax.update.state import apply_optimizer, begin_iteration, create_state
 
 pytestmark = pytest.mark.quick
 
@@ -29,7 +29,7 @@ def test_full_state_can_be_donated_without_the_callers_params():
     held = pointers((PARAMS, state.params, state.old_params, state.ref_params, state.initial_params))
     assert len(held) == len(set(held)) == 10
     step = jax.jit(
-        lambda state: finish_update(begin_iteration(state), GRADS, True, OPTIMIZER, sync_every=1, sync_alpha=0.5),
+        lambda state: apply_optimizer(begin_iteration(state), GRADS, True, OPTIMIZER, sync_every=1, sync_alpha=0.5),
         donate_argnums=0,
     )
     state = step(step(state))
@@ -54,7 +54,7 @@ def test_shared_leaves_and_params_in_the_optimizer_state_are_copied(donate):
 
 
 def test_old_params_are_kept_only_if_needed():
-    state = finish_update(state_of(keep_old=True), GRADS, jnp.array(True), OPTIMIZER)
+    state = apply_optimizer(state_of(keep_old=True), GRADS, jnp.array(True), OPTIMIZER)
     assert not np.array_equal(state.params["a"]["w"], state.old_params["a"]["w"])
     chex.assert_trees_all_equal(begin_iteration(state).old_params, state.params)
     state = state_of()
@@ -67,7 +67,7 @@ HALF = {"w": jnp.linspace(0.5, 2.0, 64, dtype=jnp.bfloat16), "b": jnp.ones(64, j
 
 @functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnums=0)
 def move(state, grads, ok=True, *, optimizer):
-    return finish_update(state, grads, jnp.asarray(ok), optimizer)
+    return apply_optimizer(state, grads, jnp.asarray(ok), optimizer)
 
 
 def test_bfloat16_params_are_the_rounded_params_of_a_float32_run():

@@ -16,7 +16,7 @@ from tiny import tiny_model
 
 from grpo_jax import GRPOConfig, grpo_loss
 from grpo_jax.maths.surrogates import sampler_weights
-from grpo_jax.types import as_argument
+from grpo_jax.types import as_jit_argument
 from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater
@@ -33,7 +33,7 @@ def step(batch, config, micro_shape=None, on_policy=False, **keep):
     model, params = model_and_params()
     state = create_state(params, OPTIMIZER, jax.random.key(0), keep_reference=True, **keep)
     settings = {"optimizer": OPTIMIZER, "config": config, "on_policy": on_policy, "micro_shape": micro_shape}
-    return JITTED(state, batch, model=as_argument(model), **settings)
+    return JITTED(state, batch, model=as_jit_argument(model), **settings)
 
 
 @jax.jit
@@ -86,7 +86,7 @@ def test_bfloat16_gradients_of_micro_batches_are_summed_in_float32():
     state = create_state(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), OPTIMIZER, jax.random.key(0))
     b = batch(ref_log_probs=None)
     # The loss divides by totals of the whole batch, so a part is the batch with all other advantages set to 0.
-    updater = Updater(as_argument(model), config(beta=0.0), micro_shape=(4, 4))
+    updater = Updater(as_jit_argument(model), config(beta=0.0), micro_shape=(4, 4))
     total, _ = updater.replace(micro_shape=(1, 4)).gradients(state, b)
     own = lambda i: b.replace(advantages=jnp.where(jnp.arange(4)[:, None] == i, b.advantages, 0.0))
     parts = [updater.gradients(state, own(i))[0] for i in range(4)]
@@ -102,7 +102,7 @@ def test_score_returns_log_probs_for_any_params():
     b = batch()
     expected = jnp.where(b.mask, plain_log_probs(params, b.tokens), 0)
     for micro_shape in ((4, 4), (1, 4)):
-        got = Updater(as_argument(model), config(), micro_shape).log_probs(params, b.prompts, b.tokens, b.mask)
+        got = Updater(as_jit_argument(model), config(), micro_shape).log_probs(params, b.prompts, b.tokens, b.mask)
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 

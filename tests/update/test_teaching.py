@@ -20,7 +20,7 @@ from grpo_jax.models.scoring import Scores
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.run.teacher import Distillation
-from grpo_jax.types import as_argument
+from grpo_jax.types import as_jit_argument
 from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
@@ -90,12 +90,12 @@ def test_update_follows_the_gradient_of_the_full_divergence(layout, kind):
     alpha = {"distillation_alpha": 0.3} if kind == "jsd" else {}
     config = dataclasses.replace(CONFIG, distillation_divergence=kind, **alpha)
     theirs, held = larger()
-    teacher = Teacher(as_argument(Bare(theirs) if layout == "padded teacher" else theirs), held)
+    teacher = Teacher(as_jit_argument(Bare(theirs) if layout == "padded teacher" else theirs), held)
     micro_shape = (2, G)
     if layout == "packed" or "teacher" in layout:
         updater = choose_updater(STUDENT, config, micro_shape=micro_shape, optimizer=SGD, teacher=teacher)
     else:
-        student = as_argument(Bare(STUDENT) if "student" in layout else STUDENT)
+        student = as_jit_argument(Bare(STUDENT) if "student" in layout else STUDENT)
         updater = Updater(student, config, micro_shape, SGD, teacher=teacher)
     assert isinstance(updater, PackedUpdater if layout == "packed" else Updater)
     grads, sums = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch())
@@ -139,7 +139,7 @@ TELLERS = {
 def test_update_follows_log_probs_from_an_external_teacher(mode, packs):
     loss, settings, told = TELLERS[mode]
     config = dataclasses.replace(CONFIG, distillation_mode=mode, **settings)
-    updater = (PackedUpdater if packs else Updater)(as_argument(STUDENT), config, (2, G), SGD)
+    updater = (PackedUpdater if packs else Updater)(as_jit_argument(STUDENT), config, (2, G), SGD)
     grads, _ = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch(**told))
     chex.assert_trees_all_close(grads, jax.jit(jax.grad(loss))(PARAMS), atol=1e-5)
 
@@ -171,8 +171,8 @@ def test_teacher_gradient_on_a_mesh_equals_that_of_one_device():
     grads = []
     for here in (None, mesh):
         student, teacher = (Transformer(dataclasses.replace(x.config, mesh=here)) for x in (STUDENT, larger()[0]))
-        teacher = Teacher(as_argument(teacher), place(larger()[1], here))
-        updater = PackedUpdater(as_argument(student), CONFIG, (4, G), SGD, mesh=here, teacher=teacher)
+        teacher = Teacher(as_jit_argument(teacher), place(larger()[1], here))
+        updater = PackedUpdater(as_jit_argument(student), CONFIG, (4, G), SGD, mesh=here, teacher=teacher)
         state = place(create_state(PARAMS, SGD, jax.random.key(0)), here)
         grads.append(updater.gradients(state, batch())[0])
     chex.assert_trees_all_close(jax.tree.map(np.asarray, grads[1]), grads[0], atol=1e-5)
@@ -182,9 +182,9 @@ def test_teacher_gradient_on_a_mesh_equals_that_of_one_device():
 def test_tokens_beyond_the_teachers_vocabulary_are_not_compared(packs):
     """The policy's vocabulary may have more padding. Such an id has no embedding in the teacher: its state is NaN."""
     model, params = tiny_model(vocab=V - 4, layers=1, seed=3)
-    part, teacher = batch(), Teacher(as_argument(model), params)
+    part, teacher = batch(), Teacher(as_jit_argument(model), params)
     assert (np.asarray(part.tokens)[np.asarray(part.mask)] >= V - 4).any()
-    updater = (PackedUpdater if packs else Updater)(as_argument(STUDENT), CONFIG, (2, G), SGD, teacher=teacher)
+    updater = (PackedUpdater if packs else Updater)(as_jit_argument(STUDENT), CONFIG, (2, G), SGD, teacher=teacher)
     grads, sums = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), part)
     chex.assert_tree_all_finite((grads, sums.sums["distillation_loss"]))
     config = dataclasses.replace(CONFIG, distillation_mode="sampled_token")
