@@ -202,7 +202,7 @@ def plan(
     )
     if done.returncode:
         signal = f", ended by signal {-done.returncode}" if done.returncode < 0 else ""
-        raise ValueError(f"the run could not be planned{signal}: {_last_error(done.stderr)}")
+        raise ValueError(f"device = {device!r}: the run could not be planned{signal}: {_last_error(done.stderr)}")
     fields = json.loads(done.stdout.splitlines()[-1])
     fields["programs"] = {phase: ProgramCost(*values) for phase, values in fields["programs"].items()}
     return Plan(**fields)

@@ -90,11 +90,12 @@ class GRPOConfig(Settings):
     max_tool_calling_iterations: Count | None = None
     """Maximum number of turns with tool calls per completion. None disables the limit."""
     on_environment_error: Literal["raise", "end"] = "raise"
-    """Whether an environment error ends the run or the episode, whose `get_reward` is still called. Not in TRL."""
+    """Whether an environment error ends the run or only the episode. `get_reward` is then still called. Not in TRL."""
     shuffle_dataset: bool = True
     """Whether to shuffle the prompts in each epoch."""
     dynamic_sampling: bool = False
-    """Whether to replace zero-signal groups, in at most 4 more rollouts (DAPO, arXiv 2503.14476). Not in TRL."""
+    """Whether to replace groups without a training signal (`maths.advantages.zero_signal_groups`) by sampling other
+    prompts, in at most 4 more rollouts (DAPO, arXiv 2503.14476). Not in TRL."""
 
     # Rewards and advantages.
     reward_weights: Annotated[Sequence[float] | None, read_weights] = None
