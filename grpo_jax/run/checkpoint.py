@@ -6,7 +6,7 @@ checkpoints/40/   params   the trained params, the only part needed for export
                   batch    the current batch, if not all of its updates are done
                   ahead    completions for the next iteration, already sampled from an earlier policy (`rollout_ahead`)
                   JSON metadata: the host-side counters, the run's description (`resume.run_identity`), and the
-                           transcript of the completions in `ahead`
+                           metadata of the completions in `ahead`
 ```
 
 Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (after a stop, an
@@ -44,13 +44,16 @@ _OPTIONAL = {"batch": Batch, "ahead": Completions}
 
 
 class Restored(NamedTuple):
-    """State that a run starts from. `progress` is None for a new run. `transcript` belongs to `prefetched`."""
+    """State that a run starts from. `progress` is None for a new run.
+
+    `prefetched_metadata` contains the metrics and episodes of `prefetched_completions`, as JSON values.
+    """
 
     state: TrainState
     progress: Progress | None = None
     batch: Batch | None = None  # with updates left to do
-    prefetched: Completions | None = None
-    transcript: Json | None = None
+    prefetched_completions: Completions | None = None
+    prefetched_metadata: Json | None = None
 
 
 class Checkpoints:
@@ -93,16 +96,19 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # already raised by `wait`
                 self._checkpointer.close()
 
-    def scheduled(self, step: int) -> bool:
-        """Return whether `step` is a multiple of `save_steps` or the last step."""
+    def is_scheduled(self, step: int) -> bool:
+        """Return whether `step` is a multiple of `save_steps` or the last step.
+
+        Steps saved only after a stop, an error or `save_minutes` are not scheduled.
+        """
         every = self._config.save_steps
         return step == self._last_step or (every is not None and step > 0 and step % every == 0)
 
     def due(self, step: int) -> bool:
         """Return whether `step` is scheduled, or `save_minutes` have passed since the last save."""
         minutes = self._config.save_minutes
-        if self.scheduled(step) or minutes is None or self._checkpointer is None:
-            return self.scheduled(step)
+        if self.is_scheduled(step) or minutes is None or self._checkpointer is None:
+            return self.is_scheduled(step)
         # All processes use process 0's clock, because they write together.
         return bool(gather_objects(time.monotonic() - self._saved_at >= 60 * minutes)[0])
 
@@ -111,8 +117,8 @@ class Checkpoints:
         state: TrainState,
         progress: Progress,
         batch: Batch | None,
-        prefetched: Completions | None = None,
-        transcript: Json | None = None,
+        prefetched_completions: Completions | None = None,
+        prefetched_metadata: Json | None = None,
     ) -> None:
         """Wait for the previous save, then start writing a checkpoint. Does nothing if this step is already saved."""
         if self._checkpointer is None:
@@ -125,10 +131,10 @@ class Checkpoints:
         self.wait()
         _trim_heap()
         arrays = {"params": state.params, "rest": state.replace(params=None)}
-        pending = dict(zip(_OPTIONAL, (batch, prefetched), strict=True))
+        pending = dict(zip(_OPTIONAL, (batch, prefetched_completions), strict=True))
         arrays |= {name: shard(tree, mesh_of(state.params)) for name, tree in pending.items() if tree is not None}
         shapes = {name: shapes_of(tree) for name, tree in pending.items()}
-        counters = {"progress": dataclasses.asdict(progress), "transcript": transcript}
+        counters = {"progress": dataclasses.asdict(progress), "transcript": prefetched_metadata}
         metadata = {"run": self._identity, **counters, **shapes}
         self._metrics = progress.metrics
         with self._as_os_error(progress.step):
@@ -154,7 +160,7 @@ class Checkpoints:
     def record_metric(self, progress: Progress) -> None:
         """Record the value of `metric_for_best_model` at a scheduled step, if it is available."""
         name, step = self._config.metric_for_best_model, progress.step
-        if name is None or not self.scheduled(step):
+        if name is None or not self.is_scheduled(step):
             return
         if progress.metric is None:
             warnings.warn(
@@ -173,7 +179,7 @@ class Checkpoints:
     def best_among(self, steps: Sequence[int], metrics: Mapping[str, float]) -> tuple[int, float] | None:
         """Return the best scheduled step (the latest, if tied) and its metric value, or None if no step has a value."""
         sign = 1 if self._config.best_is_greatest else -1
-        measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.scheduled(n)]
+        measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.is_scheduled(n)]
         value, step = max(measured, default=(0.0, None))
         return None if step is None else (step, sign * value)
 
@@ -185,7 +191,7 @@ class Checkpoints:
         """
         limit, steps = self._config.save_total_limit, sorted(steps)
         limits_all = self._config.save_steps is None and limit is not None
-        scheduled = [step for step in steps if limits_all or self.scheduled(step)]
+        scheduled = [step for step in steps if limits_all or self.is_scheduled(step)]
         later = [step for step in steps if step > max(scheduled, default=-1)]
         best = self.best_among(steps, metrics)
         return {*scheduled[-(limit or 0) :], *later[-(limit or 1) :], *([] if best is None else best[:1])}
@@ -278,10 +284,10 @@ class Checkpoints:
         with context:
             found = ocp.load_checkpointables(self._directory / str(step), wanted)
         state = found["rest"].replace(params=found["params"])
-        batch, prefetched = (fetch(found.get(name)) for name in _OPTIONAL)
+        batch, prefetched_completions = (fetch(found.get(name)) for name in _OPTIONAL)
         names = (field.name for field in dataclasses.fields(Progress))
         progress = Progress(**{name: stored["progress"][name] for name in names if name in stored["progress"]})
-        return Restored(state, progress, batch, prefetched, stored.get("transcript"))
+        return Restored(state, progress, batch, prefetched_completions, stored.get("transcript"))
 
     def _rename_unreadable(self, unreadable: Mapping[int, str], good: int) -> None:
         """Rename unreadable checkpoints, so that the run can save these steps again, and issue a warning for each."""

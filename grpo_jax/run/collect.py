@@ -56,10 +56,11 @@ _jit_advantages = jax.jit(
 class RolloutSource:
     """Source of rollouts, which samples completions from the current policy on request. Subclasses prefetch.
 
-    `cursor` is the number of prompts in completed iterations, and `next_cursor` also counts the current iteration's.
-    Prompts and keys depend only on the position in the shuffled epochs. Checkpoints store `cursor`, so a resumed run
-    repeats an interrupted iteration, and `in_progress`, which is True while an engine samples the prompts that start at
-    `cursor`.
+    Attributes:
+      cursor: number of prompts in completed iterations. Checkpoints store it, so a resumed run repeats an interrupted
+        iteration. Prompts and keys depend only on the position in the shuffled epochs.
+      next_cursor: number of prompts in completed iterations and in the current one.
+      in_progress: whether an engine is sampling the prompts that start at `cursor`. Checkpoints store it.
     """
 
     in_progress = False
@@ -88,7 +89,7 @@ class RolloutSource:
         self.cursor = self.next_cursor
 
     def to_checkpoint(self) -> tuple[Completions | None, Json | None]:
-        """Return the prefetched completions and their transcript for a checkpoint, or (None, None)."""
+        """Return the prefetched completions and their JSON metadata for a checkpoint, or (None, None)."""
         return None, None
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ def collect(
 ) -> tuple[Batch, dict[str, float], list[dict[str, Any]]]:
     """Sample one iteration's completions and compute their rewards, advantages and log-probs.
 
-    Returns the `Batch` as NumPy arrays [B, G, T], the rollout's metrics, and one dict per completion for
+    Returns the `Batch` with NumPy arrays, the rollout's metrics, and one dict per completion for
     `completions.jsonl`. `phase` times the phases "rollout", "reference" (log-probs and advantages), "rewards" and
     "teacher". `interrupt` is called between phases and may raise an exception.
     """
@@ -176,7 +177,7 @@ def _sample_and_reward(
     if not config.dynamic_sampling:
         with phase("reference"):  # dispatches the computation without waiting for it
             batch = _make_batch(run, state, rollout)
-    # If prefetching takes longer than the rewards, the additional time is counted as "rollout".
+    # The outer phase counts only the time that sampling needs beyond the rewards.
     with phase("rollout"), source.prefetch(state, batch), phase("rewards"):
         local_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
@@ -220,7 +221,7 @@ def _advantages(
 ) -> np.ndarray:
     """Compute a batch's advantages, [B, G] or [B, G, T]. `counted` [B] is False for padding groups."""
     config = run.config
-    # NaN marks the completions of padding groups as unscored, which excludes them from batch statistics.
+    # Rewards of NaN exclude padding groups from batch statistics.
     values = np.where(counted[:, None, None], rewards.values, np.float32(np.nan))
     if run.advantage_fn is not None:
         return run.advantage_fn(state, batch, rollout, rewards._replace(values=values), counted)
@@ -279,14 +280,14 @@ def sample(
     The sampling keys are derived from `prompt_indices` [B]. Prompts are padded to `prompt_length` tokens, or to
     more if an environment makes a prompt longer. `interrupt` is called repeatedly, and stops sampling by an exception.
     """
-    ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
+    turn_ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     generate_fn: Callable[..., Completions] = generate
     if sampler is not None:
         from grpo_jax.run.sampler import generate_with_engine
 
         generate_fn = functools.partial(generate_with_engine, sampler, policy)
 
-    def complete(prompts: Prompts, answer_turn: AnswerTurn | None = None) -> Completions:
+    def sample_completions(prompts: Prompts, answer_turn: AnswerTurn | None = None) -> Completions:
         check_context_length(policy, int(np.max(prompts.lengths)), config.max_completion_length)  # `reset` may add text
         return generate_fn(
             policy.model,
@@ -300,9 +301,9 @@ def sample(
             top_p=config.top_p,
             min_p=config.min_p,
             eos_token_ids=policy.eos_token_ids,
-            stop=ends.stop,
-            stop_token_ids=ends.stop_token_ids,
-            max_turn_length=ends.max_turn_length,
+            stop=turn_ends.stop,
+            stop_token_ids=turn_ends.stop_token_ids,
+            max_turn_length=turn_ends.max_turn_length,
             tokenizer=policy.tokenizer,
             pad_token_id=policy.pad_token_id,
             prompt_indices=prompt_indices,
@@ -315,11 +316,11 @@ def sample(
 
     if interaction is None:
         prompts = data.prompts(row_indices, length=prompt_length)
-        result = RolloutResult([data.rows[i] for i in row_indices], prompts, complete(prompts))
+        result = RolloutResult([data.rows[i] for i in row_indices], prompts, sample_completions(prompts))
     else:
         from grpo_jax.run.multi_turn import sample_episodes
 
-        result = sample_episodes(interaction, complete, data, row_indices, g, prompt_length)
+        result = sample_episodes(interaction, sample_completions, data, row_indices, g, prompt_length)
     return result._replace(metrics=dict(getattr(sampler, "last_metrics", {})))
 
 
@@ -335,7 +336,8 @@ def call_reward_fns(
     trainer_state: TrainerState | None = None,
 ) -> Rewards:
     """Return the reward functions' results for this process's rows, which may be empty."""
-    tokens, present, names = rollout.completions.tokens, rollout.present, reward_names(reward_fns)
+    tokens, names = rollout.completions.tokens, reward_names(reward_fns)
+    present = rollout.present  # all tokens of the completions, including observations
     g = np.shape(tokens)[1]
     process_rows = local_range(len(rollout.rows)) if rollout.process_rows is None else rollout.process_rows
     if not process_rows:

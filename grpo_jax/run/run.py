@@ -51,7 +51,7 @@ class BaseRun:
     updater: Updater
     images: PromptImages | None = None
     reward_fns: Sequence[RewardFn] = ()
-    interaction: Interaction | None = None
+    interaction: Interaction | None = None  # the tools and environments of multi-turn rollouts
     sampler: Sampler | None = None
     advantage_fn: CheckedAdvantageFn | None = None
     distillation: Distillation | None = None

@@ -66,8 +66,8 @@ def open_session(
     Signals are deferred unless `run_dir` is None. Only process 0 locks the directory, logs and publishes.
     """
     identity = None if run_dir is None else run_identity(run, state)
-    logs = jax.process_index() == 0
-    log_dir = run_dir if logs else None
+    is_logging = jax.process_index() == 0
+    log_dir = run_dir if is_logging else None
     publisher = None
     if run.config.push_to_hub:
         assert run_dir is not None  # ensured by `check_run_dir`
@@ -78,7 +78,9 @@ def open_session(
         locked(log_dir),
         StopSignals(enabled=run_dir is not None, single_process=jax.process_count() == 1) as signals,
         Checkpoints(run_dir, run.config, identity) as checkpoints,
-        Monitor(log_dir, run.config, callbacks=callbacks if logs else (), hints=hints, quiet=not logs) as monitor,
+        Monitor(
+            log_dir, run.config, callbacks=callbacks if is_logging else (), hints=hints, quiet=not is_logging
+        ) as monitor,
     ):
         session = Session(run, log_dir, monitor, signals, checkpoints, publisher)
         yield session
@@ -114,8 +116,9 @@ class Session:
             restored.state,
             self.progress,
             total_steps=self.run.total_steps,
-            num_rows=len(data.blocks or data.rows),
-            num_dropped=0 if data.blocks else len(data.dropped),  # `encode_examples` has warned of dropped examples
+            num_rows=len(data.blocks or data.rows),  # only SFT data has blocks (packed examples)
+            # `encode_examples` has already warned of dropped SFT examples.
+            num_dropped=0 if data.blocks else len(data.dropped),
             resumed=restored.progress is not None,
             updates=self.run.sizes.updates_per_iteration,
         )
@@ -172,7 +175,9 @@ class Session:
         self._warned_of_skipped = True
         cause = describe_non_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
         if exceeded:
-            progress.skipped = 0  # so that a resumed run does not fail immediately
+            progress.skipped = (
+                0  # number of consecutive skipped updates; reset so that a resumed run does not fail immediately
+            )
             self.save(state, batch)
             raise FloatingPointError(
                 f"step {step}: {limit} consecutive updates were skipped, the limit set by max_skipped_updates. The loss"
@@ -189,7 +194,7 @@ class Session:
     def evaluate_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
         """Evaluate before the first step, every `eval_steps` steps and after the last, but only once per step."""
         run, progress, config = self.run, self.progress, self.run.config
-        step, metric = progress.step, config.metric_for_best_model
+        step, metric_name = progress.step, config.metric_for_best_model
         due = step in (0, run.total_steps) or (config.eval_steps is not None and step % config.eval_steps == 0)
         if self.evaluate is None or not due or progress.evaluated == step:
             return
@@ -202,27 +207,27 @@ class Session:
             self.save_after_error(state, batch)
             raise
         progress.evaluated = step
-        measured = {f"eval/{name}": value for name, value in metrics.items()}
+        eval_metrics = {f"eval/{name}": value for name, value in metrics.items()}
         check_best_metric(config, metrics)
-        progress.metric = None if metric in measured else progress.metric  # discard the previous value
-        progress.set_metric(metric, measured)
+        progress.metric = None if metric_name in eval_metrics else progress.metric  # discard the previous value
+        progress.set_metric(metric_name, eval_metrics)
         self.checkpoints.record_metric(progress)
         self.monitor.evaluation(step, metrics)
 
     def save(self, state: TrainState, batch: Batch | None = None) -> None:
         """Write a checkpoint with the state, the counters, and any unfinished batch and prefetched completions."""
-        completions = transcript = None
+        completions = metadata = None
         if self.source is not None:
             self.progress.in_progress = self.source.in_progress
-            completions, transcript = self.source.to_checkpoint()
-        self.checkpoints.save(state, self.progress, batch, completions, transcript)
+            completions, metadata = self.source.to_checkpoint()
+        self.checkpoints.save(state, self.progress, batch, completions, metadata)
 
     def save_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
         """Write a checkpoint if one is due, and push its policy to the Hub if the checkpoint is scheduled."""
         step = self.progress.step
         if self.checkpoints.due(step):
             self.save(state, batch)
-            if self.publisher is not None and self.checkpoints.scheduled(step):
+            if self.publisher is not None and self.checkpoints.is_scheduled(step):
                 self.publisher.checkpoint_saved(step, state.params, last=self.run.total_steps)
 
     def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:
@@ -233,8 +238,8 @@ class Session:
         try:
             self.save(state, batch)
             self.checkpoints.wait()
-        except Exception as failed:
-            self.monitor.display.say(f"step {step} could not be saved: {one_line(failed)}")
+        except Exception as error:
+            self.monitor.display.say(f"step {step} could not be saved: {one_line(error)}")
         else:
             self.monitor.display.say(
                 f"saved a checkpoint at step {step}. Fix the cause and repeat the call to resume from there"
@@ -278,7 +283,7 @@ def describe_non_finite(
     for name, values in inputs.items():
         if values is None:
             continue
-        # The loss bounds log-probs of −inf, but not advantages.
+        # Log-probs of −inf are valid, because the loss clips them. Infinite advantages are not.
         array = np.asarray(values if name == "the advantage" else masked(values, batch.mask))
         if not np.isfinite(array).all():
             at = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])

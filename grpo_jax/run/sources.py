@@ -45,7 +45,7 @@ class PrefetchedRollouts(RolloutSource):
         """Return completions for the next prompts, sampling them first if they were not prefetched."""
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._num_prompts
         result, self._unconsumed = self._unconsumed, None
-        # Checkpoints cannot store environments, so reward functions do not receive them in any iteration.
+        # A restored rollout has no environments. They are dropped in every iteration, so that results are identical.
         return (self.sample_at(state, start) if result is None else result)._replace(environments=None)
 
     @contextlib.contextmanager
@@ -77,8 +77,9 @@ class PrefetchedRollouts(RolloutSource):
             from grpo_jax.rollout.episodes import appended_text
 
             rows = [self.run.data.rows[i] for i in self.run.row_indices(self.cursor, self._num_prompts)]
-            pairs = [(row["prompt"], full["prompt"]) for row, full in zip(rows, self.prefetched.rows, strict=True)]
-            stored["reset_texts"] = ["" if full is prompt else appended_text(prompt, full) for prompt, full in pairs]
+            pairs = zip(rows, self.prefetched.rows, strict=True)
+            prompts = [(row["prompt"], reset_row["prompt"]) for row, reset_row in pairs]
+            stored["reset_texts"] = ["" if new is old else appended_text(old, new) for old, new in prompts]
             stored["episodes"] = [dataclasses.asdict(episode) for episode in self.prefetched.episodes]
         return self.prefetched.completions, stored
 
@@ -109,7 +110,8 @@ class EngineRollouts(PrefetchedRollouts):
         set_params(run.policy, params)
         # The shapes suffice. The engine has the values, and an update may overwrite the arrays.
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        # The key is on a single device, because all devices of a mesh must execute programs in the same order.
+        # The key stays on one device. A background program on the mesh would break the order in which devices execute
+        # programs.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
         def interrupt() -> None:
@@ -158,30 +160,30 @@ def rollout_source(
     run: Run,
     state: TrainState,
     progress: Progress,
-    completions: Completions | None = None,
-    transcript: Json | None = None,
+    prefetched_completions: Completions | None = None,
+    prefetched_metadata: Json | None = None,
     *,
     interrupt: Callable[[], None] = lambda: None,
 ) -> RolloutSource:
-    """Create a run's rollout source. `completions` and `transcript` are from the run's checkpoint, if it has one."""
+    """Create a run's rollout source. `prefetched_*` are from a checkpoint, if the run has one."""
     cursor = progress.cursor
     if not run.config.rollout_ahead:
         return RolloutSource(run, cursor=cursor, interrupt=interrupt)
     kind = EngineRollouts if run.samples_in_background else PrefetchedRollouts
     source = kind(run, cursor=cursor, interrupt=interrupt)
-    if completions is not None:
-        source.set_prefetched(_restored(run, cursor, completions, transcript))
+    if prefetched_completions is not None:
+        source.set_prefetched(_restored(run, cursor, prefetched_completions, prefetched_metadata))
     if isinstance(source, EngineRollouts) and progress.in_progress:
         source.start_sampling(state)
         source.in_progress = True
     return source
 
 
-def _restored(run: Run, cursor: int, completions: Completions, transcript: Json | None) -> RolloutResult:
+def _restored(run: Run, cursor: int, completions: Completions, metadata: Json | None) -> RolloutResult:
     """Rebuild the rollout from the results of `PrefetchedRollouts.to_checkpoint`."""
     data, indices = run.data, run.row_indices(cursor, run.sizes.prompts_per_iteration)
     rows = [data.rows[i] for i in indices]
-    stored = transcript or {}
+    stored = metadata or {}
     metrics = stored.get("metrics", {})
     if run.interaction is None or "episodes" not in stored:
         prompts = data.prompts(indices, length=run.prompt_length)

@@ -100,7 +100,8 @@ def train(
         (`run.teacher.Scorer`).
       donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
         memory of full fine-tuning with AdamW. Afterwards, any use of `policy.params` raises an error. The model,
-        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if a teacher shares params.
+        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if `teacher`
+        uses the same arrays.
 
     Returns:
       The final `TrainState`, or the best checkpoint's state with `load_best_model_at_end`. Export it with
@@ -112,9 +113,10 @@ def train(
       RuntimeError: if another run is using `run_dir`.
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
-      SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The update or
-        reward call in progress is completed (with several processes, the whole batch) and a checkpoint is saved. The
-        resumed run repeats an unfinished rollout and its rewards. Without `run_dir`, signals are not handled.
+      SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The
+        current update or reward call is completed first. With several processes, the whole batch and one update are.
+        Then, a checkpoint is saved. The resumed run repeats an unfinished rollout and its rewards. Without `run_dir`,
+        signals are not handled.
 
     Example:
       A bigram model with 16 parameters learns in 30 steps to start completions with "b":
@@ -157,7 +159,7 @@ def train(
     )
     check_run_dir(run, run_dir, resume)
     donate = donate and not _shares_params(policy, teacher)  # the teacher's arrays must stay intact
-    # Restored arrays are committed to devices. If these are too, a resumed run compiles the same programs.
+    # Commit the arrays to devices, as restored arrays are. Otherwise, a resumed run would compile different programs.
     state = commit_to_devices(new_state(run, donate=donate))
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     with open_session(run, run_dir, state, callbacks, Hints(run.config)) as session:
@@ -168,13 +170,15 @@ def train(
         progress, monitor, interrupt = session.progress, session.monitor, session.signals.interrupt
         if run.eval_data is not None:
             session.evaluate = functools.partial(_evaluate, run, run.eval_data, session)
-        source = rollout_source(run, state, progress, restored.prefetched, restored.transcript, interrupt=interrupt)
+        source = rollout_source(
+            run, state, progress, restored.prefetched_completions, restored.prefetched_metadata, interrupt=interrupt
+        )
         with contextlib.closing(source) as session.source:
             session.evaluate_if_due(state, batch)
             while session.running():
                 if batch is None:  # start of an iteration
                     try:
-                        source.wait_pending(state)  # before the params that the engine samples from are overwritten
+                        source.wait_pending(state)  # the next line overwrites the params that it needs
                         state = _begin_iteration(state)  # old_params ← params, if the old policy is kept
                         batch, metrics, records = collect(run, state, source, phase=monitor.phase, interrupt=interrupt)
                     except Interrupted:  # SIGTERM or SIGINT; the resumed run samples this batch again
