@@ -121,10 +121,10 @@ def compute_loss(
         )
     if scores.router_loss is not None:
         # The average of the router losses, weighted by token counts, is the only term that depends on the split.
-        share = scores.router_loss * batch.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
-        loss = loss + router_coef * share
+        router_loss_part = scores.router_loss * batch.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
+        loss = loss + router_coef * router_loss_part
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)
-        metrics.sums["aux_loss"] = jax.lax.stop_gradient(share)
+        metrics.sums["aux_loss"] = jax.lax.stop_gradient(router_loss_part)
     return loss, metrics
 
 
@@ -162,11 +162,11 @@ def _grpo_terms(
         num_tokens=totals["num_tokens"],
         num_selected_tokens=totals.get("num_selected_tokens"),
     )
-    constant = jax.lax.stop_gradient(log_probs)
-    metrics.maxes["sampler_gap"] = jnp.where(batch.mask, jnp.abs(constant - batch.sampling_log_probs), 0).max()
+    fixed_log_probs = jax.lax.stop_gradient(log_probs)
+    metrics.maxes["sampler_gap"] = jnp.where(batch.mask, jnp.abs(fixed_log_probs - batch.sampling_log_probs), 0).max()
     if batch.initial_log_probs is not None:
         metrics.sums["kl_initial_sum"] = jnp.where(
-            batch.mask, kl_divergence(constant, batch.initial_log_probs), 0
+            batch.mask, kl_divergence(fixed_log_probs, batch.initial_log_probs), 0
         ).sum()
     if batch.ref_log_probs is None:  # omit the KL metrics instead of reporting 0
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
@@ -251,11 +251,13 @@ def logit_statistic(
         return None
 
     def compare_top(logits: jax.Array, ids: jax.Array, log_probs: jax.Array) -> jax.Array:
-        policy = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
-        policy -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        policy_log_probs = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
+        policy_log_probs -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         # Ids beyond the policy's vocabulary (the teacher's may have more padding) are merged with all other tokens.
-        policy, log_probs = (jnp.where(ids < logits.shape[-1], x, MIN_LOG_PROB) for x in (policy, log_probs))
-        return top_k_divergence(policy, log_probs, kind=kind, alpha=alpha)
+        policy_log_probs, log_probs = (
+            jnp.where(ids < logits.shape[-1], x, MIN_LOG_PROB) for x in (policy_log_probs, log_probs)
+        )
+        return top_k_divergence(policy_log_probs, log_probs, kind=kind, alpha=alpha)
 
     return LogitStatistic(compare_top, (top_ids, top_log_probs))
 

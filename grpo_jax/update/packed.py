@@ -106,11 +106,11 @@ class PackedUpdater(Updater):
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """Run one optimizer step and return the new state and metrics, including `padding_share`. Donates `state`."""
-        grads, sums, padding = self._gradients(state, batch)
+        grads, sums, padding_fraction = self._gradients(state, batch)
         state, metrics = apply_update(self, state, grads, sums)
         # The sum over sequences would count segments without tokens and miss empty completions.
         rows = jnp.float32(math.prod(batch.mask.shape[:2]))
-        return state, metrics | {"rows": rows, "padding_share": jnp.float32(padding)}
+        return state, metrics | {"rows": rows, "padding_share": jnp.float32(padding_fraction)}
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
         return self._gradients(state, batch)[:2]
@@ -178,13 +178,17 @@ class PackedUpdater(Updater):
         """
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
-        threads, count, size = self.plan_parts(params, batch)
+        threads, num_parts, prompts_per_part = self.plan_parts(params, batch)
         lengths = lengths_of(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
-        indices = order_prompts(work, has_gradient, bins=threads * devices, bin_size=size).reshape(count, devices, size)
-        padded = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)  # by device
-        shape = best_shape(self.shapes(params, batch.mask.shape), padded, t, devices=devices, part_size=size)
-        by_part, parts = indices.reshape(count, -1), list[Part]()
+        indices = order_prompts(work, has_gradient, bins=threads * devices, bin_size=prompts_per_part)
+        indices = indices.reshape(num_parts, devices, prompts_per_part)
+        by_device = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1)
+        lengths_by_device = by_device.reshape(-1, g)  # −1 in `indices` has length 0
+        shape = best_shape(
+            self.shapes(params, batch.mask.shape), lengths_by_device, t, devices=devices, part_size=prompts_per_part
+        )
+        by_part, parts = indices.reshape(num_parts, -1), list[Part]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
         for part_indices in by_part:
             part, part_selected = jax.tree.map(operator.itemgetter(part_indices), arrays)
@@ -199,23 +203,24 @@ class PackedUpdater(Updater):
         """Pack the completions of one part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
         devices, mask = shard_count(self.mesh), np.asarray(part.mask)
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
-        with_gradient = mask & has_gradient[:, None, None]
-        together = packed(mask)
-        trained, untrained = (packed(x) if x.any() else [] for x in (with_gradient, mask ^ with_gradient))
+        gradient_mask = mask & has_gradient[:, None, None]
+        mixed = packed(mask)
+        with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
         # Upper bound on the number of sequences for any completion lengths, so that all parts have the same shape.
-        per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
-        max_sequences = -(-(mask[..., 0].size // devices) // per_sequence) + self.omits_zero_signal_backward
+        completions_per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
+        max_sequences = -(-(mask[..., 0].size // devices) // completions_per_sequence) + self.omits_zero_signal_backward
         # Packing both kinds separately leaves more sequences partly empty, even if only one device has both kinds.
-        if 3 * len(together) <= 3 * len(trained) + len(untrained) or len(trained) + len(untrained) > max_sequences:
-            trained, untrained = together, []
-        sequences = [*trained, *untrained] or together
-        filled = sequences + sequences[-1:] * (max_sequences - len(sequences))
+        num_separate = len(with_grad) + len(without_grad)
+        if 3 * len(mixed) <= 3 * len(with_grad) + len(without_grad) or num_separate > max_sequences:
+            with_grad, without_grad = mixed, []
+        sequences = [*with_grad, *without_grad] or mixed
+        padded_sequences = sequences + sequences[-1:] * (max_sequences - len(sequences))
         return Part(
             part,
             selected,
-            jax.tree.map(lambda *x: np.stack(x, axis=1), *filled),
-            num_with_grad=np.int32(len(trained)),
-            num_used=np.int32(max(1, len(trained) + len(untrained))),
+            jax.tree.map(lambda *x: np.stack(x, axis=1), *padded_sequences),
+            num_with_grad=np.int32(len(with_grad)),
+            num_used=np.int32(max(1, len(with_grad) + len(without_grad))),
             index=np.int32(index),
         )
 
@@ -225,8 +230,8 @@ class PackedUpdater(Updater):
         prompts = math.ceil(b / shard_count(self.mesh))  # per device
         threads = count_threads(params, prompts)
         tokens = max(self.shapes(params, batch.mask.shape)[0].size // 16, PROMPT_TOKENS)  # prompt tokens per part
-        rounds = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / threads)
-        max_k = math.ceil(prompts / (rounds * threads))
+        parts_per_thread = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / threads)
+        max_k = math.ceil(prompts / (parts_per_thread * threads))
         # Decrease K by up to a third if the parts then have fewer empty positions.
         k = min(range(max_k, max_k - max_k // 3 - 1, -1), key=lambda k: -prompts % (k * threads))
         return threads, math.ceil(prompts / (k * threads)) * threads, k
@@ -237,14 +242,14 @@ class PackedUpdater(Updater):
             return np.ones(len(batch.mask), bool)
         return np.count_nonzero(np.asarray(batch.advantages).reshape(len(batch.mask), -1), axis=1) > 0
 
-    def shapes(self, params: Params, batch: tuple[int, ...]) -> list[SequenceShape]:
-        """Return candidate shapes for packed sequences of a batch with shape [B, G, T], largest first."""
-        t, cpu_tokens = batch[-1], CPU_MATRIX_TOKENS if self.model.config.uses_float32_sums else CPU_TOKENS
+    def shapes(self, params: Params, batch_shape: tuple[int, ...]) -> list[SequenceShape]:
+        """Return candidate shapes for packed sequences, for a `batch_shape` of (B, G, T), largest first."""
+        t, cpu_tokens = batch_shape[-1], CPU_MATRIX_TOKENS if self.model.config.uses_float32_sums else CPU_TOKENS
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
         tokens = min(micro_tokens, cpu_tokens if cpu else max(t, ACCELERATOR_TOKENS))
         fused = implementation(self.model.config.attention) != "einsum"
-        return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch) // shard_count(self.mesh))
+        return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch_shape) // shard_count(self.mesh))
 
 
 def choose_updater(

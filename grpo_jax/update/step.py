@@ -156,7 +156,7 @@ def train_step(
 def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
     """Compute a minibatch's gradient and metric sums, like `train_step` without the optimizer step."""
     model, config = updater.model, updater.config
-    sampling, dropout, router_coef = sampling_of(config), dropout_key(model, state), router_coef_of(model, config)
+    sampling, dropout_rng, router_coef = sampling_of(config), dropout_key(model, state), router_coef_of(model, config)
     micro_batches, selected = split_batch(batch, updater.micro_shape), None
 
     if config.top_entropy_quantile < 1:
@@ -179,7 +179,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
             part.mask,
             sampling,
             with_router=router_coef != 0,
-            rngs=None if dropout is None else {"dropout": jax.random.fold_in(dropout, index)},
+            rngs=None if dropout_rng is None else {"dropout": jax.random.fold_in(dropout_rng, index)},
             statistic=_statistic(updater, part),
         )
         return compute_loss(
@@ -195,10 +195,10 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
         )
 
     gradient = jax.grad(loss_fn, has_aux=True)
-    parts = micro_batches, None if selected is None else split_array(selected, updater.micro_shape)
-    count = len(micro_batches.mask)
-    if count == 1:
-        part, part_selected = jax.tree.map(lambda x: x[0], parts)
+    xs = micro_batches, None if selected is None else split_array(selected, updater.micro_shape)
+    num_micro_batches = len(micro_batches.mask)
+    if num_micro_batches == 1:
+        part, part_selected = jax.tree.map(lambda x: x[0], xs)
         return gradient(state.params, part, part_selected, 0)
 
     def add(total: Params, part: tuple[Batch, jax.Array | None, jax.Array]) -> tuple[Params, MetricSums]:
@@ -206,7 +206,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
         grads, sums = gradient(state.params, micro_batch, selected, index)
         return jax.tree.map(jnp.add, total, grads), sums
 
-    grads, sums = jax.lax.scan(add, zeros_like(state.params), (*parts, jnp.arange(count)))
+    grads, sums = jax.lax.scan(add, zeros_like(state.params), (*xs, jnp.arange(num_micro_batches)))
     return grads, MetricSums(jax.tree.map(lambda x: x.sum(0), sums.sums), jax.tree.map(lambda x: x.max(0), sums.maxes))
 
 
@@ -245,14 +245,14 @@ def apply_gradients(
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
     is_finite = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
     has_tokens = metrics["tokens"] > 0
-    counts = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
-    metrics = {name: x if name in counts else jnp.where(has_tokens, x, jnp.nan) for name, x in metrics.items()}
+    count_names = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
+    metrics = {name: x if name in count_names else jnp.where(has_tokens, x, jnp.nan) for name, x in metrics.items()}
     metrics["update_skipped"] = jnp.where(is_finite, 0.0, 1.0)
     if isinstance(config, GRPOConfig) and config.use_adaptive_entropy:
         # The entropy from a skipped update is not reliable.
         state = adapt_entropy_coef(state, metrics["selected_entropy"], is_finite & has_tokens, config)
         metrics["entropy_coef"] = state.entropy_coef
-    mixed = isinstance(updater.model, LoraModel) and config.ref_model_mixup_alpha < 1
+    interpolates_adapters = isinstance(updater.model, LoraModel) and config.ref_model_mixup_alpha < 1
     state = apply_optimizer(
         state,
         grads,
@@ -261,7 +261,7 @@ def apply_gradients(
         has_tokens=has_tokens,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
-        sync=sync_adapters if mixed else sync_reference,
+        sync=sync_adapters if interpolates_adapters else sync_reference,
     )
     return constrain_params(state, updater.mesh), metrics
 
