@@ -124,7 +124,8 @@ def kl_term(inputs: SurrogateInputs, d: jax.Array, settings: LossSettings) -> ja
     """Compute the per-token KL term from d = l − l_ref, without the factor beta."""
     w = inputs.ratio
     if settings.kl_placement == "reward":
-        # This is equivalent to A_t ← A_t − beta·Σ_{s≥t} d_s at the current params with an unclipped ratio.
+        # The term is w_t·Σ_{s≥t} d_s with a constant sum. With an unclipped ratio, it is equivalent to
+        # A_t ← A_t − beta·Σ_{s≥t} d_s at the current params.
         return w * sg(jax.lax.cumsum(d, axis=d.ndim - 1, reverse=True))
     k = KL_ESTIMATORS[settings.kl_estimator](d)
     if not settings.use_bias_correction_kl:
@@ -132,8 +133,8 @@ def kl_term(inputs: SurrogateInputs, d: jax.Array, settings: LossSettings) -> ja
     if settings.importance_sampling_level == "sequence" and settings.kl_correction_level == "token":
         # The geometric mean of a completion's ratios is not an importance weight.
         w = token_ratio(inputs.log_probs, inputs.log_ratio, inputs.mask)
-    # k1 and k3 require the gradient of w: with sg(w), k3 would have the gradient of KL(π_ref‖π). k2 requires sg(w),
-    # since w·k2 has the gradient of E_π[d²/2], which is not a KL.
+    # k1 and k3 require the gradient of w. With sg(w), k3 would have the gradient of KL(π_ref‖π).
+    # k2 requires sg(w), since w·k2 has the gradient of E_π[d²/2], which is not a KL.
     return (sg(w) if settings.kl_estimator == "k2" else w) * k
 
 
@@ -313,7 +314,7 @@ class LossSettings:
     vespo_lambda_neg: Scalar = 2.0
     top_entropy_quantile: Scalar = 1.0  # fraction of tokens to keep, by highest entropy
     off_policy_mask_threshold: Scalar | None = None
-    kl_correction_level: str = "token"  # only for importance_sampling_level="sequence"
+    kl_correction_level: str = "token"  # level of the ratio w in the KL term
     surrogate: Surrogate | None = None
 
     def __post_init__(self) -> None:

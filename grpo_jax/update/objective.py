@@ -100,8 +100,9 @@ def compute_loss(
     """Compute the loss (`likelihood_loss` in SFT, else `grpo_loss`) and metrics of a micro-batch or packed sequence.
 
     `scores` are [..., T] under the current params. `totals` are the whole minibatch's `count_totals`, and `selected` is
-    a slice of its `top_entropy_mask`. If `on_policy`, the current params sampled the completions, so the ratio is 1 and
-    old log-probs are not used. `router_coef` multiplies the load-balancing loss in `scores`.
+    a slice of its `top_entropy_mask`, True for the tokens with the highest entropies. If `on_policy`, the current
+    params sampled the completions, so the ratio is 1 and old log-probs are not used. `router_coef` multiplies the
+    load-balancing loss in `scores`.
     """
     chex.assert_equal_shape([scores.log_probs, scores.entropies, batch.mask, batch.sampling_log_probs])
     chex.assert_shape(batch.advantages, scores.log_probs.shape[: batch.advantages.ndim])
@@ -120,7 +121,8 @@ def compute_loss(
             scores, batch, state, totals, config=config, on_policy=on_policy, surrogate=surrogate, selected=selected
         )
     if scores.router_loss is not None:
-        # The average of the router losses, weighted by token counts, is the only term that depends on the split.
+        # Unlike the other terms, the router loss is nonlinear in the tokens, so its token-weighted average depends on
+        # the split.
         router_loss_part = scores.router_loss * batch.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
         loss = loss + router_coef * router_loss_part
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)
@@ -154,7 +156,7 @@ def _grpo_terms(
         loss_settings(config, surrogate),
         # Without a bonus, the entropy is only a metric. Its gradient would cost a second pass over the vocabulary.
         entropies=scores.entropies if has_bonus else jax.lax.stop_gradient(scores.entropies),
-        entropy_coef=state.entropy_bonus if has_bonus else 0.0,
+        entropy_coef=state.entropy_bonus if has_bonus else 0.0,  # effective coefficient
         sampling_log_probs=batch.sampling_log_probs,
         importance_weights=importance_weights,
         selected=selected,
@@ -216,7 +218,10 @@ class Teacher(flax.struct.PyTreeNode):
     params: Params
 
     def clip_ids(self, tokens: jax.Array) -> jax.Array:
-        """Clip token ids to the teacher's vocabulary. Larger ids, from a policy with more padding, would give NaN."""
+        """Clip token ids to the teacher's vocabulary, since larger ids would give NaN.
+
+        The policy's vocabulary may have more padding.
+        """
         return tokens.clip(max=self.model.config.vocab_size - 1) if is_builtin(self.model) else tokens
 
 

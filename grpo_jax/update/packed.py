@@ -10,7 +10,8 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── their gradient, summed over the sequences ─► + gradient of the params
 ```
 
-A minibatch is split into parts of this form. The number of sequences is an argument, so one compilation suffices.
+A minibatch is split into parts, and each part is processed as above. The number of sequences is a runtime value, so all
+parts share one compiled program.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Activations fit in cache."""
 
 CPU_MATRIX_TOKENS = 1024
-"""`CPU_TOKENS` for CPUs with matrix units (`models.matmul`), larger because weights are cast once per sequence."""
+"""Like `CPU_TOKENS`, for CPUs with matrix units (`models.matmul`), which cast the weights once per sequence."""
 
 ACCELERATOR_TOKENS = 32768
-"""`CPU_TOKENS` for GPUs and TPUs. Longer sequences would need more memory without being faster."""
+"""Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
 """Target for prompt tokens per part and device, if sequences have up to 8192 tokens. Bounds the stored activations."""
@@ -108,7 +109,7 @@ class PackedUpdater(Updater):
         """Run one optimizer step and return the new state and metrics, including `padding_share`. Donates `state`."""
         grads, sums, padding_fraction = self._gradients(state, batch)
         state, metrics = apply_update(self, state, grads, sums)
-        # The sum over sequences would count segments without tokens and miss empty completions.
+        # Count completions here: sequences contain empty segments and omit empty completions.
         rows = jnp.float32(math.prod(batch.mask.shape[:2]))
         return state, metrics | {"rows": rows, "padding_share": jnp.float32(padding_fraction)}
 
@@ -166,7 +167,8 @@ class PackedUpdater(Updater):
 
         by_thread = run_in_threads(score_parts, range(threads))
         scores = [by_thread[i % threads][i // threads] for i in range(len(parts))]
-        return _in_order(self, scores, np.argsort(indices.ravel())[-len(mask) :])  # drop the -1s, which sort first
+        # `argsort` puts the −1 entries (padding) first. Keep the last B.
+        return _in_order(self, scores, np.argsort(indices.ravel())[-len(mask) :])
 
     def pack(
         self, params: Params, batch: Batch, selected: jax.Array | None = None, *, for_scoring: bool = False
@@ -206,10 +208,10 @@ class PackedUpdater(Updater):
         gradient_mask = mask & has_gradient[:, None, None]
         mixed = packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
-        # Upper bound on the number of sequences for any completion lengths, so that all parts have the same shape.
+        # All parts use the same number of sequences, an upper bound for any completion lengths.
         completions_per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // devices) // completions_per_sequence) + self.omits_zero_signal_backward
-        # Packing both kinds separately leaves more sequences partly empty, even if only one device has both kinds.
+        # Separate packing leaves more space unused. It is used only if the saved backward passes outweigh that.
         num_separate = len(with_grad) + len(without_grad)
         if 3 * len(mixed) <= 3 * len(with_grad) + len(without_grad) or num_separate > max_sequences:
             with_grad, without_grad = mixed, []
@@ -384,7 +386,8 @@ def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy:
     return jax.lax.fori_loop(0, part.num_used, add, (zeros, zeros))
 
 
-@functools.partial(jax.jit, keep_unused=True)  # so that the zeros are committed to a device if the params are
+# `keep_unused`: otherwise, jit drops `params`, and the zeros are not committed to their devices.
+@functools.partial(jax.jit, keep_unused=True)
 def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
     """Return zeros for accumulating gradients, with each leaf sharded like its parameter."""
     return constrain_params(zeros_like(params), updater.mesh)

@@ -52,7 +52,8 @@ class Updater(flax.struct.PyTreeNode):
       mesh: device mesh that the params are sharded over, or None for one device.
       surrogate: as in `train_step`.
       teacher: as in `train_step`.
-      skip_zero_signal: whether to omit the backward pass for packed zero-signal groups if they have no gradient.
+      skip_zero_signal: whether to skip the backward pass of zero-signal prompts, whose advantages are all 0, if nothing
+        else gives them a gradient. Has no effect without packing.
     """
 
     model: Model
@@ -292,8 +293,8 @@ def update_padded(updater: Updater, state: TrainState, batch: Batch) -> tuple[Tr
 def split_batch(batch: Batch, micro_shape: tuple[int, int]) -> Batch:
     """Split a batch [B, G, ...] into micro-batches [N, prompts, completions, ...], repeating prompts as needed.
 
-    A micro-batch contains every (B / prompts)-th prompt, so each device has an equal share of it and no data
-    moves between devices.
+    A micro-batch contains prompts i, i + n, i + 2n, …, where n = B / prompts. Each device therefore has an equal share
+    of it, and no data moves between devices.
     """
     chex.assert_equal_shape([batch.tokens, batch.mask, batch.sampling_log_probs])
     repeated = jax.tree.map(lambda x: jnp.repeat(x[:, None], batch.mask.shape[1], axis=1), batch.prompts)
