@@ -10,8 +10,7 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── their gradient, summed over the sequences ─► + gradient of the params
 ```
 
-A minibatch is split into parts, and each part is processed as above. The number of sequences is a runtime value, so all
-parts share one compiled program.
+A minibatch is split into such parts. They share a compiled program, as the number of sequences is a runtime value.
 """
 
 from __future__ import annotations
@@ -167,8 +166,7 @@ class PackedUpdater(Updater):
 
         by_thread = run_in_threads(score_parts, range(threads))
         scores = [by_thread[i % threads][i // threads] for i in range(len(parts))]
-        # `argsort` puts the −1 entries (padding) first. Keep the last B.
-        return _in_order(self, scores, np.argsort(indices.ravel())[-len(mask) :])
+        return _in_order(self, scores, np.argsort(indices.ravel())[-len(mask) :])  # −1 (padding) sorts first
 
     def pack(
         self, params: Params, batch: Batch, selected: jax.Array | None = None, *, for_scoring: bool = False
@@ -185,11 +183,9 @@ class PackedUpdater(Updater):
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
         indices = order_prompts(work, has_gradient, bins=threads * devices, bin_size=prompts_per_part)
         indices = indices.reshape(num_parts, devices, prompts_per_part)
-        by_device = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1)
-        lengths_by_device = by_device.reshape(-1, g)  # −1 in `indices` has length 0
-        shape = best_shape(
-            self.shapes(params, batch.mask.shape), lengths_by_device, t, devices=devices, part_size=prompts_per_part
-        )
+        lengths_by_device = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)
+        shapes = self.shapes(params, batch.mask.shape)
+        shape = best_shape(shapes, lengths_by_device, t, devices=devices, part_size=prompts_per_part)
         by_part, parts = indices.reshape(num_parts, -1), list[Part]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
         for part_indices in by_part:
@@ -205,15 +201,14 @@ class PackedUpdater(Updater):
         """Pack the completions of one part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
         devices, mask = shard_count(self.mesh), np.asarray(part.mask)
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
-        gradient_mask = mask & has_gradient[:, None, None]
-        mixed = packed(mask)
+        gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
         # All parts use the same number of sequences, an upper bound for any completion lengths.
         completions_per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // devices) // completions_per_sequence) + self.omits_zero_signal_backward
         # Separate packing leaves more space unused. It is used only if the saved backward passes outweigh that.
         num_separate = len(with_grad) + len(without_grad)
-        if 3 * len(mixed) <= 3 * len(with_grad) + len(without_grad) or num_separate > max_sequences:
+        if 3 * len(mixed) <= 2 * len(with_grad) + num_separate or num_separate > max_sequences:
             with_grad, without_grad = mixed, []
         sequences = [*with_grad, *without_grad] or mixed
         padded_sequences = sequences + sequences[-1:] * (max_sequences - len(sequences))
@@ -386,8 +381,7 @@ def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy:
     return jax.lax.fori_loop(0, part.num_used, add, (zeros, zeros))
 
 
-# `keep_unused`: otherwise, jit drops `params`, and the zeros are not committed to their devices.
-@functools.partial(jax.jit, keep_unused=True)
+@functools.partial(jax.jit, keep_unused=True)  # otherwise, jit drops `params`, and the zeros are not committed
 def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
     """Return zeros for accumulating gradients, with each leaf sharded like its parameter."""
     return constrain_params(zeros_like(params), updater.mesh)
