@@ -123,14 +123,14 @@ def test_files_and_functions_are_short_and_modules_have_docstrings():
     lines = {name: len(path.read_text().splitlines()) for name, (path, _) in modules().items()}
     assert not {name: count for name, count in lines.items() if count > 400}
     assert len(lines) <= 157
-    assert sum(lines.values()) <= 32_540
+    assert sum(lines.values()) <= 30_900
     assert not {(name, node.name): lines_of(node) for name, node in functions() if lines_of(node) > 60}
 
 
 def test_calls_and_types_are_explicit():
     """`Any` and unpacked arguments are limited to callers' own keywords, JSON, and untyped libraries."""
     nodes = [node for _, tree in modules().values() for node in ast.walk(tree)]
-    assert sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes) <= 219
+    assert sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes) <= 215
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     assert sum(keyword.arg is None for call in calls for keyword in call.keywords) <= 30
     assert sum(isinstance(argument, ast.Starred) for call in calls for argument in call.args) <= 71
