@@ -236,7 +236,7 @@ DIFFERENCES = [
         ["state: its arrays differ from the run's: opt_state[0].trace['w'] float32[2, 3] instead of (none)"]),
     ({}, {"eos": (1, 2)}, ["policy: eos_token_ids = [1, 2], but the run has [1]"]),
     ({"model": lora(1.0)}, {"model": lora(1.0, 2.0)},
-        ["policy: the frozen base model or vision tower differs from the run's"]),
+        ["policy: the frozen base model or vision tower differs from the saved run's"]),
     ({"model": shaped()}, {"model": shaped(rms_norm_eps=1e-5)},
         ["policy: rms_norm_eps = 1e-05, but the run has 1e-06"]),
     ({"model": shaped()}, {"model": shaped(dtype="bfloat16", remat=True)}, []),
