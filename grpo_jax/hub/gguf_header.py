@@ -17,7 +17,7 @@ from grpo_jax.hub.weights import check_sizes
 from grpo_jax.messages import shorten, show
 from grpo_jax.types import Json, Tokenizer
 
-_UNREAD = ("vocab_size", "attention.value_length", "attention.value_length_swa", "rope.scaling.finetuned")
+_IGNORED_KEYS = ("vocab_size", "attention.value_length", "attention.value_length_swa", "rope.scaling.finetuned")
 """Keys that are redundant with other keys or tensor shapes, or that only inference engines use."""
 
 
@@ -32,7 +32,7 @@ class Header:
         self.fields, self.shapes, self.factors = fields, shapes, factors
         prefix = f"{self.architecture}."
         self._keys = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
-        self._read: set[str] = set(_UNREAD)
+        self._read: set[str] = set(_IGNORED_KEYS)
 
     def get(self, key: str, default: object = None) -> Any:
         """Return the value of an architecture key, or `default` if it is missing."""
@@ -57,7 +57,7 @@ class Architecture:
     """llama.cpp's conventions for one architecture."""
 
     family: str  # key in `FAMILIES`
-    extra_keys: Callable[[Header, Json], Json] = lambda header, raw: {}  # (header, config.json) → additional keys
+    extra_keys: Callable[[Header, Json], Json] = lambda header, config: {}  # (header, config.json) → additional keys
     interleaved: bool = False  # whether the dimensions of rotary pairs alternate, instead of forming two halves
     norms_plus_one: bool = False  # whether norm weights are stored with 1 added, unlike in Hugging Face checkpoints
 
@@ -74,11 +74,11 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
         raise ValueError("tensor 'token_embd.weight' is missing; use a file that contains a whole model.")
     if not header.get("attention.causal", True):
         raise ValueError(f"GGUF key '{name}.attention.causal' is False; only causal models are supported.")
-    row = ARCHITECTURES[name]
+    architecture = ARCHITECTURES[name]
     check_sizes({"num_hidden_layers": header["block_count"]}, shapes)
     head_dim = header.get("attention.key_length") or header["embedding_length"] // header["attention.head_count"]
-    raw: Json = {
-        "architectures": [row.family],
+    config: Json = {
+        "architectures": [architecture.family],
         "vocab_size": shapes["token_embd.weight"][0],  # may exceed the size of the tokenizer
         "hidden_size": header["embedding_length"],
         "intermediate_size": header["feed_forward_length"],
@@ -95,10 +95,11 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     }
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {key: header.fields.get(f"tokenizer.ggml.{stored}_token_id") for key, stored in names.items()}
-    raw = {**raw, **{key: token for key, token in ids.items() if token is not None}, **row.extra_keys(header, raw)}
+    ids = {key: token for key, token in ids.items() if token is not None}
+    config = {**config, **ids, **architecture.extra_keys(header, config)}
     header.check_all_read()
-    check_sizes(raw, shapes)
-    return row, {**raw, "model_type": FAMILIES[row.family].model_type}
+    check_sizes(config, shapes)
+    return architecture, {**config, "model_type": FAMILIES[architecture.family].model_type}
 
 
 def _rope(header: Header, head_dim: int) -> Json:
@@ -128,27 +129,27 @@ def _scaling_of(theta: float, factors: np.ndarray | None) -> Json:
     """Return the RoPE scaling for the frequency divisors `factors`: llama3 if its formula fits, otherwise longrope."""
     if factors is None:
         return {"rope_type": "default"}
-    original, largest = 8192, float(factors.max())
+    original_length, largest = 8192, float(factors.max())
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
-    smooth = np.clip((original / wavelengths - 1) / 3, 0, 1)
+    smooth = np.clip((original_length / wavelengths - 1) / 3, 0, 1)
     if np.allclose(factors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-5):
-        bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
+        bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original_length}
         return {"rope_type": "llama3", "factor": largest, **bounds}
     values = factors.tolist()
     return {"rope_type": "longrope", "short_factor": values, "long_factor": values, "attention_factor": 1.0}
 
 
-def _gemma3(header: Header, raw: Json) -> Json:
-    window, layers = header.get("attention.sliding_window", 0), range(raw["num_hidden_layers"])
+def _gemma3(header: Header, config: Json) -> Json:
+    window, layers = header.get("attention.sliding_window", 0), range(config["num_hidden_layers"])
     local_rope = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10000.0)}
-    width_per_head = raw["hidden_size"] // raw["num_attention_heads"]
+    width_per_head = config["hidden_size"] // config["num_attention_heads"]
     return {
-        # llama.cpp uses the head size, except for the 27B model, which it identifies by the 62 layers.
-        "query_pre_attn_scalar": width_per_head if raw["num_hidden_layers"] == 62 else raw["head_dim"],
+        # head_dim, except hidden_size / heads in the 27B model, which llama.cpp also identifies by its 62 layers.
+        "query_pre_attn_scalar": width_per_head if config["num_hidden_layers"] == 62 else config["head_dim"],
         "final_logit_softcapping": header.get("final_logit_softcapping"),
         "sliding_window": window or 4096,
         "layer_types": ["sliding_attention" if window and (i + 1) % 6 else "full_attention" for i in layers],
-        "rope_parameters": {"full_attention": raw["rope_parameters"], "sliding_attention": local_rope},
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local_rope},
     }
 
 
@@ -168,22 +169,24 @@ splits digits first, so its ids differ from transformers' if a number follows tw
 
 def read_tokenizer(fields: Json) -> Tokenizer | None:
     """Build a transformers tokenizer from a GGUF file's keys. Returns None if the file does not contain one."""
-    kind, split = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
+    kind, pre_tokenizer = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
     if kind == "none":
         return None
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import gguf_tokenizer_mapping as gguf_tokenizers
 
     supported = {*gguf_tokenizers.GGUF_PRE_TOKENIZER_SPLITS, *_GPT2}
-    if kind == "gpt2" and split not in supported:
-        raise ValueError(f"GGUF key 'tokenizer.ggml.pre' must be one of {', '.join(sorted(supported))}; got {split!r}.")
+    if kind == "gpt2" and pre_tokenizer not in supported:
+        raise ValueError(
+            f"GGUF key 'tokenizer.ggml.pre' must be one of {', '.join(sorted(supported))}; got {pre_tokenizer!r}."
+        )
     names = gguf_tokenizers.GGUF_TOKENIZER_MAPPING["tokenizer"]
-    parts = {name: fields[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in fields}
-    backend, _ = gguf_tokenizers.convert_gguf_tokenizer(fields["general.architecture"], parts)
+    tokenizer_fields = {name: fields[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in fields}
+    backend, _ = gguf_tokenizers.convert_gguf_tokenizer(fields["general.architecture"], tokenizer_fields)
 
     def special(name: str) -> str | None:
         token = fields.get(f"tokenizer.ggml.{name}_token_id")
-        return None if token is None else parts["tokens"][token]
+        return None if token is None else tokenizer_fields["tokens"][token]
 
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -16,7 +16,7 @@ from grpo_jax.rollout.draw import DecodeSettings
 from grpo_jax.rollout.engine_client import Client, ConnectionLost, EngineError, StatusError
 from grpo_jax.types import Json
 
-START = (
+START_COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank RANK"
     " --logprobs-mode processed_logprobs"
 )
@@ -52,8 +52,8 @@ class VLLM:
 
     async def check(self, sampling: Sampling) -> None:
         """Raise EngineError unless the server's log-probs reflect `sampling`."""
-        # With top_k = 1, the drawn token has a log-prob of 0 under the distribution that the server samples from, and a
-        # negative log-prob under the raw distribution.
+        # Probe: with top_k = 1, the drawn token has a log-prob of 0 under the distribution that the server samples
+        # from, and a negative log-prob under the raw distribution.
         if sampling == Sampling() or sampling.temperature == 0:
             return
         drawn = await self.draw([1, 2, 3], max_tokens=1, seed=0, settings=DecodeSettings(sampling=Sampling(top_k=1)))
@@ -68,10 +68,10 @@ class VLLM:
 
         Later calls, after a server restart, require the same model.
         """
-        answer = await self.client.request("/v1/models")
+        response = await self.client.request("/v1/models")
         with self._reading("/v1/models"):
-            names = [str(model["id"]) for model in answer["data"]]
-            bases = [model for model in answer["data"] if model.get("parent") is None]
+            names = [str(model["id"]) for model in response["data"]]
+            bases = [model for model in response["data"] if model.get("parent") is None]
             limit = min((int(model.get("max_model_len") or longest) for model in bases), default=longest)
         if self._base and self._base not in names:
             raise EngineError(f"model must be a model that {self.url} serves ({shorten(names)}); got {self._base!r}")
@@ -110,13 +110,13 @@ class VLLM:
         """Return whether the server reports this version. Always True for adapters, which requests select by name."""
         if self._name == version or not self._reports_version:
             return True
-        answer = await self.client.request("/weight_info")
+        response = await self.client.request("/weight_info")
         with self._reading("/weight_info"):
-            return bool(answer["weight_version"] == version)
+            return bool(response["weight_version"] == version)
 
     async def draw(self, ids: Sequence[int], *, max_tokens: int, seed: int, settings: DecodeSettings) -> ServerTurn:
         """Draw up to `max_tokens` tokens after `ids`."""
-        sampling, stop, stops = settings.sampling, settings.eos_token_ids, settings.stops
+        sampling, eos_ids, stops = settings.sampling, settings.eos_token_ids, settings.stops
         body = {
             "prompt": list(ids),
             "max_tokens": max_tokens,
@@ -130,7 +130,7 @@ class VLLM:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "ignore_eos": True,
-            "stop_token_ids": list(stop),
+            "stop_token_ids": list(eos_ids),
             "stop": [] if stops is None else list(stops.strings),
             "logprobs": 0,
             "return_token_ids": True,
@@ -152,7 +152,7 @@ class VLLM:
         end = None if stops is None else stops.end_of(np.array(tokens))
         if end is not None:
             return ServerTurn(tokens[:end], log_probs[:end], True)
-        ended = tokens[-1] in stop
+        ended = tokens[-1] in eos_ids
         if ended != (reason == "stop") or (not ended and len(tokens) != max_tokens):
             raise EngineError(
                 f"{self.url} ended a completion after {len(tokens)} of {max_tokens} tokens with finish_reason"
@@ -169,27 +169,30 @@ class VLLM:
         choice = await self._complete({"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k})
         with self._reading("/v1/completions"):
             entries = [entry or {} for entry in choice["prompt_logprobs"]]
-            positions = [{int(i): read_log_prob(x["logprob"]) for i, x in entry.items()} for entry in entries[1:]]
+            log_probs_by_position = [
+                {int(i): read_log_prob(x["logprob"]) for i, x in entry.items()} for entry in entries[1:]
+            ]
         is_complete = len(entries) == len(ids) and all(
-            token in position and len(position) >= k for token, position in zip(ids[1:], positions, strict=True)
+            token in position and len(position) >= k
+            for token, position in zip(ids[1:], log_probs_by_position, strict=True)
         )
         if not is_complete:
             raise EngineError(
                 f"{self.url} must return prompt_logprobs for all {len(ids)} tokens and for the {k} most probable tokens"
                 " at each position; use vLLM 0.10 or newer"
             )
-        return positions
+        return log_probs_by_position
 
     async def _complete(self, body: Json) -> Json:
         """Request one completion and return the choice."""
         try:
-            answer = await self.client.request("/v1/completions", {"model": self._name, **body})
+            response = await self.client.request("/v1/completions", {"model": self._name, **body})
         except StatusError as error:
             if error.status == 404 and self._name != self._base:  # a restart removes adapters
                 raise ConnectionLost(str(error)) from error
             raise
         with self._reading("/v1/completions"):
-            (choice,) = answer["choices"]
+            (choice,) = response["choices"]
             return dict(choice)
 
     @contextlib.contextmanager
@@ -204,7 +207,7 @@ class VLLM:
             ) from error
 
     async def _change(self, path: str, body: Json) -> None:
-        """Send a request that changes the weights. The server must have been started with the flags of `START`."""
+        """Send a request that changes the weights. The server must run with the flags of `START_COMMAND`."""
         try:
             await self.client.request(path, body, retry=(429, 503))
         except StatusError as error:
@@ -212,5 +215,7 @@ class VLLM:
                 return
             fix = ". Check that the server can read the weights under this path" if "_path" in str(body) else ""
             if error.status in (404, 405):
-                fix = f". Start it as `{START}`, with access to {body.get('lora_path', 'the weights directory')}"
+                fix = (
+                    f". Start it as `{START_COMMAND}`, with access to {body.get('lora_path', 'the weights directory')}"
+                )
             raise EngineError(f"{error}{fix}") from error

@@ -195,7 +195,7 @@ class _SingleTurnRollout:
     def __init__(self, job: SamplingJob, groups: np.ndarray):
         self.job, g, p = job, job.keys.shape[1], job.prompts.tokens.shape[1]
         self.layouts = choose_layouts(job.model, job.params, p, len(groups), g, job.table.length, mesh=job.mesh)
-        self.layout, self.slots = 0, self.layouts.slots[0]  # index of the layout; cache size
+        self.layout_index, self.slots = 0, self.layouts.slots[0]  # slots is the cache size
         self.slot = 0  # next slot; `slot + 1` tokens have been drawn
         self.rows = job.rows(groups)  # [B', G'] table row of the completion at each position, −1 if it has ended
         self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # bursts not yet recorded in the table
@@ -228,10 +228,10 @@ class _SingleTurnRollout:
 
     def compact(self) -> None:
         """Move to a smaller layout if it can hold all active completions and is sufficiently cheaper."""
-        move = self.layouts.smaller(self.layout, self.slots, self.active)
+        move = self.layouts.smaller(self.layout_index, self.slots, self.active)
         if move is None:
             return
-        self.layout, self.slots, (groups, order) = move
+        self.layout_index, self.slots, (groups, order) = move
         self.rows = self.rows[groups[:, None], order]
         parts, mesh = decode_threads(self.job.params, len(groups), order.shape[1]), self.job.mesh
         kept = groups if mesh is None else None  # on a mesh, groups stay on their devices

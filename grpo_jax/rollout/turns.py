@@ -12,9 +12,9 @@ one prefill of 0        EOS         x  y  z
 ```
 
 Answers are computed while other completions are decoded. When half of a thread's completions are waiting, the others
-are decoded for two more bursts, during which most answers arrive. Then all observations are prefilled together. The
-sequence of compiled functions and their shapes thus depends only on the tokens, not on how long answers take, and a
-resumed run reproduces the same results bit for bit.
+are decoded for two more bursts (`BURST` decode steps in one compiled call), during which most answers arrive. Then all
+observations are prefilled together. The sequence of compiled functions and their shapes thus depends only on the
+tokens, not on how long answers take, and a resumed run reproduces the same results bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from grpo_jax.types import Completions
 Result = TypeVar("Result")
 
 FIRST_SLOT = 16
-"""First cache slot of a new completion. The slots before it hold the padding of short observations."""
+"""First cache slot of a new completion. Left padding of a short first observation goes into the slots before it."""
 
 CHUNK = 256
 """Maximum number of tokens per completion in one call of `prefill_chunk`."""
@@ -88,7 +88,7 @@ class _MultiTurnDecoder:
         g, p, length = job.keys.shape[1], job.prompts.tokens.shape[1], job.table.length
         step_cost = decode_step_cost(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
         self.layouts = Layouts.of(len(groups), g, length, step_cost, shards=shard_count(job.mesh), multi_turn=True)
-        self.layout, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # index of the layout; ring size
+        self.layout_index, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # slots is the ring size
         self.slot = FIRST_SLOT  # next slot of the active completions
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
         self.waiting: dict[int, Answer | None] = {}  # pending answers, keyed by table row
@@ -127,13 +127,13 @@ class _MultiTurnDecoder:
             self._align(np.zeros_like(lengths), min_slots=min_slots)
             active, lengths = self.active, table.lengths[self.rows]
         remaining = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
-        count = np.where(active, remaining, 0).astype(np.int32)
-        # Use the host's automaton state, which is reset to 0 at the start of each turn.
+        max_new_tokens = np.where(active, remaining, 0).astype(np.int32)
+        # The device's automaton state is stale after an observation; use the host's.
         stop_state = None if self.device_state.stop_state is None else table.stop_state[self.rows]
-        ended, count, stop_state = shard((~active, count, stop_state), job.mesh)
-        state = self.device_state.replace(ended=ended, stop_state=stop_state)
+        inactive, max_new_tokens, stop_state = shard((~active, max_new_tokens, stop_state), job.mesh)
+        state = self.device_state.replace(ended=inactive, stop_state=stop_state)
         self.device_state, drawn = decode(
-            job.model, job.decode_variables, state, self.slot, count, settings=job.settings, steps=BURST
+            job.model, job.decode_variables, state, self.slot, max_new_tokens, settings=job.settings, steps=BURST
         )
         self.slot += self._record(self.rows, drawn)
 
@@ -144,15 +144,15 @@ class _MultiTurnDecoder:
         the number of steps that drew any tokens.
         """
         table, drawn = self.table, fetch(drawn)
-        mask = drawn[2]
-        ended = table.record(rows, drawn, self.job.settings)
+        _, _, mask = drawn
+        turn_ended = table.record(rows, drawn, self.job.settings)
         lengths, has_drawn = table.lengths[rows], (rows >= 0) & mask.any(axis=-1)  # row −1 would select the last row
-        ended |= has_drawn & (lengths - self.turn_starts[rows] == self.max_turn_length) & (lengths < table.length)
-        for row in map(int, rows[ended]):
+        turn_ended |= has_drawn & (lengths - self.turn_starts[rows] == self.max_turn_length) & (lengths < table.length)
+        for row in map(int, rows[turn_ended]):
             length = int(table.lengths[row])
             turn = table.tokens[row, self.turn_starts[row] : length]
             self.waiting[row] = self.answer_turn(row, turn, table.length - length - 1)
-        finished = has_drawn & ~ended & (lengths == table.length)
+        finished = has_drawn & ~turn_ended & (lengths == table.length)
         self.rows = np.where(finished, -1, self.rows)
         return int(mask.sum(axis=-1).max())
 
@@ -185,27 +185,28 @@ class _MultiTurnDecoder:
             row: [int(table.tokens[row, table.lengths[row] - 1]), *tokens] for row, tokens in observed.items()
         }
         longest = max(map(len, new_tokens.values()))
-        size = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
-        width = -(-longest // size) * size
+        chunk_length = min(CHUNK, 1 << max(1, (longest - 1).bit_length()))
+        padded_length = -(-longest // chunk_length) * chunk_length
         counts = np.zeros(len(table.lengths) + 1, int)  # index −1, an empty position, selects the last entry
         counts[list(new_tokens)] = [len(ids) for ids in new_tokens.values()]
         needed = int(max(table.lengths[row] + counts[row] for row in new_tokens)) + BURST
-        min_slots = max(width, min(needed, table.length))
+        min_slots = max(padded_length, min(needed, table.length))
         self._align(counts[self.rows], min_slots=min_slots)
         for row, tokens in observed.items():
             table.append_observation(row, tokens)
             self.turn_starts[row] = table.lengths[row]
-        padded = np.zeros((*self.rows.shape, width), np.int32)
-        valid = np.arange(width) >= width - counts[self.rows][..., None]
+        padded = np.zeros((*self.rows.shape, padded_length), np.int32)
+        valid = np.arange(padded_length) >= padded_length - counts[self.rows][..., None]
         answered = np.isin(self.rows, list(new_tokens))
         for i, j in np.argwhere(answered):
             ids = new_tokens[int(self.rows[i, j])]
-            padded[i, j, width - len(ids) :] = ids
-        for start in range(0, width, size):
-            ids, present = shard((padded[..., start : start + size], valid[..., start : start + size]), job.mesh)
-            slot = self.slots - width + start
+            padded[i, j, padded_length - len(ids) :] = ids
+        for start in range(0, padded_length, chunk_length):
+            chunk = slice(start, start + chunk_length)
+            ids, valid_chunk = shard((padded[..., chunk], valid[..., chunk]), job.mesh)
+            slot = self.slots - padded_length + start
             self.device_state, token, log_prob = prefill_chunk(
-                job.model, job.decode_variables, self.device_state, slot, ids, present, settings=job.settings
+                job.model, job.decode_variables, self.device_state, slot, ids, valid_chunk, settings=job.settings
             )
         next_token = jnp.where(shard(answered, job.mesh), token, self.device_state.token)
         self.device_state = self.device_state.replace(token=next_token)
@@ -218,15 +219,15 @@ class _MultiTurnDecoder:
         return -(-next((n for n in sizes if n >= min_slots), min_slots) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
     def _align(self, counts: np.ndarray, *, min_slots: int) -> None:
-        """Rotate completions so that they end `counts` [B', G'] slots before the end of a ring of ≥ `min_slots` slots.
+        """Move completions so that each ends `counts` [B', G'] slots before the end of the ring.
 
-        The completions also move to the next smaller layout if they fit.
+        The ring grows to at least `min_slots` slots. The completions also move to the next smaller layout if they fit.
         """
         groups, order = np.arange(len(self.rows)), np.broadcast_to(np.arange(self.rows.shape[1]), self.rows.shape)
-        if self.layout + 1 < len(self.layouts.shapes):
-            selection = self.layouts.select(self.layout + 1, self.rows >= 0)
+        if self.layout_index + 1 < len(self.layouts.shapes):
+            selection = self.layouts.select(self.layout_index + 1, self.rows >= 0)
             if selection is not None:
-                self.layout, (groups, order) = self.layout + 1, selection
+                self.layout_index, (groups, order) = self.layout_index + 1, selection
         self.slots = max(self.slots, self._ring_size(min_slots))
         self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
         filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)

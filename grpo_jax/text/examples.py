@@ -30,7 +30,7 @@ from grpo_jax.text.calls import parse_arguments
 from grpo_jax.text.completions import common_length, special_tokens
 from grpo_jax.text.images import ImageSource, assign_images, encode_texts, has_images, image_parts
 from grpo_jax.text.prompts import EncodedPrompts, apply_template, template_messages
-from grpo_jax.text.rows import Columns, Template, content_fault, is_conversation, load_checked, messages_fault
+from grpo_jax.text.rows import Columns, Template, columns_fault, is_conversation, load_checked, messages_fault
 from grpo_jax.text.sources import Dataset
 from grpo_jax.types import Batch, Json, Messages, Prompts, Row, Tokenizer
 
@@ -119,11 +119,11 @@ def load_examples(
             return f"has none of {_KINDS}; rename one of its columns {sorted(map(str, row))} or add one"
         if columns == ("input_ids",):
             images = "has images together with 'input_ids'; use strings or messages instead" if has_images(row) else ""
-            return _ids_fault(row) or images or content_fault(row, first)
+            return _ids_fault(row) or images or columns_fault(row, first)
         faults = [messages_fault(row[name], name) for name in columns]
         if len(columns) == 2 and is_conversation(row["prompt"]) != is_conversation(row["completion"]):
             faults.append("has a string and a list of messages as 'prompt' and 'completion'; use one type for both")
-        return next(filter(None, faults), "") or content_fault(row, first)
+        return next(filter(None, faults), "") or columns_fault(row, first)
 
     return load_checked(dataset, columns, prompt, argument, max_rows, _KINDS, fault_of)
 

@@ -34,7 +34,7 @@ IMAGE_COLUMNS = ("image", "images")
 _SOURCES = "the path or bytes of an image file, a dict with 'bytes' or 'path', or a PIL image"
 
 
-def column_fault(row: Json) -> str:
+def image_column_fault(row: Json) -> str:
     """Describe why a row's image columns are invalid. Returns "" if they are valid."""
     if row.get("image") is not None and row.get("images"):
         return "has images in both 'image' and 'images'; remove one of the columns"

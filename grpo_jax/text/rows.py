@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_jax.messages import show
-from grpo_jax.text.images import column_fault
-from grpo_jax.text.sources import Dataset, read_rows, without_arrays
+from grpo_jax.text.images import image_column_fault
+from grpo_jax.text.sources import Dataset, read_rows, with_arrays_as_lists
 from grpo_jax.types import Json, Messages, Row
 
 Columns = Mapping[str, str]
@@ -17,9 +17,9 @@ Columns = Mapping[str, str]
 Template = str | list[dict[str, str]]
 """A format string, or messages with format strings as `role` and `content`. `{column}` inserts a column's value."""
 
-_BRACES = "write literal braces as {{ and }}"
+_BRACES_HINT = "write literal braces as {{ and }}"
 _MISSING = object()
-_PROMPT = 'use a string, or a list of messages [{"role": "user", "content": ...}]'
+_PROMPT_HINT = 'use a string, or a list of messages [{"role": "user", "content": ...}]'
 
 
 def load_rows(
@@ -61,7 +61,7 @@ def load_checked(
     `needs` describes the required columns in error messages.
     """
     check_templates(columns, prompt)
-    rows: list[Any] = [without_arrays(row) for row in read_rows(dataset, argument, max_rows)]
+    rows: list[Any] = [with_arrays_as_lists(row) for row in read_rows(dataset, argument, max_rows)]
     if not rows:
         raise ValueError(f"{argument} is empty; pass at least one row with {needs}")
     if invalid := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
@@ -78,19 +78,21 @@ def load_checked(
 def _row_fault(row: Json, first: Json) -> str:
     if "prompt" not in row:
         return f"lacks a 'prompt'; rename one of its columns {sorted(map(str, row))} or add one"
-    if fault := messages_fault(row["prompt"], "prompt") or content_fault(row, first):
+    if fault := messages_fault(row["prompt"], "prompt") or columns_fault(row, first):
         return fault
     if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):
         return "and row 0 differ: one prompt is a string and the other a list of messages; convert all to the same type"
     return ""
 
 
-def content_fault(row: Json, first: Json) -> str:
+def columns_fault(row: Json, first: Json) -> str:
     """Describe why a row's columns are invalid. Returns "" if they are valid."""
-    if fault := column_fault(row):
+    if fault := image_column_fault(row):
         return fault
-    if others := [name for name in row if not isinstance(name, str)]:
-        return f"has a column {others[0]!r}; column names must be strings, since they are keywords of reward functions"
+    if non_string := [name for name in row if not isinstance(name, str)]:
+        return (
+            f"has a column {non_string[0]!r}; column names must be strings, since they are keywords of reward functions"
+        )
     if row.keys() != first.keys():
         missing, extra = (sorted(x - y, key=str) for x, y in ((first.keys(), row.keys()), (row.keys(), first.keys())))
         return f"and row 0 have different columns (missing: {missing}, extra: {extra}); use None for missing values"
@@ -102,7 +104,7 @@ def messages_fault(value: object, column: str) -> str:
     if isinstance(value, str):
         return ""
     if not isinstance(value, (list, tuple)):
-        return f"has {show(value)} of type {type(value).__name__} as {column!r}; {_PROMPT}"
+        return f"has {show(value)} of type {type(value).__name__} as {column!r}; {_PROMPT_HINT}"
     if not value:
         return f"has an empty list as {column!r}; use at least one message"
     for index, message in enumerate(value):
@@ -113,7 +115,7 @@ def messages_fault(value: object, column: str) -> str:
 
 def _message_fault(message: object) -> str:
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-        return f"a message must be a dict with 'role' and 'content': {_PROMPT}"
+        return f"a message must be a dict with 'role' and 'content': {_PROMPT_HINT}"
     if not isinstance(message["role"], str):
         return "its 'role' must be a string, such as \"user\""
     calls = message.get("tool_calls") or []
@@ -143,7 +145,7 @@ def check_templates(columns: object, prompt: object) -> None:
     except (AttributeError, TypeError) as error:
         raise ValueError(f"prompt must be a string or messages with strings as values; got {show(prompt)}") from error
     except ValueError as error:
-        raise ValueError(f"prompt={show(prompt)}: {error}; {_BRACES}") from error
+        raise ValueError(f"prompt={show(prompt)}: {error}; {_BRACES_HINT}") from error
     if columns is not None and not (
         isinstance(columns, Mapping) and all(isinstance(name, str) for pair in columns.items() for name in pair)
     ):
@@ -152,12 +154,12 @@ def check_templates(columns: object, prompt: object) -> None:
 
 def fill(row: Json, where: str, columns: Columns | None, prompt: Template | None) -> Row:
     """Rename a row's columns and fill in its prompt. `where` is the row's name in error messages."""
-    names = columns or {}
-    missing = [name for name in names.values() if _column(row, name) is _MISSING]
+    columns = columns or {}
+    missing = [name for name in columns.values() if _column(row, name) is _MISSING]
     if missing:
         raise ValueError(f"columns: {where} has no column {missing[0]!r}; its columns are {sorted(map(str, row))}")
-    others = {name: value for name, value in row.items() if name not in names.values()}
-    renamed = others | {new: _column(row, name) for new, name in names.items()}
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    renamed = others | {new: _column(row, name) for new, name in columns.items()}
     if isinstance(prompt, str):
         return {**renamed, "prompt": _filled(prompt, renamed, where)}
     if prompt is not None:
@@ -174,8 +176,10 @@ def _filled(template: str, row: Json, where: str) -> str:
             continue
         value = _column(row, name)
         if value is _MISSING or spec or conversion:
-            names = f"{where} has the columns {sorted(map(str, row))}"
-            raise ValueError(f"prompt: {{{name}}} must be a column name without a format specifier; {names}; {_BRACES}")
+            available = f"{where} has the columns {sorted(map(str, row))}"
+            raise ValueError(
+                f"prompt: {{{name}}} must be a column name without a format specifier; {available}; {_BRACES_HINT}"
+            )
         if value is None:
             raise ValueError(f"prompt: {{{name}}} is None in {where}; set a value or remove the row")
         parts.append(str(value))

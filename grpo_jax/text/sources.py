@@ -87,14 +87,14 @@ def _check_size(size: int, argument: str) -> None:
         )
 
 
-def without_arrays(value: object) -> object:
+def with_arrays_as_lists(value: object) -> object:
     """Convert NumPy arrays to lists, recursively. pandas stores lists as arrays."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list):
-        return [without_arrays(item) for item in value]
+        return [with_arrays_as_lists(item) for item in value]
     if isinstance(value, dict):
-        return {name: without_arrays(item) for name, item in value.items()}
+        return {name: with_arrays_as_lists(item) for name, item in value.items()}
     return value
 
 

@@ -59,18 +59,18 @@ def live_plot(only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergenc
     handle = display.DisplayHandle()
     handle.display(display.Pretty("waiting for the first logged step"))
     lines: list[dict[str, float]] = []
-    drawn = -math.inf
+    last_drawn = -math.inf
 
     def draw() -> None:
-        nonlocal drawn
+        nonlocal last_drawn
         picture = io.BytesIO()
         save_figure(draw_report(lines, only=only), picture)
         handle.update(display.Image(picture.getvalue()))
-        drawn = time.monotonic()
+        last_drawn = time.monotonic()
 
     def log(step: int, metrics: dict[str, float]) -> None:
         lines.append({"step": step, **metrics})
-        if time.monotonic() - drawn >= 3:  # drawing takes up to a second
+        if time.monotonic() - last_drawn >= 3:  # drawing takes up to a second
             draw()
 
     return Tracker(log, lambda: draw() if lines else None)
