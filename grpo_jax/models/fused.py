@@ -47,16 +47,16 @@ def fused_attention(
     a, h, n, r, d = q.shape
     tiles = tile_mask.tiles[str(kernel.window)]
     chex.assert_shape(tiles.bounds, (a, 4, n))
-    kernel = kernel._replace(shared=k.shape[2] - n)
+    kernel = kernel._replace(num_prompt_slots=k.shape[2] - n)
     # The kernels require widths that are powers of two and not smaller than a matrix product on tensor cores.
     least = 64 if kernel.implementation == "mosaic" else MIN_TILE_SIDE
     width = d if kernel.implementation == "tiles" else max(least, 1 << (d - 1).bit_length())
 
-    def fill(x: jax.Array, size: int) -> jax.Array:
+    def pad_to_tiles(x: jax.Array, size: int) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, width - d)))
 
-    q = fill(q.reshape(a, h, n * r, d), kernel.rows)
-    k, v = fill(k, kernel.columns), fill(v, kernel.columns)
+    q = pad_to_tiles(q.reshape(a, h, n * r, d), kernel.rows)
+    k, v = pad_to_tiles(k, kernel.columns), pad_to_tiles(v, kernel.columns)
     # Lay out the sinks like the queries: [H_kv, N R].
     sinks = None if sinks is None else jnp.pad(jnp.tile(sinks, (1, n)), ((0, 0), (0, -n * r % kernel.rows)))
     out = _attend(kernel, Inputs(q, k, v, tiles.replace(bounds=repeated(tiles.bounds, r, kernel.rows))), sinks)
@@ -81,33 +81,33 @@ def _take(x: jax.Array, tile: jax.Array, size: int) -> jax.Array:
     return jax.vmap(lambda x, tile: jax.lax.dynamic_slice_in_dim(x, tile * size, size, axis=1))(x, tile)
 
 
-def _seen_by_tile(kernel: Kernel, x: Inputs, row: jax.Array, column: jax.Array, valid: jax.Array) -> jax.Array:
+def _tile_visibility(kernel: Kernel, x: Inputs, row: jax.Array, column: jax.Array, valid: jax.Array) -> jax.Array:
     """Compute the mask [A, rows, columns] for query tiles `row` [A] and key tiles `column` [A]."""
     keys = column[:, None] * kernel.columns + jnp.arange(kernel.columns)[None]
     return jax.vmap(visible)(_take(x.tiles.bounds, row, kernel.rows), keys) & valid[:, None, None]
 
 
-def _plain_forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
+def _tiled_forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
     a, h, _, d = x.q.shape
     add_key_tile = _over_heads(functools.partial(add_tile, kernel=kernel), last_is_shared=True)
 
-    def of_rows(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def query_tile(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         row, count = jnp.full(a, i), x.tiles.key_count[:, i]
         q = _take(x.q, row, kernel.rows)
 
         def add(j: jax.Array, sums: Sums) -> Sums:
             column = x.tiles.keys[:, i, j]
             k, v = (_take(y, column, kernel.columns) for y in (x.k, x.v))
-            return add_key_tile(sums, q, k, v, _seen_by_tile(kernel, x, row, column, j < count))
+            return add_key_tile(sums, q, k, v, _tile_visibility(kernel, x, row, column, j < count))
 
         sums = jax.lax.fori_loop(0, count.max(), add, initial_sums((a, h, kernel.rows, d)))
         return _over_heads(lambda sums: finish(sums, x.v.dtype))(sums)
 
-    out, lse = jax.lax.map(of_rows, jnp.arange(x.tiles.keys.shape[1]))
+    out, lse = jax.lax.map(query_tile, jnp.arange(x.tiles.keys.shape[1]))
     return jnp.moveaxis(out, 0, 2).reshape(x.q.shape), jnp.moveaxis(lse, 0, 2).reshape(x.q.shape[:3])
 
 
-def _plain_backward(
+def _tiled_backward(
     kernel: Kernel, x: Inputs, g: jax.Array, lse: jax.Array, delta: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     a, h, _, d = x.q.shape
@@ -116,38 +116,38 @@ def _plain_backward(
     def product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
         return _over_heads(functools.partial(tile_product, contract=contract))(x, y)
 
-    def of_rows(i: jax.Array) -> jax.Array:
+    def query_tile(i: jax.Array) -> jax.Array:
         row, count = jnp.full(a, i), x.tiles.key_count[:, i]
         own_q, own_g, own_lse, own_delta = (_take(y, row, kernel.rows) for y in (x.q, g, lse, delta))
 
         def add(j: jax.Array, dq: jax.Array) -> jax.Array:
             column = x.tiles.keys[:, i, j]
             k, v = (_take(y, column, kernel.columns) for y in (x.k, x.v))
-            seen = _seen_by_tile(kernel, x, row, column, j < count)
-            _, slope = gradients(own_q, k, v, own_g, own_lse, own_delta, seen)
-            return dq + product(slope.astype(k.dtype), k, (1, 0))
+            is_visible = _tile_visibility(kernel, x, row, column, j < count)
+            _, d_scores = gradients(own_q, k, v, own_g, own_lse, own_delta, is_visible)
+            return dq + product(d_scores.astype(k.dtype), k, (1, 0))
 
         return jax.lax.fori_loop(0, count.max(), add, jnp.zeros((a, h, kernel.rows, d)))
 
-    def of_keys(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def key_tile(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         column, count = jnp.full(a, i), x.tiles.query_count[:, i]
         k, v = (_take(y, column, kernel.columns) for y in (x.k, x.v))
 
         def add(j: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             row = x.tiles.queries[:, i, j]
             own_q, own_g, own_lse, own_delta = (_take(y, row, kernel.rows) for y in (x.q, g, lse, delta))
-            seen = _seen_by_tile(kernel, x, row, column, j < count)
-            weights, slope = gradients(own_q, k, v, own_g, own_lse, own_delta, seen)
-            dk = product(slope.astype(own_q.dtype), own_q, (0, 0))
+            is_visible = _tile_visibility(kernel, x, row, column, j < count)
+            weights, d_scores = gradients(own_q, k, v, own_g, own_lse, own_delta, is_visible)
+            dk = product(d_scores.astype(own_q.dtype), own_q, (0, 0))
             return sums[0] + dk, sums[1] + product(weights.astype(g.dtype), own_g, (0, 0))
 
         return jax.lax.fori_loop(0, count.max(), add, (jnp.zeros((a, h, kernel.columns, d)),) * 2)
 
-    def merge(y: jax.Array, like: jax.Array) -> jax.Array:
-        return jnp.moveaxis(y, 0, 2).reshape(like.shape)
+    def merge(y: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(y, 0, 2).reshape(x.shape)
 
-    dq = jax.lax.map(of_rows, jnp.arange(x.tiles.keys.shape[1]))
-    dk, dv = jax.lax.map(of_keys, jnp.arange(x.tiles.queries.shape[1]))
+    dq = jax.lax.map(query_tile, jnp.arange(x.tiles.keys.shape[1]))
+    dk, dv = jax.lax.map(key_tile, jnp.arange(x.tiles.queries.shape[1]))
     return merge(dq, x.q), merge(dk, x.k), merge(dv, x.v)
 
 
@@ -156,36 +156,36 @@ def _plain_backward(
 
 
 def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
-    q, k, v, *bounds, key, tiles, count, out, lse = refs
-    own, own_bounds = q[...], [x[...] for x in bounds]
+    q, k, v, *bounds, key_positions, tile_indices, count, out, lse = refs
+    own_q, own_bounds = q[...], [x[...] for x in bounds]
 
     def add(j: jax.Array, sums: Sums) -> Sums:
-        span = pl.ds(tiles[j] * kernel.columns, kernel.columns)
-        seen = visible(own_bounds, key[span])
-        return add_tile(sums, own, k[span, :], v[span, :], seen, kernel)
+        span = pl.ds(tile_indices[j] * kernel.columns, kernel.columns)
+        is_visible = visible(own_bounds, key_positions[span])
+        return add_tile(sums, own_q, k[span, :], v[span, :], is_visible, kernel)
 
-    sums = jax.lax.fori_loop(0, count[...], add, initial_sums(own.shape))
+    sums = jax.lax.fori_loop(0, count[...], add, initial_sums(own_q.shape))
     out[...], lse[...] = finish(sums, out.dtype)
 
 
 def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
-    q, k, v, *bounds, key, tiles, count, g, lse, delta, dq = refs
-    own, own_g, own_lse, own_delta = q[...], g[...], lse[...], delta[...]
+    q, k, v, *bounds, key_positions, tile_indices, count, g, lse, delta, dq = refs
+    own_q, own_g, own_lse, own_delta = q[...], g[...], lse[...], delta[...]
     own_bounds = [x[...] for x in bounds]
 
     def add(j: jax.Array, total: jax.Array) -> jax.Array:
-        span = pl.ds(tiles[j] * kernel.columns, kernel.columns)
+        span = pl.ds(tile_indices[j] * kernel.columns, kernel.columns)
         tile = k[span, :]
-        seen = visible(own_bounds, key[span])
-        _, slope = tile_gradients(own, tile, v[span, :], own_g, own_lse, own_delta, seen, kernel=kernel)
-        return total + tile_product(slope.astype(tile.dtype), tile, (1, 0))
+        is_visible = visible(own_bounds, key_positions[span])
+        _, d_scores = tile_gradients(own_q, tile, v[span, :], own_g, own_lse, own_delta, is_visible, kernel=kernel)
+        return total + tile_product(d_scores.astype(tile.dtype), tile, (1, 0))
 
-    dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own.shape)).astype(dq.dtype)
+    dq[...] = jax.lax.fori_loop(0, count[...], add, jnp.zeros(own_q.shape)).astype(dq.dtype)
 
 
 def _key_kernel(*refs: Ref, kernel: Kernel, parts: int = 1) -> None:
-    q, k, v, *bounds, key, tiles, count, g, lse, delta, dk, dv = refs
-    own_k, own_v, own_key = k[...], v[...], key[...]
+    q, k, v, *bounds, key_positions, tile_indices, count, g, lse, delta, dk, dv = refs
+    own_k, own_v, own_positions = k[...], v[...], key_positions[...]
     begin: jax.Array | int = 0
     end = count[...]
     if parts > 1:
@@ -193,19 +193,21 @@ def _key_kernel(*refs: Ref, kernel: Kernel, parts: int = 1) -> None:
         begin, end = end * part // parts, end * (part + 1) // parts
 
     def add(j: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        span = pl.ds(tiles[j] * kernel.rows, kernel.rows)
+        span = pl.ds(tile_indices[j] * kernel.rows, kernel.rows)
         queries, upstream = q[span, :], g[span, :]
-        seen = visible([x[span] for x in bounds], own_key)
-        weights, slope = tile_gradients(queries, own_k, own_v, upstream, lse[span], delta[span], seen, kernel=kernel)
-        more = tile_product(slope.astype(queries.dtype), queries, (0, 0))
-        return sums[0] + more, sums[1] + tile_product(weights.astype(upstream.dtype), upstream, (0, 0))
+        is_visible = visible([x[span] for x in bounds], own_positions)
+        weights, d_scores = tile_gradients(
+            queries, own_k, own_v, upstream, lse[span], delta[span], is_visible, kernel=kernel
+        )
+        dk_tile = tile_product(d_scores.astype(queries.dtype), queries, (0, 0))
+        return sums[0] + dk_tile, sums[1] + tile_product(weights.astype(upstream.dtype), upstream, (0, 0))
 
     sums = jax.lax.fori_loop(begin, end, add, (jnp.zeros(own_k.shape),) * 2)
     dk[...], dv[...] = sums[0].astype(dk.dtype), sums[1].astype(dv.dtype)
 
 
 KernelInput = tuple[jax.Array, str, bool]
-"""An array, the axis that is split into tiles ("rows", "columns" or "line"), and whether all heads share the array."""
+"""An array, its tiled axis ("rows" or "columns") or "tile_list", and whether all heads share the array."""
 
 
 def _call(
@@ -214,39 +216,41 @@ def _call(
     inputs: Sequence[KernelInput],
     outputs: Sequence[tuple[jax.ShapeDtypeStruct, str]],
     *,
-    by_rows: bool,
+    over_queries: bool,
     first: int = 0,
     count: int | None = None,
     parts: int = 1,
 ) -> list[jax.Array]:
-    """Run a kernel on `count` tiles of queries (`by_rows`) or keys, starting at tile `first`. Defaults to all tiles.
+    """Run a kernel on `count` tiles (default: all) of queries (`over_queries`) or keys, starting at tile `first`.
 
     If `parts` > 1, `parts` programs share each tile, and outputs have a leading axis [parts, ...].
     """
     a, h, m, _ = inputs[0][0].shape
-    whole = m // kernel.rows if by_rows else inputs[1][0].shape[2] // kernel.columns
-    count = whole if count is None else count
+    num_tiles = m // kernel.rows if over_queries else inputs[1][0].shape[2] // kernel.columns
+    count = num_tiles if count is None else count
     size = {"rows": kernel.rows, "columns": kernel.columns}
 
     def spec(shape: tuple[int, ...], axis: str, shared: bool) -> pl.BlockSpec:
-        # Each program reads one tile of the arrays that are split along its axis, its row of the tile indices, and all
-        # other arrays in full.
-        tiled = axis in ("rows" if by_rows else "columns", "line")
-        lead = 1 if shared else 2
-        length, rest = shape[lead], shape[lead + 1 :]
-        block = (None,) * lead + (None if axis == "line" else size[axis] if tiled else length, *rest)
+        # Arrays on this grid axis: one tile. Tile lists: one row. Others: in full.
+        is_tiled = axis in ("rows" if over_queries else "columns", "tile_list")
+        num_leading = 1 if shared else 2
+        length, rest = shape[num_leading], shape[num_leading + 1 :]
+        block = (None,) * num_leading + (None if axis == "tile_list" else size[axis] if is_tiled else length, *rest)
         zeros = (0,) * len(rest)
-        return pl.BlockSpec(block, lambda i, j, *_: (*(i // h, i % h)[:lead], first + j if tiled else 0, *zeros))
+        return pl.BlockSpec(
+            block, lambda i, j, *_: (*(i // h, i % h)[:num_leading], first + j if is_tiled else 0, *zeros)
+        )
 
-    def result(like: jax.ShapeDtypeStruct, axis: str) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        shape = (*like.shape[:2], count * size[axis], *like.shape[3:])
+    def result(output: jax.ShapeDtypeStruct, axis: str) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        shape = (*output.shape[:2], count * size[axis], *output.shape[3:])
         block, zeros = (None, None, size[axis], *shape[3:]), (0,) * len(shape[3:])
         if parts == 1:
-            return jax.ShapeDtypeStruct(shape, like.dtype), pl.BlockSpec(block, lambda i, j: (i // h, i % h, j, *zeros))
+            tile_spec = pl.BlockSpec(block, lambda i, j: (i // h, i % h, j, *zeros))
+            return jax.ShapeDtypeStruct(shape, output.dtype), tile_spec
         part_spec = pl.BlockSpec((None, *block), lambda i, j, part: (part, i // h, i % h, j, *zeros))
-        return jax.ShapeDtypeStruct((parts, *shape), like.dtype), part_spec
+        return jax.ShapeDtypeStruct((parts, *shape), output.dtype), part_spec
 
-    results = [result(like, axis) for like, axis in outputs]
+    results = [result(output, axis) for output, axis in outputs]
     call = pl.pallas_call(
         functools.partial(body, kernel=kernel, parts=parts) if parts > 1 else functools.partial(body, kernel=kernel),
         grid=(a * h, count, parts) if parts > 1 else (a * h, count),
@@ -260,16 +264,16 @@ def _call(
     return call(*(x for x, *_ in inputs))
 
 
-def _kernel_inputs(x: Inputs, *, by_rows: bool) -> list[KernelInput]:
-    lists = (x.tiles.keys, x.tiles.key_count) if by_rows else (x.tiles.queries, x.tiles.query_count)
-    keys = jnp.broadcast_to(jnp.arange(x.k.shape[2]), (len(x.k), x.k.shape[2]))
+def _kernel_inputs(x: Inputs, *, over_queries: bool) -> list[KernelInput]:
+    tile_lists = (x.tiles.keys, x.tiles.key_count) if over_queries else (x.tiles.queries, x.tiles.query_count)
+    key_positions = jnp.broadcast_to(jnp.arange(x.k.shape[2]), (len(x.k), x.k.shape[2]))
     return [
         (x.q, "rows", False),
         (x.k, "columns", False),
         (x.v, "columns", False),
         *((x.tiles.bounds[:, i], "rows", True) for i in range(4)),
-        (keys, "columns", True),
-        *((tiles, "line", True) for tiles in lists),
+        (key_positions, "columns", True),
+        *((x, "tile_list", True) for x in tile_lists),
     ]
 
 
@@ -278,7 +282,7 @@ def _kernel_forward(kernel: Kernel, x: Inputs) -> tuple[jax.Array, jax.Array]:
         (jax.ShapeDtypeStruct(x.q.shape, x.v.dtype), "rows"),
         (jax.ShapeDtypeStruct(x.q.shape[:3], jnp.float32), "rows"),
     ]
-    out, lse = _call(_forward_kernel, kernel, _kernel_inputs(x, by_rows=True), outputs, by_rows=True)
+    out, lse = _call(_forward_kernel, kernel, _kernel_inputs(x, over_queries=True), outputs, over_queries=True)
     return out, lse
 
 
@@ -287,19 +291,19 @@ def _kernel_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     row_inputs = [(y, "rows", False) for y in (g, lse, delta)]
     output = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), "rows"
-    (dq,) = _call(_query_kernel, kernel, _kernel_inputs(x, by_rows=True) + row_inputs, [output], by_rows=True)
-    inputs = _kernel_inputs(x, by_rows=False) + row_inputs
+    (dq,) = _call(_query_kernel, kernel, _kernel_inputs(x, over_queries=True) + row_inputs, [output], over_queries=True)
+    inputs = _kernel_inputs(x, over_queries=False) + row_inputs
 
-    def of_keys(first: int, number: int, parts: int) -> list[jax.Array]:
-        like = [(jax.ShapeDtypeStruct(x.shape, x.dtype if parts == 1 else jnp.float32), "columns") for x in (x.k, x.v)]
-        return _call(_key_kernel, kernel, inputs, like, by_rows=False, first=first, count=number, parts=parts)
+    def key_gradients(first: int, number: int, parts: int) -> list[jax.Array]:
+        dtypes = [y.dtype if parts == 1 else jnp.float32 for y in (x.k, x.v)]
+        outputs = [(jax.ShapeDtypeStruct(x.k.shape, dtype), "columns") for dtype in dtypes]
+        return _call(_key_kernel, kernel, inputs, outputs, over_queries=False, first=first, count=number, parts=parts)
 
-    dk, dv = over_key_tiles(of_keys, kernel, x)
+    dk, dv = over_key_tiles(key_gradients, kernel, x)
     return dq, dk, dv
 
 
-# A sink adds a term to the softmax denominator but does not need a tile. If the log-sum-exp includes the sink, the tile
-# gradients equal the gradients of a softmax with one additional key.
+# Adding the sink to the log-sum-exp is enough: the tile gradients then equal those with one additional key.
 
 
 def _passes(kernel: Kernel) -> tuple[Callable[..., Any], ...]:
@@ -308,8 +312,9 @@ def _passes(kernel: Kernel) -> tuple[Callable[..., Any], ...]:
         from grpo_jax.models import mosaic  # older versions of JAX lack the module that it imports
 
         return mosaic.forward, mosaic.backward
-    plain = kernel.implementation == "tiles"
-    return (_plain_forward, _plain_backward) if plain else (_kernel_forward, _kernel_backward)
+    if kernel.implementation == "tiles":
+        return _tiled_forward, _tiled_backward
+    return _kernel_forward, _kernel_backward
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -323,8 +328,8 @@ Residuals = tuple[Inputs, jax.Array | None, jax.Array, jax.Array]
 def _attend_forward(kernel: Kernel, x: Inputs, sinks: jax.Array | None) -> tuple[jax.Array, Residuals]:
     out, lse = _passes(kernel)[0](kernel, x)
     if sinks is not None:
-        weight = jax.nn.sigmoid(lse - sinks[None])
-        out, lse = (out * weight[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
+        non_sink_weight = jax.nn.sigmoid(lse - sinks[None])
+        out, lse = (out * non_sink_weight[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
     return out, (x, sinks, out, lse)
 
 

@@ -89,14 +89,14 @@ def _weights(scores: jax.Array, lse: Ref, kernel: Kernel, queries_axis: int) -> 
     return jnp.exp2(scores * (kernel.scale * LOG2_E) - shift)
 
 
-def _slope(weights: jax.Array, upstream: jax.Array, delta: Ref, queries_axis: int) -> jax.Array:
+def _d_scores(weights: jax.Array, upstream: jax.Array, delta: Ref, queries_axis: int) -> jax.Array:
     """Compute the gradient with respect to the scores from the gradient with respect to the weights."""
     return weights * (upstream - _along(_vector(delta, queries_axis), weights, queries_axis))
 
 
 def _range_of(first: jax.Array, kernel: Kernel) -> jax.Array:
     """Return the index in `Tiles.bounds` of the range that applies to the tile with key `first`."""
-    return jnp.where(first < kernel.shared, 0, 2)
+    return jnp.where(first < kernel.num_prompt_slots, 0, 2)
 
 
 def _write(x: jax.Array, buffer: Ref, target: Ref) -> None:
@@ -181,7 +181,7 @@ def _place() -> Arrays:
 
 
 def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
-    (q, k, v, bounds, tiles, count), (out, lse), own, ring, barriers = (
+    (q, k, v, bounds, tile_indices, count), (out, lse), own, ring, barriers = (
         refs[:6],
         refs[6:8],
         refs[8:10],
@@ -191,7 +191,7 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
     a, h, i = _place()
 
     def sources(step: jax.Array) -> Sequence[Ref]:
-        span = pl.ds(tiles[a, i, step] * kernel.columns, kernel.columns)
+        span = pl.ds(tile_indices[a, i, step] * kernel.columns, kernel.columns)
         return k.at[a, h, span], v.at[a, h, span]
 
     def compute(warpgroup: jax.Array, own: Sequence[Ref], loop: Loop) -> None:
@@ -199,7 +199,7 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
 
         def add(step: jax.Array, slot: jax.Array, sums: Arrays) -> Arrays:
             values, top, total = sums
-            first = tiles[a, i, step] * kernel.columns
+            first = tile_indices[a, i, step] * kernel.columns
             pair = _range_of(first, kernel)
             scores = _product(q_half, k_ring.at[slot]) * (kernel.scale * LOG2_E)
             scores = _masked(scores, MASKED, (bounds_half.at[pair], bounds_half.at[pair + 1]), first, 0)
@@ -223,12 +223,12 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
 
 
 def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
-    (q, k, v, bounds, tiles, count, g, lse, delta), dq = refs[:9], refs[9]
+    (q, k, v, bounds, tile_indices, count, g, lse, delta), dq = refs[:9], refs[9]
     own, ring, barriers = refs[10:15], refs[15:17], refs[17:]
     a, h, i = _place()
 
     def first_key(step: jax.Array) -> jax.Array:
-        return tiles[a, i, lax.div(step, 2)] * kernel.columns + lax.rem(step, 2) * HALF
+        return tile_indices[a, i, lax.div(step, 2)] * kernel.columns + lax.rem(step, 2) * HALF
 
     def own_sources(rows: RowSlice) -> Sequence[Ref]:
         return q.at[a, h, rows], g.at[a, h, rows], bounds.at[a, :, rows], lse.at[a, h, rows], delta.at[a, h, rows]
@@ -245,8 +245,8 @@ def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
             pair = _range_of(first, kernel)
             weights = _weights(_product(q_half, k_ring.at[slot]), lse_half, kernel, 0)
             weights = _masked(weights, 0.0, (bounds_half.at[pair], bounds_half.at[pair + 1]), first, 0)
-            slope = _slope(weights, _product(g_half, v_ring.at[slot]), delta_half, 0)
-            return (_add_product(sums[0], slope, k_ring.at[slot]),)
+            d_scores = _d_scores(weights, _product(g_half, v_ring.at[slot]), delta_half, 0)
+            return (_add_product(sums[0], d_scores, k_ring.at[slot]),)
 
         (total,) = loop(add, (_zeros(q.shape[-1]),))
         _write(total * kernel.scale, q_half, dq.at[a, h, _half(i, warpgroup)])
@@ -255,7 +255,7 @@ def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
 
 
 def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int) -> None:
-    (q, k, v, bounds, tiles, count, g, lse, delta), (dk, dv) = refs[:9], refs[9:11]
+    (q, k, v, bounds, tile_indices, count, g, lse, delta), (dk, dv) = refs[:9], refs[9:11]
     own, ring, barriers = refs[11:13], refs[13:18], refs[18:]
     a, h, place = _place()
     part, local = lax.div(place, number), lax.rem(place, number)
@@ -263,7 +263,7 @@ def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int)
     begin, end = (lax.div(count[a, i] * x, parts) for x in (part, part + 1))
 
     def sources(step: jax.Array) -> Sequence[Ref]:
-        span = pl.ds(tiles[a, i, begin + lax.div(step, 2)] * kernel.rows + lax.rem(step, 2) * HALF, HALF)
+        span = pl.ds(tile_indices[a, i, begin + lax.div(step, 2)] * kernel.rows + lax.rem(step, 2) * HALF, HALF)
         pair = pl.ds(_range_of(i * kernel.columns, kernel), 2)
         return q.at[a, h, span], g.at[a, h, span], bounds.at[a, pair, span], lse.at[a, h, span], delta.at[a, h, span]
 
@@ -276,9 +276,9 @@ def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int)
             first_key = i * kernel.columns + warpgroup * HALF
             weights = _masked(weights, 0.0, (pair.at[0], pair.at[1]), first_key, 1)
             total_v = _add_product(sums[1], weights, upstream)
-            slope = _slope(weights, _product(v_half, upstream), own_delta, 1)
+            d_scores = _d_scores(weights, _product(v_half, upstream), own_delta, 1)
             plgpu.commit_smem()  # vectors must be loaded before the slot is overwritten
-            return _add_product(sums[0], slope, queries), total_v
+            return _add_product(sums[0], d_scores, queries), total_v
 
         total_k, total_v = loop(add, (_zeros(k.shape[-1]),) * 2)
         _write(total_k * kernel.scale, k_half, dk.at[part, a, h, rows])
@@ -349,7 +349,7 @@ def backward(
     outputs = [jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)]
     (dq,) = _call("query_gradients", body, grid, inputs, outputs, (half, half, bounds, vector, vector), (half, half))
 
-    def of_keys(first: int, number: int, parts: int) -> Sequence[jax.Array]:
+    def key_gradients(first: int, number: int, parts: int) -> Sequence[jax.Array]:
         inputs = x.q, x.k, x.v, x.tiles.bounds, x.tiles.queries, x.tiles.query_count, g, lse, delta
         body = functools.partial(_key_kernel, kernel=kernel, first=first, number=number, parts=parts)
         shape = (parts, *x.k.shape[:2], number * kernel.columns, x.k.shape[3])
@@ -359,5 +359,5 @@ def backward(
         sums = _call("key_gradients", body, grid, inputs, outputs, (half, half), (half, half, pair, vector, vector))
         return [x[0] for x in sums] if parts == 1 else sums
 
-    dk, dv = over_key_tiles(of_keys, kernel, x)
+    dk, dv = over_key_tiles(key_gradients, kernel, x)
     return dq, dk, dv

@@ -22,14 +22,14 @@ BITS = 16
 
 
 @functools.cache  # `jit` compares functions by identity
-def _visible(shared: int, size: int, window: int | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the mask function for `shared` prompt keys in `size` slots per prompt, followed by completion keys."""
+def _visible(num_prompt_slots: int, size: int, window: int | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return the mask function for prompt keys in `size` slots per prompt, followed by completion keys."""
 
     def visible(query: jax.Array, key: jax.Array) -> jax.Array:
         index, reach = jax.lax.shift_right_logical(query, BITS), query & ((1 << BITS) - 1)
-        before = index + shared - key
+        before = index + num_prompt_slots - key
         near = window is None or size - jax.lax.rem(key, size) + reach < window
-        return ((key < shared) & near) | ((before >= 0) & (before <= reach))
+        return ((key < num_prompt_slots) & near) | ((before >= 0) & (before <= reach))
 
     return visible
 

@@ -80,7 +80,9 @@ Ref = Any
 
 
 class Tiles(flax.struct.PyTreeNode):
-    """Visible keys of each query, and lists of the tiles that contain them, for X query tiles and Y key tiles.
+    """Visible keys of each query in A sequences, and lists of the tiles that contain them.
+
+    X is the number of query tiles, and Y the number of key tiles.
 
     All arrays are int32. A query attends to two ranges of keys [first, end), one in its prompt and one in its
     completion. `bounds` contains the two pairs in this order. Either range may be empty.
@@ -111,7 +113,7 @@ class TileMask(flax.struct.PyTreeNode):
 
 
 class Kernel(NamedTuple):
-    """Static arguments to attention functions. "einsum" uses only scale, window and soft cap."""
+    """Static settings (`kernel`) of attention functions. "einsum" uses only scale, window and soft cap."""
 
     implementation: str  # see `TransformerConfig.attention`; "interpreted" runs the "triton" kernels on any platform
     rows: int  # queries per tile, where a token has R queries for each key head
@@ -119,7 +121,7 @@ class Kernel(NamedTuple):
     scale: float = 1.0  # factor applied to the scores
     window: int | None = None  # number of positions that a query attends to, including its own; None for all
     soft_cap: float | None = None  # c in c·tanh(scale·score/c); None disables the cap
-    shared: int = 0  # number of slots for prompt keys, which precede completion keys
+    num_prompt_slots: int = 0  # slots for prompt keys, which precede completion keys
 
     def gap(self, slots: int) -> int:
         """Return the number of slots that pad `slots` slots of prompt keys to whole tiles in "mosaic", otherwise 0."""
@@ -150,12 +152,12 @@ def find_tiles(bounds: jax.Array, num_keys: int, kernel: Kernel, queries_per_kv:
     low = jnp.where(nonempty, begins, num_keys).min(axis=-1)[..., None]
     high = jnp.where(nonempty, ends, 0).max(axis=-1)[..., None]
 
-    def in_order(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-        order = jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
-        return order, seen.sum(axis=-1, dtype=jnp.int32)
+    def in_order(is_visible: jax.Array) -> tuple[jax.Array, jax.Array]:
+        order = jnp.argsort(~is_visible, axis=-1, stable=True).astype(jnp.int32)
+        return order, is_visible.sum(axis=-1, dtype=jnp.int32)
 
-    seen = ((low < first + kernel.columns) & (high > first)).any(axis=1)
-    (keys, key_count), (queries, query_count) = in_order(seen), in_order(seen.swapaxes(1, 2))
+    is_visible = ((low < first + kernel.columns) & (high > first)).any(axis=1)
+    (keys, key_count), (queries, query_count) = in_order(is_visible), in_order(is_visible.swapaxes(1, 2))
     return Tiles(bounds, keys, key_count, queries, query_count)
 
 
@@ -173,14 +175,16 @@ def over_key_tiles(
     `parts` programs share each tile of prompt keys, which all queries of a group read. Otherwise, these tiles would
     finish last. If `parts` > 1, `gradients` returns a float32 sum for each program, [parts, ...].
     """
-    whole, shared = x.k.shape[2] // kernel.columns, -(-kernel.shared // kernel.columns)
+    num_tiles, num_prompt_tiles = x.k.shape[2] // kernel.columns, -(-kernel.num_prompt_slots // kernel.columns)
     parts = min(MAX_PARTS, x.q.shape[2] // kernel.rows // MIN_PART)
-    if parts < 2 or not shared:
-        return gradients(0, whole, 1)
-    sums = [y.sum(axis=0).astype(like.dtype) for y, like in zip(gradients(0, shared, parts), (x.k, x.v), strict=True)]
-    if shared == whole:
+    if parts < 2 or not num_prompt_tiles:
+        return gradients(0, num_tiles, 1)
+    prompt_sums = zip(gradients(0, num_prompt_tiles, parts), (x.k, x.v), strict=True)
+    sums = [y.sum(axis=0).astype(keys_or_values.dtype) for y, keys_or_values in prompt_sums]
+    if num_prompt_tiles == num_tiles:
         return sums
-    return [jnp.concatenate(y, axis=2) for y in zip(sums, gradients(shared, whole - shared, 1), strict=True)]
+    rest = gradients(num_prompt_tiles, num_tiles - num_prompt_tiles, 1)
+    return [jnp.concatenate(y, axis=2) for y in zip(sums, rest, strict=True)]
 
 
 def visible(bounds: jax.Array | Sequence[jax.Array], keys: jax.Array) -> jax.Array:
@@ -189,8 +193,8 @@ def visible(bounds: jax.Array | Sequence[jax.Array], keys: jax.Array) -> jax.Arr
     return ((keys >= first) & (keys < end)) | ((keys >= own_first) & (keys < own_end))
 
 
-def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, kernel: Kernel, keys_axis: int = 1) -> jax.Array:
-    return jnp.where(seen, cap_scores(tile_product(q, k, (1, keys_axis)), kernel), MASKED)
+def _scores(q: jax.Array, k: jax.Array, is_visible: jax.Array, kernel: Kernel, keys_axis: int = 1) -> jax.Array:
+    return jnp.where(is_visible, cap_scores(tile_product(q, k, (1, keys_axis)), kernel), MASKED)
 
 
 def cap_scores(products: jax.Array, kernel: Kernel) -> jax.Array:
@@ -205,14 +209,14 @@ def initial_sums(shape: tuple[int, ...]) -> Sums:
 
 
 def add_tile(
-    sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, kernel: Kernel, keys_axis: int = 1
+    sums: Sums, q: jax.Array, k: jax.Array, v: jax.Array, is_visible: jax.Array, kernel: Kernel, keys_axis: int = 1
 ) -> Sums:
     """Update the sums for queries with a tile of keys [columns, d], or [d, columns] if `keys_axis` is 0."""
     values, top, total = sums
-    scores = _scores(q, k, seen, kernel, keys_axis)
+    scores = _scores(q, k, is_visible, kernel, keys_axis)
     higher = jnp.maximum(top, scores.max(axis=1))
     rescale = jnp.exp(top - higher)
-    weights = jnp.where(seen, jnp.exp(scores - higher[:, None]), 0.0)
+    weights = jnp.where(is_visible, jnp.exp(scores - higher[:, None]), 0.0)
     values = values * rescale[:, None] + tile_product(weights.astype(v.dtype), v, (1, 0))
     return values, higher, total * rescale + weights.sum(axis=1)
 
@@ -232,7 +236,7 @@ def tile_gradients(
     g: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    seen: jax.Array,
+    is_visible: jax.Array,
     *,
     kernel: Kernel,
 ) -> tuple[jax.Array, jax.Array]:
@@ -240,9 +244,9 @@ def tile_gradients(
 
     g is the gradient with respect to the outputs, and delta = Σ_d g · out.
     """
-    scores = _scores(q, k, seen, kernel)
-    weights = jnp.where(seen, jnp.exp(scores - lse[:, None]), 0.0)
-    slope = weights * (tile_product(g, v, (1, 1)) - delta[:, None])
+    scores = _scores(q, k, is_visible, kernel)
+    weights = jnp.where(is_visible, jnp.exp(scores - lse[:, None]), 0.0)
+    d_scores = weights * (tile_product(g, v, (1, 1)) - delta[:, None])
     if kernel.soft_cap is not None:
-        slope = jnp.where(seen, slope * (1 - (scores / kernel.soft_cap) ** 2), 0.0)
-    return weights, slope * kernel.scale
+        d_scores = jnp.where(is_visible, d_scores * (1 - (scores / kernel.soft_cap) ** 2), 0.0)
+    return weights, d_scores * kernel.scale
