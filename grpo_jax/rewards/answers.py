@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
 
 LONGEST = 60
-"""Maximum length of a number in characters, which bounds the parsing time."""
+"""Maximum length of a number in characters. The limit bounds the parsing time."""
 
 _ADVICE = (
-    "Remove such rows, or set the column to None and use accuracy_reward (compares strings) or formula_reward (compares"
+    "Remove these rows, or replace number_reward with accuracy_reward (compares strings) or formula_reward (compares"
     " formulas with math-verify)"
 )
 
@@ -65,10 +65,10 @@ _AFTER = re.compile(r"(?![^\W\d_](?![^\W\d_])|[!*(/])(?:[^\W\d_√π∞]|[\s.,:;
 def final_number(text: str) -> Fraction | None:
     r"""Return the final numeric answer in a completion or solution, or None if it does not contain an answer.
 
-    The answer is the last marked number (`#### 18`, `\boxed{18}` or `<answer>18</answer>`), else the last number
-    after "the answer is", else the last number. Marked text must contain a single number or a chain such as
-    `5 + 13 = 18`. Signs, decimals, commas between groups of digits, fractions (`3/4`, `\frac{3}{4}`) and exponents
-    (`1e6`) are supported; number words are not.
+    The answer is the last marked number (`#### 18`, `\boxed{18}` or `<answer>18</answer>`), else the first number
+    after the last "the answer is" or "answer:", else the last number. Marked text must contain a single number or a
+    chain such as `5 + 13 = 18`, whose last number is the answer. Signs, decimals, commas between groups of digits,
+    fractions (`3/4`, `\frac{3}{4}`) and exponents (`1e6`) are supported; number words are not.
 
     Example:
       >>> final_number("She pays 3 · $6 = **$1,018.50** in all.")
@@ -90,7 +90,8 @@ def final_number(text: str) -> Fraction | None:
 def sole_number(text: str) -> Fraction | None:
     r"""Return the only number in a string, or in its last marked answer (see `final_number`).
 
-    Words and units are ignored. Returns None for formulas, intervals, numerals with a base, and several or no numbers.
+    Words, units and text before the last `=` are ignored. Returns None for formulas, intervals, numerals with a base,
+    and strings with several numbers or none.
     """
     text = _plain(text)
     marked = _marked(text)
@@ -102,8 +103,8 @@ def number_reward(column: str = "answer") -> RewardFn:
 
     The column contains numbers, strings, or solutions that end in `#### 18` (GSM8K). Its values are parsed with
     `sole_number`, and completions with `final_number`. If the value is None, the completion is not scored. The function
-    raises ValueError if a value is not a single number (3√13, an interval, a word). A run calls the function's
-    `check_rows` before sampling, which reports all such rows.
+    raises ValueError if a value is not a single number (3√13, an interval, a word). Before sampling, a run calls the
+    function's `check_rows`, which reports the number of such rows and shows the first five.
 
     Example:
       >>> correct = number_reward()
@@ -130,7 +131,9 @@ class _NumberReward(ColumnReward):
     def _truth(self, value: object) -> Fraction:
         truth = _truth_of(str(value))
         if truth is None:
-            raise ValueError(f"column {self.column!r} must be a single number; got {show(value, 60)}. {_ADVICE}")
+            raise ValueError(
+                f"values in column {self.column!r} must be single numbers; got {show(value, 60)}. {_ADVICE}"
+            )
         return truth
 
 
@@ -139,7 +142,7 @@ _truth_of = functools.lru_cache(1024)(sole_number)
 
 
 def _plain(text: str) -> str:
-    """Normalize typographic and LaTeX spellings."""
+    """Return the text with typographic and LaTeX spellings normalized."""
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     return text

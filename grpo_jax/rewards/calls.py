@@ -50,14 +50,15 @@ WARNING_FRACTION = 0.1
 
 
 class Rewards(NamedTuple):
-    """Rewards that K functions returned for a batch, and the values that the functions logged.
+    """Rewards that K functions returned for a batch, and values that the functions logged.
 
     Attributes:
       values: rewards [B, G, K] float32, finite, or NaN for "not scored".
-      stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (ddof 1 as in TRL;
-        omitted if there are too few), `/missing` (fraction of completions without a score), `/errors` (number
-        of invalid results) and `/seconds`. `rewards/unscored` is the fraction of completions that no function scored.
-      parts: rewards per turn or token, if a function returned them. `values` contains their sum.
+      stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (omitted
+        for fewer than 1 and 2 of them, respectively; ddof 1 as in TRL), `/missing` (fraction of completions without a
+        score), `/errors` (number of completions affected by errors) and `/seconds`. `rewards/unscored` is the fraction
+        of completions that no function scored.
+      parts: rewards per turn or token, if a function returned them. `values` contains the sum for each completion.
       logged_metrics: values logged with `log_metric`, keyed by name.
       logged_columns: values logged with `log_extra`, one dict for each of the B·G completions.
       completions: the B·G completions as passed to the functions.
@@ -86,13 +87,14 @@ def compute_rewards(
     """Compute rewards for B·G completions with K reward functions.
 
     Each function is called once with the keywords that it accepts, including `trainer_state`, `log_metric(name, value)`
-    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the synchronous functions. They
-    share one event loop per process, so they can reuse clients and locks. `turn_counts` has an entry per completion. If
-    it is None, each completion is a single turn.
+    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the synchronous functions, in
+    one event loop per process, so they can reuse clients and locks. `turn_counts` is the number of turns in each
+    completion. If it is None, each completion is a single turn.
 
-    An error is an exception, a result that is not a list of B·G values, or a value that is neither finite (as float32)
-    nor None. If `on_error` is "raise", the first error raises RewardError. If it is "none", the completion (or all, if
-    the whole call failed) is not scored. A `SetupError` is always raised.
+    Valid values are None, numbers that are finite in float32, lists with a number per turn, and arrays with a number
+    per token. An error is an exception, an invalid value, or a result that is not a list of B·G values. If `on_error`
+    is "raise", RewardError is raised for the first error. If it is "none", the function does not score the completion
+    (or any completion, if the whole call failed). A `SetupError` is always raised.
     """
     fns, columns = as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)
@@ -121,7 +123,9 @@ def compute_rewards(
         if failures and (on_error == "raise" or errors > WARNING_FRACTION * count):
             explanation, first = _explain(name, failures, inputs, num_generations), next(iter(failures.values()))
             if on_error == "raise":
-                fix = "Fix it, or set on_error='none' (GRPOConfig: on_reward_error) to leave such completions unscored"
+                fix = (
+                    "Fix the error, or set on_error='none' (GRPOConfig: on_reward_error) to leave completions unscored"
+                )
                 raise RewardError(f"{explanation}. {fix}") from (first if isinstance(first, BaseException) else None)
             message = f"{errors} of {count} completions were not scored: {explanation}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -131,7 +135,7 @@ def compute_rewards(
 
 
 def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[list[object], list[float]]:
-    """Call all functions. Returns the result or exception of each function, and its time in seconds."""
+    """Call all functions. Returns results or exceptions, and times in seconds. Raises the first SetupError."""
     outcomes, seconds = list[object](), list[float]()
     for fn in fns:
         started = time.perf_counter()
@@ -172,7 +176,7 @@ def _await_all(awaitables: Sequence[Awaitable[object]]) -> list[tuple[object, fl
 def run_on_event_loop(
     coroutine: Coroutine[Any, Any, _Result], wait: Callable[[Future[_Result]], _Result] = Future.result
 ) -> _Result:
-    """Run a coroutine in the event loop's thread and `wait` for its result. An exception in `wait` cancels it."""
+    """Run a coroutine in the event loop's thread and return `wait(future)`. If `wait` raises, cancel the coroutine."""
     future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
     try:
         return wait(future)
@@ -188,7 +192,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
     def serve() -> None:
         while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a task stores them and also raises them here
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # asyncio also raises a task's exception here
                 return loop.run_forever()
 
     thread = threading.Thread(target=serve, name="grpo_jax-rewards", daemon=True)
@@ -213,7 +217,7 @@ def _explain(name: str, failures: Failures, inputs: Mapping[str, Sequence[object
     prompt, generation = divmod(index, num_generations)
     message += f" for prompt {prompt} of the batch, completion {generation} of its group"
     message += f" (prompt {show(inputs['prompts'][index])}, completion {show(inputs['completions'][index])})"
-    return message + (f", and has {len(failures) - 1} more errors" if len(failures) > 1 else "")
+    return message + (f", and caused {len(failures) - 1} more errors" if len(failures) > 1 else "")
 
 
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
@@ -229,9 +233,10 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 
 
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
-    """Sum weighted rewards: Σ_k w_k R_k over the functions that scored a completion, [..., K] → [...] float64.
+    """Compute Σ_k w_k R_k, where k are the functions that scored a completion. Maps [..., K] to [...] float64.
 
-    It is NaN if no function with a nonzero weight scored it. Default weights are 1. The metric `reward` is its mean.
+    The total is NaN if no function with a nonzero weight scored the completion. If `weights` is None, all weights are
+    1. The metric `reward` is the mean of the totals that are not NaN.
     """
     w = np.array([1.0] * rewards.shape[-1] if weights is None else weights)
     weighted = np.where(w == 0, np.nan, rewards * w)

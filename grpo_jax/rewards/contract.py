@@ -30,7 +30,7 @@ class RewardError(ValueError):
 
 
 class SetupError(RewardError):
-    """Raised for errors in the program rather than in a completion. Ends the run regardless of `on_reward_error`."""
+    """Raised for errors in the program rather than in a completion. The run ends regardless of `on_reward_error`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def accepts_any_keyword(fn: Callable[..., object]) -> bool:
 
 
 def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
-    """Map each keyword argument to whether it is required. Objects can declare further ones in `reward_arguments`."""
+    """Map each keyword argument to whether it is required. Objects can add arguments in `reward_arguments`."""
     parameters = [p for p in parameters_of(fn) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     arguments = {p.name: p.default is p.empty for p in parameters if p.name not in _bound(fn)}
     return arguments | getattr(fn, "reward_arguments", {})
@@ -105,9 +105,10 @@ def check_reward_fns(
     argument: str = "the dataset",
     rows: Sequence[Row] = (),
 ) -> None:
-    """Raise ValueError if a reward function cannot be called with a dataset's `columns` or rejects its `rows`.
+    """Raise ValueError if a reward function cannot be called with a dataset's `columns`, or if it rejects `rows`.
 
-    If `columns` is None, only the types are checked. `argument` is the name of the dataset in error messages.
+    If `columns` is None, only the number and the types of the functions are checked. `argument` is the name of the
+    dataset in error messages.
     """
     fns = as_list(reward_fns)
     if not fns:
@@ -116,7 +117,9 @@ def check_reward_fns(
         return
     columns = [column for column in columns if column != "prompt"]
     reserved = sorted({*columns} & {*COMPLETION_ARGUMENTS, *EXTRAS})
-    problems = [f"{argument} has a column {name!r}, the name of a built-in argument; rename it" for name in reserved]
+    problems = [
+        f"{argument} has a column {name!r}, which is a built-in argument; rename the column" for name in reserved
+    ]
     for fn, name in zip(fns, reward_names(fns), strict=True):
         problems += _signature_problems(fn, name, columns, argument)
     raise_all("reward_fns", problems)
@@ -126,7 +129,7 @@ def check_reward_fns(
 def check_rows(
     reward_fns: RewardFn | Sequence[RewardFn], rows: Sequence[Row], *, argument: str = "the dataset"
 ) -> None:
-    """Call the method `check_rows(rows, argument=...)` of each function that has it. Raises all errors together."""
+    """Call the method `check_rows(rows, argument=...)` of each function that has it. Raises one ValueError for all."""
     problems = []
     for fn in as_list(reward_fns):
         check = getattr(fn.func if isinstance(fn, functools.partial) else fn, "check_rows", None)
@@ -182,7 +185,7 @@ def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
 
 
 class Log:
-    """Metrics and columns that reward functions log for a batch. The run's own columns take precedence."""
+    """Metrics and columns that reward functions log for a batch. Columns that the run writes itself take precedence."""
 
     def __init__(self, count: int):
         self.metrics: dict[str, list[float]] = {}

@@ -72,7 +72,7 @@ def read_outcome(
 
 
 def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
-    """Convert a result to a list of `count` values. Returns an exception or error message if it is invalid."""
+    """Convert a result to a list of `count` values. Returns an exception or error message if the result is invalid."""
     if isinstance(outcome, BaseException):
         return outcome
     try:
@@ -93,11 +93,11 @@ def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
 
 
 def read_number(item: Any) -> float | str:
-    """Convert one reward to a float (NaN for None). Returns an error message if it is invalid."""
+    """Convert one reward to a float (NaN for None). Returns an error message if the reward is invalid."""
     if item is None:
         return np.nan
     try:
-        # NumPy cannot read PyTorch scalars that are bfloat16, on a GPU, or require a gradient.
+        # NumPy cannot read PyTorch scalars that have dtype bfloat16, are on a GPU, or require a gradient.
         scalar = item.tolist() if hasattr(item, "tolist") else item
         is_invalid = isinstance(scalar, (str, bytes)) or np.ndim(scalar) or np.iscomplexobj(scalar)
         number = None if is_invalid else float(scalar)
@@ -137,7 +137,7 @@ def read_parts(
     """Return a completion's reward (NaN for None) or an error message. Appends rewards for its parts to `parts`.
 
     `item` is a number, None, a list with one reward per turn, or an array with one reward per token. The completion's
-    reward is the sum. `turn_counts` and `token_counts` have one entry per completion.
+    reward is their sum. `turn_counts` and `token_counts` have one entry per completion.
     """
     to_list = getattr(item, "tolist", None)  # NumPy and JAX arrays and scalars
     items = item if to_list is None else to_list()
@@ -146,11 +146,11 @@ def read_parts(
     per_token = to_list is not None
     kind, unit, sizes = ("an array", "token", token_counts) if per_token else ("a list", "turn", turn_counts)
     if len(items) != (wanted := sizes[completion]):
-        return f"{read_number(item)}, or {kind} with one per {unit} ({wanted})"
+        return f"{read_number(item)}, or {kind} with one reward per {unit} ({wanted})"
     values = [read_number(x) for x in items]
     invalid = next((i for i, x in enumerate(values) if isinstance(x, str) or np.isnan(x)), None)
     if invalid is not None:
-        return f"returned {show(item)}; the reward for {unit} {invalid} must be finite"
+        return f"returned {show(item)}; the reward for {unit} {invalid} must be a finite number"
     rewards = [float(x) for x in values]
     parts.append(RewardParts(completion, function, per_token, rewards))
     return read_number(float(np.sum(rewards)))
@@ -161,8 +161,9 @@ def place_rewards(
 ) -> np.ndarray:
     """Convert rewards [B, G, K] and their parts to rewards per token [B, G, T, K] float32. NaN means "not scored".
 
-    The reward for a completion or a turn is placed at its last sampled token. `turns` [B, G, T] contains the turn index
-    of each sampled token and −1 elsewhere; `attended` [B, G, T] is True on all of a completion's tokens.
+    The reward for a completion or a turn is placed at its last sampled token, and rewards per token at the attended
+    tokens. `turns` [B, G, T] contains the turn index of each sampled token, and −1 elsewhere. `attended` [B, G, T] is
+    True for all tokens in a completion.
     """
     b, g, t = turns.shape
     turns, attended = turns.reshape(-1, t), attended.reshape(-1, t)

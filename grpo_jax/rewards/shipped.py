@@ -1,4 +1,4 @@
-"""Built-in reward functions, and `from_row`. The functions can be pickled for worker processes."""
+"""Built-in reward functions and `from_row`, implemented as classes so that they can be pickled for workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ScoreFn = Callable[[str, "Row"], float | Awaitable[float | None] | None]
 
 
 def completion_text(completion: str | Messages) -> str:
-    """Convert a completion, a string or a list of messages, to a string."""
+    """Return a completion's text: the string itself, or the concatenated contents of its messages."""
     if isinstance(completion, str):
         return completion
     return "".join(message.get("content") or "" for message in completion)
@@ -35,8 +35,8 @@ def completion_text(completion: str | Messages) -> str:
 def from_row(fn: ScoreFn) -> RewardFn:
     """Build a reward function from `fn(completion, row)`, which scores one completion.
 
-    `completion` is a string, even in conversations, and `row` is the dataset row with its `prompt`. An exception
-    affects only the completion being scored. If `fn` is asynchronous, all completions are scored concurrently.
+    `completion` is a string, even in conversations, and `row` is the dataset row with its `prompt`. If `fn`
+    raises an exception, only that completion fails. If `fn` is asynchronous, all completions are scored concurrently.
 
     Example:
       >>> correct = from_row(lambda completion, row: float(completion == row["answer"]))
@@ -86,9 +86,10 @@ def _without_exceptions(outcomes: Sequence[Any]) -> RewardValues:
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:
     """Return a reward function that gives 1 if a completion's answer equals `str(row[column])`, else 0.
 
-    Both are stripped of whitespace. If the column is None, the completion is not scored. `extract` selects the answer:
-    a regular expression selects the first group in its last match, or the whole match if it has no groups (`.` matches
-    line breaks); a function returns the answer or None. If `extract` is None, the whole completion is the answer.
+    Both strings are stripped of whitespace. If the column is None, the completion is not scored. `extract` selects the
+    answer: a regular expression selects the first group in its last match, or the whole match if it has no groups (`.`
+    matches line breaks); a function returns the answer or None. If `extract` is None, the whole completion is the
+    answer.
 
     Example:
       >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")
@@ -174,10 +175,13 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
     """Return a reward function that penalizes long completions: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
 
-    L_max is `max_completion_len`, L_cache is `soft_punish_cache`; |y| includes the EOS. DAPO, arXiv 2503.14476, eq. 13.
+    L_max is `max_completion_len`, L_cache is `soft_punish_cache`, and |y| is the number of tokens with the EOS. If
+    L_cache is 0, r is −1 for |y| > L_max. See DAPO (arXiv 2503.14476, eq. 13).
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
-        raise ValueError(f"soft_punish_cache must be in 0..{max_completion_len}; got {soft_punish_cache}")
+        raise ValueError(
+            f"soft_punish_cache must be in 0..{max_completion_len} (max_completion_len); got {soft_punish_cache}"
+        )
     return _SoftOverlong(max_completion_len, soft_punish_cache)
 
 
@@ -197,11 +201,11 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
 
     [math-verify](https://github.com/huggingface/Math-Verify) compares formulas; `number_reward` compares only numbers
     (see docs/suites.md). The column contains a number, a LaTeX formula with or without dollar signs, a string with
-    `\\boxed{…}`, or a solution that ends in `#### 18` (GSM8K). If it is None, the completion is not scored.
+    `\\boxed{…}`, or a solution that ends in `#### 18` (GSM8K). If the value is None, the completion is not scored.
 
-    Parsing a formula may not terminate, so each completion is scored in a worker process (`isolated`) within `timeout`
-    seconds. If `timeout` is None, completions are scored in this process, without a limit. A run calls the function's
-    `check_rows` before sampling, which rejects rows with values that math-verify cannot parse.
+    math-verify may not terminate, so each completion is scored in a worker process (see `isolated`), which is killed
+    after `timeout` seconds. If `timeout` is None, completions are scored in this process, without a limit. A run calls
+    the function's `check_rows` before sampling, which rejects rows with values that math-verify cannot parse.
     """
     package = import_extra("math_verify", "math-verify")
     reward = _FormulaReward(column, package.parse, package.verify)
@@ -231,14 +235,14 @@ class _FormulaReward(ColumnReward):
         return as_scores(values, failures)
 
     def check_rows(self, rows: Sequence[Row], *, argument: str = "the dataset") -> None:
-        advice = "Remove such rows, or set the column to None and use a different reward function for them"
+        advice = "Remove these rows, or set their values to None and score them with a different reward function"
         read = functools.partial(_truth_of, self.parse)
         self.reject_rows(rows, read, argument, "formula that math-verify can parse", advice)
 
 
 @functools.lru_cache(1024)  # all completions in a group have the same answer
 def _truth_of(parse: Callable[..., list[object]], text: str) -> list[object]:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about disabled timeouts
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns about disabled timeouts
     text = text.rpartition("####")[2].strip()  # GSM8K
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
     return parse(marked, parsing_timeout=None) or parse(text, parsing_timeout=None)

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from grpo_jax.types import RewardFn, Row
 
 START_SECONDS = 60.0  # time limit for a worker's imports
-ATTEMPTS = 3  # pebble abandons a pool if a worker dies while it is idle or before it acknowledges its call
+ATTEMPTS = 3  # per batch; pebble abandons a pool if a worker dies while idle or before it acknowledges a call
 OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
-_MAX_TEXT = 2000  # maximum length of an error message and of its traceback
+_MAX_TEXT = 2000  # maximum length of an error message, and of a traceback, in characters
 
 _Outcome = tuple[np.ndarray, Failures]
 _Reply = tuple[list[float], dict[int | None, str], tuple[str, str, str] | None]
-"""Scores and errors of a call. If the whole call failed, the type, message and traceback of its exception."""
+"""Scores and errors of a call. If an exception was raised, also its type's name, its message and its traceback."""
 
 
 def isolated(
@@ -60,14 +60,14 @@ def isolated(
     Workers start as new interpreters at the first call, import the function by name (with JAX on the CPU) and exit when
     this process exits. The function must be defined at the top level of a module other than the running script.
 
-    An error (exception, exceeded limit, crashed worker) affects only the completions in that call. Processes started by
-    a killed call are also killed. Nothing else is restricted; see SECURITY.md.
+    An error (an exception, an exceeded limit or a crashed worker) affects only the completions in that call. Processes
+    started by a killed call are also killed. Nothing else is restricted; see SECURITY.md.
 
     Args:
       fn: a sync or async reward function without the arguments `log_metric` and `log_extra`.
       timeout: time limit per call in seconds. A batch that is split into n calls takes at most
-        ceil(n / workers) · timeout, plus restarts.
-      memory_mb: limit on the address space in MiB, in addition to its size after imports (Linux). None disables it.
+        ceil(n / workers) · timeout, plus the time to start workers.
+      memory_mb: limit on the growth of a worker's address space after imports, in MiB (Linux only). None disables it.
       workers: number of worker processes.
       completions_per_call: number of completions per call. The limits apply to each call. If None, the batch is split
         evenly among the workers.
@@ -76,7 +76,8 @@ def isolated(
       A reward function with the same name and arguments as `fn`.
 
     Raises:
-      ValueError: if a limit is not positive, if `fn` logs values, or if it cannot be sent to a worker process.
+      ValueError: if a limit is not positive and finite, if `fn` logs values or cannot be sent to a worker process, or
+        if the system does not support the limits.
 
     Example:
       >>> isolated(lambda completions: [0.0] * len(completions), timeout=5.0)
@@ -155,7 +156,7 @@ class _IsolatedFunction:
             raise
 
     def _running_pool(self) -> ProcessPool:
-        """Return a running pool, which is started if there is none."""
+        """Return the running pool. Starts a new pool if none is running."""
         from pebble import ProcessPool
 
         if self._pool is None or not self._pool.active:
@@ -167,7 +168,7 @@ class _IsolatedFunction:
         return self._pool
 
     def _replies(self, pool: ProcessPool, futures: Iterable[Future[_Reply]]) -> Iterator[Future[_Reply]]:
-        """Yield each call that ended. Calls that a broken pool lost are omitted."""
+        """Yield the future of each call that ended. Calls that a broken pool lost are omitted."""
         limit = self._timeout + START_SECONDS  # the timeout excludes the time in which new workers load the function
         waiting, end = {*futures}, time.monotonic() + limit
         while waiting and pool.active and time.monotonic() < end:
@@ -176,7 +177,7 @@ class _IsolatedFunction:
             yield from (x for x in done if not isinstance(x.exception(), concurrent.futures.BrokenExecutor))
 
     def _read(self, future: Future[_Reply], count: int) -> _Outcome:
-        """Return the scores and errors of a call that ended. Raises SetupError if the function was not loaded."""
+        """Return the scores and errors of a call that ended. Raises SetupError if the function could not be loaded."""
         error = future.exception()
         if isinstance(error, SetupError):
             raise SetupError(f"reward function {self.__name__!r}: {error}")
@@ -197,7 +198,7 @@ class _IsolatedFunction:
         if isinstance(error, TimeoutError):
             return f"took longer than its timeout of {self._timeout:g} s and was killed"
         assert isinstance(error, ProcessExpired), error
-        with contextlib.suppress(OSError):  # processes started by the function
+        with contextlib.suppress(OSError):  # also kill processes that the function started
             os.killpg(error.pid, signal.SIGKILL)
         code, limit = error.exitcode, f" (memory_mb={self._memory_mb})" if self._memory_mb else ""
         if code == OUT_OF_MEMORY:
@@ -256,7 +257,7 @@ _CONTEXT.Process = _WorkerProcess  # type: ignore[misc]
 
 # The worker's function, or the exception raised while loading it.
 _served: Callable[..., object] | BaseException | None = None
-_event_loop = functools.cache(asyncio.new_event_loop)  # shared by all calls, since clients are bound to a loop
+_event_loop = functools.cache(asyncio.new_event_loop)  # shared by all calls, since async clients are bound to a loop
 
 
 def _start_worker(payload: bytes, memory_mb: int | None, parent: int) -> None:

@@ -1,4 +1,4 @@
-"""Images in a run's prompts: reading, preprocessing and, with a frozen tower, encoding (once per prompt)."""
+"""Images in a run's prompts: reading, preprocessing and, if the vision tower is frozen, encoding (once per prompt)."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Encoded = TypeVar("Encoded", bound=EncodedPrompts)
 Key = TypeVar("Key")
 
 Tile = dict[str, np.ndarray]
-"""The tower's inputs for one tile, without the leading axis."""
+"""The vision tower's inputs for one tile, without the leading axis over tiles."""
 
 MAX_INPUT_VALUES = 3 * 2**20
-"""Maximum number of input values (3 per pixel) in a call with several tiles per device. It bounds attention scores."""
+"""Maximum number of input values (3 per pixel) per device in a call, unless a single tile has more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageEncoder:
-    """Adds the images of dataset rows to prompts. Shapes depend only on B and P, so that programs compile once.
+    """Adds the images of dataset rows to prompts [B, P]. Shapes depend only on B and P, so that programs compile once.
 
     Attributes:
       processor: image processor of the checkpoint.
       tower: vision tower.
-      params: params of a frozen tower. None for a trained tower, whose inputs are added to the prompts instead.
+      params: params of a frozen tower. None for a trainable tower, whose inputs are added to the prompts instead.
       num_tokens: N, maximum number of image tokens in a prompt.
       num_tiles: maximum number of tiles in a prompt.
       num_windows: maximum number of attention windows in a tile.
@@ -81,7 +81,7 @@ class ImageEncoder:
         return ImageTiles(inputs, self._feature_index(counts, [0] * len(counts), per_tile))
 
     def _features(self, tiles: Sequence[Sequence[Tile]], counts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Compute features [B, N, D], a few tiles at a time."""
+        """Compute image features [B, N, D] in calls that are limited by `MAX_INPUT_VALUES`."""
         flat, devices = [tile for group in tiles for tile in group], shard_count(self.mesh)
         values = sum(x.size for x in self._pad_and_stack([], 1).values())
         size = min(max(1, MAX_INPUT_VALUES // values), -(-len(tiles) * self.num_tiles // devices)) * devices
@@ -139,14 +139,14 @@ def check_text_only(rows: Mapping[str, Sequence[Row] | None], argument: str, val
 
 
 def without_image_token(policy: Policy) -> Policy:
-    """Mask the logit of the image token, so that it is not sampled."""
+    """Return the policy with the logit of the image token masked, so that the token is not sampled."""
     from grpo_jax.hub.vision import image_token_id
 
     return policy.replace(model=with_shape(policy.model, image_token_id=image_token_id(policy.config)))
 
 
 def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: bool) -> Policy:
-    """Add the vision tower to a policy's model and params unless `freeze`. Mask the image token if rows have images."""
+    """Return the policy with the vision tower (unless `freeze`), and the image token masked, if rows have images."""
     has_images = any(part.images for part in parts.values())
     trained = isinstance(policy.params, Mapping) and "tower" in policy.params
     if freeze and trained:
@@ -172,9 +172,9 @@ def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: b
 def with_encoder(
     policy: Policy, parts: Mapping[Key, Encoded], mesh: jax.sharding.Mesh | None = None, params: Params = None
 ) -> dict[Key, Encoded]:
-    """Add an `ImageEncoder` to encoded datasets if any of them has images.
+    """Return encoded datasets, with an `ImageEncoder` if any of them has images.
 
-    If `params`, or the frozen base of adapters, contain a trained tower, it is used instead of the checkpoint's.
+    A trained tower in `params`, or in the frozen base of adapters, is used instead of the checkpoint's tower.
     """
     if not any(part.images for part in parts.values()):
         return dict(parts)

@@ -3,7 +3,7 @@
 | teacher | `distillation_mode` | distillation target |
 |---|---|---|
 | policy | "full_logits" | distributions over the whole vocabulary, computed in the update |
-| policy, scorer | "sampled_token" | log-probs of the sampled tokens, computed before the update |
+| policy or scorer | "sampled_token" | log-probs of the sampled tokens, computed before the update |
 | scorer | "topk_logits" | log-probs of k tokens at each position, computed before the update |
 """
 
@@ -29,7 +29,7 @@ from grpo_jax.update.step import Updater
 class Scorer(Protocol):
     """A teacher that returns log-probs, such as an inference engine. `engines.vllm_scorer` returns one.
 
-    `score` receives prompts [B, P] and completions [B, G, T] as NumPy arrays. It returns the log-prob of each token
+    `score` receives prompts [B, P] and completions [B, G, T] as NumPy arrays, and returns the log-prob of each token
     given its prompt and the previous tokens, at the run's temperature, as `TeacherLogProbs` or an array of log-probs.
 
     Two attributes are optional. `tokenizer` must have the policy's vocabulary. The method `check(config)` is called
@@ -70,7 +70,9 @@ def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_re
     """Raise ValueError if the teacher is invalid, missing, or incompatible with the config."""
     if teacher is None:
         if config.distillation_coef > 0:
-            raise ValueError(f"distillation_coef={config.distillation_coef} needs a teacher; pass teacher to train")
+            raise ValueError(
+                f"distillation_coef={config.distillation_coef} needs a teacher; pass `teacher`, or set it to 0.0"
+            )
         return
     if not isinstance(teacher, Policy) and not callable(getattr(teacher, "score", None)):
         raise ValueError(
@@ -88,7 +90,7 @@ def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_re
 def _contradictions(is_policy: bool, config: GRPOConfig, *, has_rewards: bool) -> Iterator[str]:
     """Yield an error message for each setting that is incompatible with the teacher."""
     if config.distillation_coef == 0:
-        yield "distillation_coef must be positive with a teacher; got 0.0. Set it, or omit teacher"
+        yield "distillation_coef must be positive with a teacher; got 0.0. Set distillation_coef, or omit teacher"
     if not is_policy and config.distillation_mode == "full_logits":
         yield (
             "distillation_mode='full_logits' needs a Policy as the teacher, because a scorer returns log-probs for a"
@@ -107,11 +109,14 @@ def _contradictions(is_policy: bool, config: GRPOConfig, *, has_rewards: bool) -
     if not is_policy and jax.process_count() > 1:
         yield "a scorer cannot be the teacher in a run with several processes; use a Policy"
     if config.dynamic_sampling and not has_rewards:
-        yield "dynamic_sampling=True needs rewards to select groups; pass a reward function or use False"
+        yield (
+            "dynamic_sampling=True needs rewards to select groups; pass a reward function, or set"
+            " dynamic_sampling=False"
+        )
 
 
 def check_same_tokenizer(ours: Any, theirs: Any) -> None:
-    """Raise ValueError unless both tokenizers assign the same ids to the same tokens."""
+    """Raise ValueError if both tokenizers are given and do not assign the same ids to the same tokens."""
     if ours is theirs or ours is None or theirs is None:
         return
     our_ids, their_ids = ours.get_vocab(), theirs.get_vocab()

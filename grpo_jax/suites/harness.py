@@ -1,7 +1,8 @@
 """An agent for the `verifiers` package that uses the policy as its model: a chat that runs in this process.
 
-The environment runs a `verifiers` rollout, whose harness is a `Chat`. It requests each turn from the rollout's model
-server, which records the conversation, stops the rollout, and forwards requests to a `Conversation` with the policy.
+The environment runs a `verifiers` rollout, whose harness is a `Chat`. The chat requests each turn from the rollout's
+model server, which records the conversation, stops the rollout, and forwards requests to a `Conversation` with the
+policy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Conversation:
         self._replies.put_nowait(None)
 
     async def add_turn(self, text: str) -> None:
-        """Add a turn by the policy."""
+        """Add a turn by the policy. Text before `</think>` becomes the message's `reasoning_content`."""
         reasoning, end, content = text.rpartition("</think>")
         turn: Message = {"role": "assistant", "content": content.lstrip() if end else content}
         if reasoning := reasoning.strip().removeprefix("<think>").strip():
@@ -92,7 +93,7 @@ class SharedModelServer:
         self._starting: asyncio.Task[Foreign] | None = None
 
     async def start(self) -> Foreign:
-        """Start the server at the first call. Returns the server."""
+        """Return the server, which is started at the first call."""
         self._starting = self._starting or asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
@@ -144,7 +145,7 @@ def policy_agent(conversation: Conversation, server: Foreign, name: str, config:
 
 
 def opening_messages(system: str | None, prompt: Foreign) -> Messages:
-    """Return the messages of a task's prompt, which is a string, a list of `verifiers` messages, or None."""
+    """Return a task's first messages. `prompt` is a string, a list of `verifiers` messages, or None."""
     messages: Messages = [] if system is None else [{"role": "system", "content": system}]
     return messages + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else _to_json(prompt or ()))
 
@@ -162,7 +163,7 @@ class Chat:
         self._http = httpx.AsyncClient(timeout=None, trust_env=False, headers={"Authorization": f"Bearer {secret}"})
 
     async def turn(self, messages: Sequence[Foreign] | None = None) -> None:
-        """Add messages and request the policy's turn. Does nothing more if the rollout or the policy has ended."""
+        """Add messages and the policy's turn. If the rollout or the policy has ended, no turn is added."""
         self._messages += _to_json(messages or ())
         response = await self._http.post(self._url, json={"model": "policy", "messages": self._messages})
         if response.is_success:

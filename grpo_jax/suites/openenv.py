@@ -38,8 +38,8 @@ def openenv(
     ```
 
     Each completion opens a session, so the server must allow B·G sessions (`max_concurrent_envs` in `create_app`). The
-    reward is the sum over all steps, or None if no step had a reward or the session was lost. Reward functions with an
-    argument `environments` can read the final `state` of each session.
+    reward is the sum of all steps' rewards, or None if no step had a reward or the session was lost. Reward functions
+    with an argument `environments` can read the final `state` of each session.
 
     Args:
       base_url: server URL, such as `http://127.0.0.1:8000`.
@@ -48,7 +48,8 @@ def openenv(
       seed: seed for the first row. Row i resets the environment with `seed + i`. `reset` must return the same
         observation for all completions of a row.
       action: name of the action field for the text of a turn, or a function that converts the text to an action.
-      observation: observation field to pass to the policy. If None, the whole observation is passed as JSON.
+      observation: name of the observation field to pass to the policy. If None, the whole observation is passed as
+        JSON.
       max_turns: maximum number of turns. If None, the completion ends when the environment is done.
       timeout: time limit for a server response in seconds.
       wait: time in seconds for which `reset` keeps trying to connect. `on_environment_error` determines how sessions
@@ -64,7 +65,7 @@ def openenv(
 
 @dataclasses.dataclass(eq=False)
 class OpenEnv:
-    """Session for one completion (see `openenv`). `state` is {} until the session ends."""
+    """Session for one completion (see `openenv`). `state` is {} until `get_reward` stores the final state."""
 
     _connect: Callable[[], Foreign]
     _url: str
@@ -90,7 +91,7 @@ class OpenEnv:
         return None if result.done or self._num_turns == self._max_turns else observation
 
     async def get_reward(self) -> float | None:
-        """Store the final state, close the session, and return the sum of its rewards."""
+        """Store the final state, close the session, and return the sum of rewards (None if there are none)."""
         if self._session is None:
             return None
         self.state = await self._response(self._session.state())
@@ -98,7 +99,7 @@ class OpenEnv:
         return sum(self._rewards) if self._rewards else None
 
     async def _open(self) -> Foreign:
-        """Open a session. Retries while the server is starting."""
+        """Open a session. Retries for `wait` seconds, since the server may still be starting."""
         end = time.monotonic() + self._wait
         while True:
             try:
@@ -109,7 +110,7 @@ class OpenEnv:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _response(self, response: Awaitable[_Result]) -> _Result:
-        """Wait for a response. An error closes the session."""
+        """Wait for a response and return it. If this fails, the session is closed."""
         try:
             return await response
         except RuntimeError:  # reported by the server

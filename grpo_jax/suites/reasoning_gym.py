@@ -31,7 +31,8 @@ def reasoning_gym(
     """Return a [reasoning-gym](https://github.com/open-thought/reasoning-gym) task, with its verifier as the reward.
 
     Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)`. Most items are generated
-    from `seed + i`, so datasets with seeds closer than `size` share items. The reward is the verifier's score, 0 to 1.
+    from `seed + i`, so datasets whose seeds differ by less than `size` share items. The reward is the verifier's score,
+    between 0 and 1.
     The reward function reads the task from the row's columns, so rows from several tasks can be concatenated. The mean
     reward for each task is logged as the metric `reasoning_gym/<task>`.
 
@@ -39,11 +40,12 @@ def reasoning_gym(
       task: task name, such as `chain_sum`.
       size: number of rows.
       seed: dataset seed.
-      system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS` (they ask for `<answer>`).
+      system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS`. The named prompts request
+        `<answer>` tags.
       answer_tag: tag name. The answer is the content of the last `<answer_tag>…</answer_tag>`. If None, the tag name is
         "answer" for named system prompts; otherwise the answer is the whole completion, stripped of whitespace.
-      timeout: time limit in seconds for scoring a completion in a worker process (`isolated`). If None, completions are
-        scored in this process, without a limit. Some verifiers call `eval` on the completion.
+      timeout: time limit in seconds for scoring a completion in a worker process (see `isolated`). If None, completions
+        are scored in this process, without a limit. Some verifiers call `eval` on the completion.
       settings: task settings, such as `max_terms`.
     """
     utils = import_extra("reasoning_gym.utils", _PACKAGE)
@@ -73,11 +75,11 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
     """Create a reasoning-gym dataset. Raises ValueError for unknown tasks and invalid settings."""
     factory = import_extra("reasoning_gym.factory", _PACKAGE)
     try:
-        json.dumps(settings)  # `_verifier` requires JSON
+        json.dumps(settings)  # raises TypeError for settings that `_verifier` cannot decode
         return factory.create_dataset(task, **settings, size=size, seed=seed)
     except (AssertionError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ValueError(f"reasoning-gym rejected {task} with {show(dict(settings))} ({problem})") from error
+        raise ValueError(f"task {task!r} cannot be created with settings {show(dict(settings))} ({problem})") from error
 
 
 @functools.lru_cache(256)

@@ -24,7 +24,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
 
     Args:
       taskset: module name of an installed taskset, or of a taskset that is part of `verifiers`.
-      size: number of tasks. If None, all tasks are used.
+      size: maximum number of tasks. If None, all tasks are used.
       env: environment id. If "", the taskset's default is used.
       settings: settings for the taskset's config, such as `game`.
 
@@ -41,7 +41,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     if programs := [harness.id for harness in config.agent_harnesses().values() if harness.id not in ("bash", "null")]:
         raise ValueError(f"taskset {taskset!r} uses the harness {programs[0]!r}; only 'bash' and 'null' are supported")
     if size is None and not environment.taskset.bounded:
-        raise ValueError(f"the taskset {taskset!r} is infinite; set size to the number of tasks")
+        raise ValueError(f"the taskset {taskset!r} is infinite; set size to limit the number of tasks")
     tasks = list(itertools.islice(environment.taskset, size))
     _check_supported(environment, tasks, taskset)
     rows: list[Row] = [
@@ -52,7 +52,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
 
 
 def _in_process(config: Foreign) -> Foreign:
-    """Copy an environment's config, with settings that run agents in this process and without a program."""
+    """Return a copy of an environment's config, in which agents run in this process and without a program."""
     v1 = import_extra(V1, PACKAGE)
     updates = {"harness": v1.HarnessConfig(id="null"), "runtime": v1.SubprocessConfig(), "retries": v1.RetryConfig()}
     agents = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(config)
@@ -131,7 +131,7 @@ class VerifiersEnv:
         return await self._reply()
 
     async def get_reward(self) -> float | None:
-        """End the episode and return its reward."""
+        """End the episode. Returns its reward, or None if it did not start or a reward is missing."""
         if self._episode is None:
             return None
         self._conversation.end_policy()

@@ -41,7 +41,7 @@ def test_number_and_formula_rewards_score_as_documented(truth, completion, right
     assert judge(completions=[completion], answer=[truth]) == [formula]
     assert judge.check_rows([{"answer": truth}]) is None
     if number is None:
-        with pytest.raises(ValueError, match="must be a single number"):
+        with pytest.raises(ValueError, match="must be single numbers"):
             number_reward()(completions=[completion], answer=[truth])
     else:
         assert number_reward()(completions=[completion], answer=[truth]) == [number]

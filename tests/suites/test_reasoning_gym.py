@@ -66,10 +66,10 @@ def test_answer_is_the_whole_completion_or_tagged():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"task": "chain_sums"}, "rejected chain_sums .*Dataset 'chain_sums' not registered"),
-    ({"task": "chain_sum", "max_term": 3}, "rejected chain_sum with {'max_term': 3} .*keyword argument 'max_term'"),
-    ({"task": "chain_sum", "min_terms": 9}, "rejected chain_sum with {'min_terms': 9} .AssertionError: max_terms"),
-    ({"task": "chain_sum", "size": 0}, "rejected chain_sum .*AssertionError"),
+    ({"task": "chain_sums"}, "task 'chain_sums' cannot be .*Dataset 'chain_sums' not registered"),
+    ({"task": "chain_sum", "max_term": 3}, "with settings {'max_term': 3} .*keyword argument 'max_term'"),
+    ({"task": "chain_sum", "min_terms": 9}, "with settings {'min_terms': 9} .AssertionError: max_terms"),
+    ({"task": "chain_sum", "size": 0}, "task 'chain_sum' cannot be .*AssertionError"),
     ({"task": "chain_sum", "timeout": -1}, "timeout must be positive and finite; got -1"),
 ])  # fmt: skip
 def test_bad_settings_are_named(arguments, message):
