@@ -1,8 +1,8 @@
 """An agent for the `verifiers` package that uses the policy as its model: a chat that runs in this process.
 
 The environment runs a `verifiers` rollout, whose harness is a `Chat`. The chat requests each turn from the rollout's
-model server, which records the conversation, stops the rollout, and forwards requests to a `Conversation` with the
-policy.
+model server, which records the conversation, checks stop conditions, and forwards requests to a `Conversation` with
+the policy.
 """
 
 from __future__ import annotations

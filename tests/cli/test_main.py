@@ -97,7 +97,7 @@ def test_error_in_a_user_function_shows_its_traceback(tmp_path, capsys, monkeypa
     broken = find("judging.py:broken", tmp_path)
     given = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1]], "num_generations": 1}
     monkeypatch.setattr("grpo_jax.cli.commands.train", lambda arguments: compute_rewards([broken], **given))
-    with pytest.raises(SystemExit, match=r"grpo-jax train: reward function 'broken' raised KeyError.*Fix it"):
+    with pytest.raises(SystemExit, match=r"grpo-jax train: reward function 'broken' raised KeyError.*Fix the error"):
         run("train", "a.yaml")
     error = capsys.readouterr().err
     assert Path(re.findall(r'File "(.*)", line', error)[-1]).name == "judging.py"

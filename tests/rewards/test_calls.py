@@ -236,7 +236,7 @@ def test_a_bad_value_names_function_prompt_and_completion(case):
     """A bad value raises an error that names function, prompt and completion, or only that value counts as missing."""
     value, message = ELEMENTS[case]
     where = r"for prompt 1 of the batch, completion 1 of its group \(prompt 'p1', completion 'eeeee'\)"
-    with pytest.raises(RewardError, match=rf"^reward function 'reward_2' {message}.*{where}. Fix it"):
+    with pytest.raises(RewardError, match=rf"^reward function 'reward_2' {message}.*{where}. Fix the error"):
         score([returns([0.0] * N), returns([1.0, 1, 1, 1, value, 1])])
     fns = [returns([1.0, None, value, 1, 1, 1])]
     with pytest.warns(RuntimeWarning, match=f"1 of 6 completions were not scored: .*'reward' {message}"):

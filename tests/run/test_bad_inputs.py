@@ -75,7 +75,7 @@ BAD = [
         "row 2 and row 0 have different columns (missing: ['answer'], extra"),
     (dict(dataset=[{"prompt": "a", 3: "b"}]), "row 0 has a column 3; column names must be strings"),
     (dict(dataset=[{"prompt": "a", "completions": "b"}]),
-        "dataset has a column 'completions', the name of a built-in"),
+        "dataset has a column 'completions', which is a built-in argument; rename the column"),
     (dict(dataset=[{"prompt": "a", "answer": x} for x in ("7", r"7\pi", "B")], reward_fns=number_reward()),
         r"2 of 3 rows of the dataset have no single number in the column 'answer': row 1 has '7\\pi', row 2 has 'B'."),
     (dict(dataset=[{"prompt": None}]), f"dataset row 0 has None of type NoneType as 'prompt'; {TEXT}"),
