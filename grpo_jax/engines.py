@@ -36,16 +36,16 @@ def vllm(
             --logprobs-mode processed_logprobs --max-model-len 2048
 
     Before each batch, the server loads the current weights. Adapters are loaded under a new name per version; full
-    weights are read from files. To verify the weights, the server's and the trainer's log-probs of a 65-token probe are
-    compared before and after each batch.
+    weights replace the base model's. To verify the weights, the server's and the trainer's log-probs of a 65-token
+    probe are compared before and after each batch.
 
     Args:
       base_url: URL of the server, such as "http://host:port".
-      model: name of the base model on the server. If "", its only model is used.
+      model: name of the base model on the server. If "", the server's only model is used.
       directory: directory for the weights, which the server must be able to read under the same path. If None, the
         system's temporary directory is used. Pass "/dev/shm" to keep the weights in memory.
       tolerance: maximum mean absolute difference of the probe's log-probs, in nats per token. If None, it is 1e-4 for
-        float32 models and 0.05 for others. A server with `--dtype bfloat16` differs by about 0.01.
+        float32 models and 0.05 for others. With `--dtype bfloat16`, the difference is about 0.01.
       timeout: timeout in seconds for one complete response, such as a completion.
       patience: seconds for which requests to a busy server are retried, and for which the engine waits for an
         unavailable server.
@@ -83,15 +83,15 @@ def vllm_scorer(
         vllm serve MODEL --max-model-len 2048 --max-logprobs 64
 
     Each completion is sent with its prompt in one request, which returns vLLM's `prompt_logprobs`. These are the
-    model's log-probs at temperature 1, even with `--logprobs-mode processed_logprobs`. Runs with other temperatures
-    raise an error, because the normalizer cannot be computed from a few log-probs at temperature 1. Arguments that are
+    model's log-probs at temperature 1, even with `--logprobs-mode processed_logprobs`. For other temperatures, an
+    error is raised, because the normalizer cannot be computed from a few log-probs at temperature 1. Arguments that are
     not listed are documented in `vllm`.
 
     Args:
       top_k: number of tokens whose log-probs are requested at every position. It must equal `distillation_topk` in a
         run with `distillation_mode="topk_logits"`. Values over 20 need `--max-logprobs`. If None, only the log-probs of
         the sampled tokens are requested, for `distillation_mode="sampled_token"`.
-      model: name of the teacher on the server, which may be an adapter. If "", its only model is used.
+      model: name of the teacher on the server, which may be an adapter. If "", the server's only model is used.
       at_once: maximum number of concurrent requests. Use 1 for a server with `--enable-lora`, where vLLM 0.32 crashes
         on `prompt_logprobs` for two sequences in one batch.
       tokenizer: tokenizer of the teacher, such as `AutoTokenizer.from_pretrained(MODEL)`, which is compared with the

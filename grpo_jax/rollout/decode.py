@@ -89,7 +89,7 @@ def prefill(
     """Prefill the prompts, once per group, and draw the first token of each completion.
 
     `first_slot` is the first slot of completions with several turns, and None for single-turn completions. On a mesh,
-    the cached keys and values are sharded over prompts and heads.
+    the cached keys and values are sharded over prompts and heads. Returns the state, and `Drawn` with one step.
     """
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
@@ -121,10 +121,11 @@ def decode(
     steps: int,
     fixed: bool = False,
 ) -> tuple[DecodeState, Drawn]:
-    """Draw up to `steps` tokens for each completion, starting at `slot`, until all completions have ended.
+    """Draw up to `steps` tokens for each completion, starting at `slot`. Returns the new state and the drawn tokens.
 
-    `count` is the maximum number of tokens to draw: a scalar for one turn, [B, G] for several. If `fixed`, all `steps`
-    run: on a GPU or a mesh, a data-dependent loop would wait for the host.
+    The loop stops when all completions have ended. If `fixed`, it runs all `steps`, because a data-dependent loop on an
+    accelerator or a mesh would wait for the host. `count` is the maximum number of tokens to draw: a scalar for one
+    turn, where it is ignored if `fixed`, or [B, G] for several turns.
     """
     b, g = state.token.shape
     chex.assert_shape([state.ended, state.keys], (b, g))
@@ -134,7 +135,7 @@ def decode(
     tokens = jnp.full((steps, b, g), settings.pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
-    # On a mesh the head is resharded once per burst, outside the loop. With several turns it is not resharded, so that
+    # On a mesh, the head is resharded once per burst, outside the loop. With several turns it is not resharded, so that
     # logits are rounded in the same way as in `prefill_chunk`.
     mesh, axes = settings.mesh, vocabulary_axes(model.config.vocab_size, settings.mesh)
     head_model, head = for_head((model, variables), None if multi_turn else mesh, axes)
@@ -217,8 +218,9 @@ def rearrange(
     """Gather completions from all states into `parts` new states whose caches have `slots` slots.
 
     `groups` [B'] contains the indices of the groups to keep, and `order` [B', G'] the indices of the completions within
-    each group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] is each completion's
-    new first slot, for a single state with several turns; None for single-turn completions, whose slots do not change.
+    each group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] contains the
+    new first slots of multi-turn completions, which are in one state. It is None for single-turn completions, whose
+    slots do not change.
     """
     unsqueezed = [state.replace(cache=_unsqueeze_cache(state)) for state in states]
     state = jax.tree.map(lambda *x: jnp.concatenate(x), *unsqueezed)
@@ -267,7 +269,7 @@ def place_state(state: DecodeState, mesh: Mesh | None, place: Callable[..., Any]
 def generate_traced(
     model: BuiltinModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
-    """Generate single-turn completions in one compiled loop. `generate` calls this function under `jit`."""
+    """Generate single-turn completions in one compiled loop. It is used if `generate` is traced by `jit`."""
     state, drawn = prefill(model, params, prompts, keys, settings=settings, slots=max(1, length - 1))
     if length > 1:
         steps = length - 1

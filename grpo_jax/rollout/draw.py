@@ -17,11 +17,11 @@ from grpo_jax.models.sharding import constrain
 from grpo_jax.types import BuiltinModel, Params
 
 Variables = dict[str, Params]
-"""A model's variable collections: "params" and, on a CPU, "columns"."""
+"""A model's variable collections: "params" and, on a single CPU, "columns"."""
 
 
 class DecodeSettings(NamedTuple):
-    """Settings for sampling tokens and ending turns. Hashable, so that they can be a static argument of `jax.jit`.
+    """Settings for sampling tokens and ending turns. They are hashable, as `jax.jit` requires of static arguments.
 
     `eos_token_ids` contains EOS ids and stop ids. `stops` is the automaton for stop strings; it becomes a compile-time
     constant with one or two bytes per vocabulary token. `mesh` is None on one device.
@@ -55,7 +55,7 @@ def draw(
 
 
 def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
-    """Return the mesh axes that shard the vocabulary during sampling, such that each device holds complete blocks."""
+    """Return the mesh axes that shard the vocabulary during sampling, in whole `vocabulary_blocks`."""
     if mesh is None:
         return ()
     blocks, width = vocabulary_blocks(size)
@@ -101,7 +101,7 @@ def draw_next(
 def ended_by(
     tokens: jax.Array, state: jax.Array | None, settings: DecodeSettings
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return whether each token [B, G] ends a turn, and the automaton's state [B, G] after the token."""
+    """Return whether each token [B, G] ends a turn, and the stop automaton's state [B, G] after it."""
     ended = jnp.zeros(tokens.shape, bool)
     for eos in settings.eos_token_ids:
         ended |= tokens == eos
@@ -112,12 +112,12 @@ def ended_by(
 
 
 def initial_stop_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.Array | None:
-    """Return the automaton's state at the start of a turn, or None without stop strings."""
+    """Return the stop automaton's state at the start of a turn, or None if there are no stop strings."""
     return None if settings.stops is None else jnp.zeros(shape, jnp.int32)
 
 
 def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
-    """Return uniforms [steps, B, G, 2] for the token indices first, first + 1, …; `first` is [] or [B, G].
+    """Return uniforms [steps, B, G, 2] for `steps` token indices from `first`, a scalar or [B, G].
 
     One wide draw per burst is cheaper than many narrow draws. The draw is flat, because XLA's CPU backend compiles it
     two to three times as fast as a four-dimensional draw. B is the major axis, so that prompts can be sharded.

@@ -1,4 +1,4 @@
-"""Sampling from an inference server. Weights are sent before each batch, and all completions are requested at once.
+"""Sampling from an inference server. New weights are loaded before a batch, and its completions requested together.
 
 ```
 weights ─► written ─► loaded ─► probe ─► completions, one request per turn ─► probe ─► Completions
@@ -52,7 +52,7 @@ PROBE = 65
 """Number of tokens in the probe. The first token has no log-prob."""
 PROBE_TEXT = "Once upon a time there was a town by the sea, where 12 boats left every morning and 7 came back at noon."
 SEED_STEP = 0x9E3779B97F4A7C15
-"""Amount added to a completion's seed for each token. It is odd, so that all tokens have different seeds."""
+"""Amount added to a completion's seed for each earlier token. It is odd, so that all turns have different seeds."""
 
 
 class _Version(NamedTuple):
@@ -286,8 +286,8 @@ class Engine:
 def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     """Write adapters in PEFT's format, or all weights as safetensors. Return True if adapters were written.
 
-    A tied head is written under both names, because vLLM may hold it as two tensors and reloads only the tensors in
-    the files. All processes of a run must call this function together; only the first process writes.
+    A tied head is written as both embedding and head, because vLLM may store these as two tensors and reloads only the
+    tensors in the files. All processes of a run must call this function together; only the first process writes.
     """
     adapters = isinstance(policy.model, LoraModel)
     if not adapters and not policy.config:
@@ -295,7 +295,7 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     written = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server has a tokenizer
     try:
         write_policy(directory, written.replace(files={}) if adapters else _with_head(written))
-    except Exception as error:  # such as a full disk
+    except Exception as error:  # for example, the disk is full
         problem = f"the weights for the server could not be written to {directory}: {one_line(error)}"
         raise EngineError(f"{problem}. Free space there, or pass another directory to engines.vllm") from error
     return adapters
@@ -317,7 +317,7 @@ def _with_head(policy: Policy) -> Policy:
 
 
 def probe_ids(policy: Policy) -> list[int]:
-    """Tokenize the probe's text. Returns 1, 2, … without a tokenizer, or if the text has too few distinct ids."""
+    """Return the ids of the probe's text, or 1, 2, … without a tokenizer or if the text has at most 8 distinct ids."""
     size = int(policy.model.config.vocab_size) if is_builtin(policy.model) else PROBE + 1
     ids = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     ids = [i for i in ids if i < size]

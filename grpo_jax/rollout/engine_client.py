@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 RETRYABLE = (408, 425, 429, 500, 502, 503, 504)
 """HTTP status codes after which a request is retried."""
 CONTENT_LENGTH = re.compile(rb"(?i)(?:[^\r\n]+\r\n)+?content-length: *(\d+)\r\n(?:[^\r\n]+\r\n)*\r\n")
-"""Headers of a response that state the length of its body."""
+"""Pattern for response headers that include Content-Length. The group is the length of the body in bytes."""
 MAX_REQUESTS = 512
 """Maximum number of concurrent requests. A process can often open only 1024 files and sockets."""
 MAX_RECOVERIES = 3
@@ -33,15 +33,15 @@ NOT_TRAINED = "This batch was not used for training; restart the run to resume f
 
 
 class EngineError(RuntimeError):
-    """Raised if an inference server fails. The message contains the server's URL and suggests a fix."""
+    """Raised if an inference server fails, rejects a request or returns an invalid response."""
 
 
 class ConnectionLost(EngineError):
-    """Raised if the server does not respond. It may become available again, with different weights."""
+    """Raised if the server is unavailable. The server may become available again, with different weights."""
 
 
 class StatusError(EngineError):
-    """Raised if the server responded with an HTTP `status` other than 200."""
+    """Raised if the server responded with an HTTP `status` that is neither 200 nor retried."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -57,7 +57,7 @@ class Client:
             address = base_url.rpartition("@")[2].partition("?")[0]  # credentials must not be printed
             raise ValueError(
                 f"base_url must have the form http://host:port, without credentials or a query; got {show(address)}."
-                " Set the server's key in an environment variable (api_key_env)."
+                " Set the server's key in the environment variable that api_key_env names."
             )
         for name, seconds, least in (("timeout", timeout, 1e-3), ("patience", patience, 0.0)):
             if not isinstance(seconds, int | float) or not least <= seconds < math.inf:
@@ -72,9 +72,9 @@ class Client:
     async def request(self, path: str, body: Json | None = None, *, retry: Sequence[int] = RETRYABLE) -> Json:
         """Send a POST request, or a GET request if `body` is None, and return the JSON object in the response.
 
-        Returns {} if the response is not JSON. After a status in `retry`, the request is repeated for up to `patience`
-        seconds. Raises `ConnectionLost` if there is no response in time, `StatusError` if the status is not 200, and
-        `EngineError` if the response contains invalid JSON.
+        Returns {} if the response does not start with "{". After a status in `retry`, the request is repeated for up to
+        `patience` seconds. Raises `ConnectionLost` if no response arrives or all retries fail, `StatusError` for any
+        other status except 200, and `EngineError` if the response contains invalid JSON.
         """
         end, pause = time.monotonic() + self.patience, 0.1
         while True:
@@ -87,7 +87,7 @@ class Client:
                     raise EngineError(f"{self.base_url}{path} returned invalid JSON: {show(text)}") from error
             message = f"{self.base_url}{path} returned status {status}: {show(text, 300)}"
             if status in (401, 403):
-                message += f". Set its key in the environment variable {self._env or 'given by api_key_env'}"
+                message += f". Set its API key in the environment variable {self._env or 'that api_key_env names'}"
             if status not in retry:
                 raise StatusError(message, status)
             if time.monotonic() + pause > end:
@@ -96,7 +96,7 @@ class Client:
             pause = min(2 * pause, 10.0)
 
     async def is_alive(self) -> bool:
-        """Return whether the server responds to a request."""
+        """Return whether the server responds to `GET /health` with status 200 or 404."""
         try:
             return (await self._send_once("/health", None))[0] in (200, 404)
         except ConnectionLost:
@@ -135,7 +135,7 @@ class Client:
             raise ConnectionLost(f"{self.base_url}{path}: {cause}. {fix}") from None
 
     async def _exchange(self, request: bytes) -> bytes:
-        """Send bytes over a new connection, and return what the server sends."""
+        """Send bytes over a new connection, and return the server's response."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
         try:
             writer.write(request)
@@ -150,7 +150,7 @@ class Client:
 
 
 class _ResponseBytes:
-    """A finished response, as the part of a socket that `http.client.HTTPResponse` reads."""
+    """A stand-in for a socket, from which `http.client.HTTPResponse` reads a complete response."""
 
     def __init__(self, received: bytes):
         self._received = received
@@ -168,7 +168,7 @@ class Requests:
         self._lock, self._epoch = asyncio.Lock(), 0  # the epoch is the number of recoveries
 
     async def run(self, tasks: Sequence[Callable[[], Awaitable[Result]]], limit: int = MAX_REQUESTS) -> list[Result]:
-        """Run tasks that call `send`, at most `limit` at once, and return their results. An exception cancels all."""
+        """Run tasks that call `send`, at most `limit` at once, and return their results. An error cancels the rest."""
         slots = asyncio.Semaphore(limit)
 
         async def limited(task: Callable[[], Awaitable[Result]]) -> Result:
@@ -184,7 +184,7 @@ class Requests:
         return [task.result() for task in started]
 
     async def send(self, request: Callable[[], Awaitable[Result]]) -> Result:
-        """Send a request and return its result. The request is repeated if the server was unavailable meanwhile."""
+        """Call `request` and return its result. Repeats the call if a connection was lost before it returned."""
         while True:
             epoch = self._epoch
             try:

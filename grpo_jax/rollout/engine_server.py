@@ -23,7 +23,7 @@ START_COMMAND = (
 
 
 def read_log_prob(value: float) -> float:
-    """Return a log-prob from a response as a float. Raises ValueError if it is not finite or is positive."""
+    """Return a log-prob from a response as a float. Raises ValueError unless -1e4 < `value` < 1e-2."""
     # vLLM returns -9999 for a probability of 0, and a log-prob of 0 may be rounded to a small positive number.
     if not -1e4 < value < 1e-2:
         raise ValueError(f"log-probs must be at most 0 and finite; got {value}")
@@ -107,7 +107,10 @@ class VLLM:
             self._reports_version = False
 
     async def has_loaded(self, version: str) -> bool:
-        """Return whether the server reports this version. Always True for adapters, which requests select by name."""
+        """Return whether the server reports this version.
+
+        Always True for adapters, which requests select by name, and for servers that do not report versions.
+        """
         if self._name == version or not self._reports_version:
             return True
         response = await self.client.request("/weight_info")
@@ -125,7 +128,7 @@ class VLLM:
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p or 0.0,
-            # Without these, vLLM would use defaults from the model's generation_config.json.
+            # Without these values, vLLM would use defaults from the model's generation_config.json.
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,

@@ -50,7 +50,7 @@ class _Failed(Exception):
 
 
 class Episode:
-    """One completion with its environment. `description` names its dataset row and index in error messages."""
+    """One completion with its environment. Error messages contain `description`, its dataset row and index."""
 
     def __init__(self, interaction: Interaction, row: Row, description: str):
         self._interaction, self.description = interaction, description
@@ -79,7 +79,7 @@ class Episode:
                 self.reset_text = as_text(self._guarded("reset", reset))
 
     def answer(self, ids: np.ndarray, limit: int) -> Sequence[int] | None:
-        """Return the token ids of the observation that follows a turn, or None at the end of the completion."""
+        """Return the observation's token ids, None after the last turn, or `TRUNCATED` to truncate the completion."""
         parsed, interaction, observation = self.record_turn(ids), self._interaction, None
         if cut := interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
             self.record.cut_short += 1
@@ -114,7 +114,7 @@ class Episode:
         return parsed
 
     def reward(self) -> float | list[float] | str | None:
-        """Return the completion's reward, a list with a reward per turn, or None if the completion is not scored."""
+        """Return the reward, a list with a reward per turn, None if not scored, or an invalid reward as text."""
         if not hasattr(self.environment, "get_reward"):
             return None
         try:
@@ -130,7 +130,7 @@ class Episode:
         return [*by_turn[:-1], by_turn[-1] + (last or 0.0)]
 
     def _extend_context(self, ids: Iterable[int]) -> None:
-        """Keep the last tokens as context for decoding the next turn. Conversations do not need context."""
+        """Keep the last 32 tokens as context for decoding the next turn. Conversations do not need context."""
         self.preceding = PrecedingText([] if self._is_chat else [*self.preceding.tokens, *map(int, ids)][-32:], "", "")
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
@@ -177,7 +177,7 @@ class Episode:
         return as_text(f"Error: {problem}")
 
     def _respond(self, text: str) -> str | Messages | None:
-        """Return the response from the environment's `respond`; None, or a missing `respond`, ends the completion."""
+        """Return the environment's response, or None if the completion ends or there is no `respond` method."""
         if not hasattr(self.environment, "respond"):
             return None
         answer = self._guarded("respond", self.environment.respond, text)
@@ -230,7 +230,7 @@ class Episode:
 
 
 def _to_float(value: Any) -> float | list[float] | str | None:
-    """Convert a number or a list of numbers to floats. Keeps None, and formats other values for an error message."""
+    """Convert a number or a list of numbers to floats. None is unchanged, and other values are converted to text."""
     try:
         if isinstance(value, (list, tuple)):
             return [float(x) for x in value]
@@ -267,13 +267,13 @@ class Episodes:
     def reset(self, rows: Sequence[Row]) -> list[Row]:
         """Reset all environments. Returns the rows, with the text from each environment's `reset` added to the prompt.
 
-        Raises ValueError if the environments of one prompt returned different texts, or if episodes share one.
+        Raises ValueError if environments of one prompt returned different texts or episodes share an environment.
         """
         group = self._group
         list(self._pool.map(lambda i: self.episodes[i].reset(rows[i // group]), self._indices))
         environments = [episode.environment for episode in self.episodes if episode.environment is not None]
         if len(set(map(id, environments))) < len(environments):
-            raise ValueError("environment_factory must return a new object at each call, since episodes are concurrent")
+            raise ValueError("environment_factory must return a new object at each call; got the same object twice")
         local = [_extended_prompt(rows[b], self.episodes[b * group : (b + 1) * group]) for b in self.local_rows]
         prompts = itertools.chain.from_iterable(gather_objects(local))
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]

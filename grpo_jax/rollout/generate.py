@@ -88,14 +88,14 @@ def generate(
       prompts: prompts with right-padded tokens [B, P] int32 and lengths [B].
       key: typed PRNG key. Completion (b, g) uses fold_in(fold_in(key, prompt_indices[b]), g); do not reuse the key.
       num_generations: number of completions per prompt, G ≥ 1.
-      max_completion_length: maximum length T ≥ 1 in tokens, including observations. A completion without an EOS is
-        truncated there, or at an observation that leaves no space for another token.
+      max_completion_length: maximum length T ≥ 1 in tokens, including observations. A completion that has
+        not ended by then is truncated, also before an observation that leaves no space for another token.
       temperature: sampling temperature ≥ 0; 0 is greedy.
       eos_token_ids: token ids that end a turn. A sampled EOS is part of the turn.
       stop: strings that end a turn. A match may span tokens, but must be within one turn. The token that completes the
         match is part of the turn. Needs `tokenizer`.
-      max_turn_length: number of tokens at which a turn is truncated and then answered. With one turn, it is the maximum
-        length T. If None, `max_completion_length` is used.
+      max_turn_length: number of tokens at which a turn is truncated and then answered. With one turn, T is at
+        most `max_turn_length`. If None, `max_completion_length` is used.
       tokenizer: the model's tokenizer, needed for `stop`.
       pad_token_id: id of the token that pads a completion after its end.
       prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A prompt with a given index has the same
@@ -105,9 +105,9 @@ def generate(
       answer_turn: function that returns the tokens after a turn, or None after the last turn. If `answer_turn` is None,
         completions have one turn. Needs a built-in model; not supported under `jit`.
       interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
-        supported under `jit`.
-      on_tokens: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. Supported only
-        for single-turn completions.
+        called under `jit` or for models that are not built in.
+      on_tokens: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. Called only
+        for single-turn completions of built-in models, outside `jit`.
       on_host: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
 
     Returns:

@@ -27,7 +27,8 @@ REWARD_COLUMNS = ("environments", "environment_rewards")
 class Interaction:
     """A run's tools and environments, and the settings for parsing turns.
 
-    Environments are keyed by the values in the column `environment`, or by None if one factory is used for all rows.
+    Factories, classes and methods are keyed by the values in the column `environment`, or by None if one factory is
+    used for all rows.
     """
 
     tokenizer: Tokenizer
@@ -57,7 +58,7 @@ def schemas_of(tools: Mapping[str, Tool]) -> list[Json] | None:
 
 
 class EnvironmentReward:
-    """A reward function that returns the rewards from one environment class and has the class's name."""
+    """A reward function that returns the rewards from one environment class. Its `__name__` is the class's name."""
 
     def __init__(self, name: str, factories: Collection[Hashable] | None = None):
         self.__name__ = name
@@ -180,8 +181,8 @@ def _create_environments(factories: Mapping[Hashable, EnvironmentFactory]) -> di
             environments[name] = factory()
         except Exception as error:
             raise ValueError(
-                f"{where} raised {type(error).__name__}: {error}. It is called without arguments, once for each"
-                " completion. Values that differ between rows are passed to the environment's reset method."
+                f"{where} raised {type(error).__name__}: {error}. A factory is called without arguments, once for"
+                " each completion. Values that differ between rows are passed to the environment's reset method."
             ) from error
     return environments
 
@@ -209,7 +210,7 @@ def _environment_problems(
             f"{kind} must have respond(text) or another public method, which the policy can call. Otherwise all"
             " completions have a single turn"
         )
-    problems += [f"{kind} and tools both have {tool!r}; rename one of them" for tool in methods.keys() & tools.keys()]
+    problems += [f"{kind} and tools both define {tool!r}; rename one of them" for tool in methods.keys() & tools.keys()]
     row = next((row for row in rows if name is None or row.get("environment") == name), None)
     if not hasattr(environment, "reset") or row is None:
         return problems

@@ -40,22 +40,22 @@ BURST = 16
 """Maximum number of decode steps per call. After each call, the host checks which completions have ended."""
 
 MIN_SLOTS = 64
-"""Minimum number of slots in a cache."""
+"""Minimum initial number of slots in a cache that grows."""
 
 SLOT_MULTIPLE = 64
-"""On GPUs and TPUs, the number of slots is a multiple of this value. Otherwise, a GPU would pad at each step."""
+"""Divisor of cache sizes on accelerators and with several turns. With other sizes, a GPU would pad at each step."""
 
 MIN_COMPLETIONS = 8
-"""Minimum number of completions in a layout. On a CPU, a matrix product with fewer rows takes just as long."""
+"""Minimum number of completions in later layouts. On a CPU, a matrix product with fewer rows takes just as long."""
 
 MAX_SMALLER = 3
 """Maximum number of smaller layouts."""
 
 MIN_PER_THREAD = 16
-"""Minimum number of completions per thread. With fewer, matrix products are too small to be efficient."""
+"""Minimum number of completions per thread, if there are several. Smaller matrix products are inefficient."""
 
 MAX_RELATIVE_COST = 0.8
-"""Maximum cost of the next layout relative to the current layout. A move copies the cache and may need compiling."""
+"""Maximum cost of the next layout relative to the current layout. A move copies the cache and may compile."""
 
 
 Selection = tuple[np.ndarray, np.ndarray]
@@ -140,7 +140,8 @@ class Layouts:
     def select(self, layout: int, alive: np.ndarray) -> Selection | None:
         """Select completions for a smaller layout.
 
-        `alive` [B', G'] is False for ended completions; these fill unused positions. Returns None if not all fit.
+        `alive` [B', G'] is False for ended completions, which fill unused positions. Returns None if not all live
+        completions fit.
         """
         groups, width = self.shapes[layout]
         if width > 1 or self.shards > 1:
@@ -158,9 +159,10 @@ class Layouts:
 def _next_shape(current: tuple[int, int], completions: int, step: StepCost, shards: int) -> tuple[int, int] | None:
     """Return (groups, width) for the layout after `current`, or None if no layout is sufficiently cheaper.
 
-    The first choice is groups of half the width, if they are 25% cheaper than as many completions in groups of one,
-    because a group reads its prompt's keys and values once. The next choice is groups of one; their numbers form a
-    geometric series that ends at `MIN_COMPLETIONS`. The last choice is half as many groups of half the width.
+    The first choice is groups of half the width, if they cost at most 75% as much as the same number of completions in
+    groups of one, because a group reads its prompt's keys and values once. On several shards, it is the only choice.
+    The next choice is groups of one; their numbers form a geometric series that ends at `MIN_COMPLETIONS`. The last
+    choice is half as many groups of half the width.
     """
     groups, width = current
 
@@ -182,9 +184,9 @@ def _next_shape(current: tuple[int, int], completions: int, step: StepCost, shar
 
 
 def decode_step_cost(model: BuiltinModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> StepCost:
-    """Estimate a decode step's cost. In the time to read one byte, a CPU does 8 multiplications and a GPU 100."""
+    """Estimate a decode step's cost. While reading a byte, a CPU does about 8 multiplications, an accelerator 100."""
     arrays = jax.tree.leaves((model, params))
-    weights = jax.tree.leaves((model, params), is_leaf=lambda x: isinstance(x, Quantized))  # NF4 has two in a byte
+    weights = jax.tree.leaves((model, params), is_leaf=lambda x: isinstance(x, Quantized))  # NF4: two per byte
     size = sum(x.size * x.dtype.itemsize for x in arrays)
     return StepCost.of(
         model.config,

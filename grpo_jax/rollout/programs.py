@@ -35,7 +35,7 @@ _jit_cast = jax.jit(lambda arrays, dtype: {path: x.astype(dtype) for path, x in 
 
 
 def decode_variables(model: BuiltinModel, params: Params) -> Variables:
-    """Convert params to variables for `decode`: with column-major kernels on a CPU, else in the compute dtype."""
+    """Convert params to variables for `decode`: with column-major kernels on one CPU, else in the compute dtype."""
     params = _without_tower(params)
     if _uses_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params), _dtype(model))}
@@ -66,7 +66,7 @@ def copies(model: BuiltinModel, params: Params) -> tuple[Params, Params]:
 
 
 def _without_tower(params: Params) -> Params:
-    """Remove a trained vision tower, which only prefill needs."""
+    """Remove a trainable vision tower, which only prefill needs."""
     if not isinstance(params, dict) or "tower" not in params:
         return params
     return {name: x for name, x in params.items() if name != "tower"}

@@ -29,7 +29,7 @@ class Table:
         self.stop_state = np.zeros(count, np.int32)  # state of the stop automaton after the last token
 
     def record(self, rows: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
-        """Append tokens [B', G', N] to rows [B', G']. Returns True where an EOS or a stop string was drawn."""
+        """Append tokens [B', G', N] to rows [B', G']. Returns where a turn ended, a bool array [B', G']."""
         chex.assert_equal_shape_prefix((rows, *drawn), 2)
         tokens, log_probs, mask = map(np.asarray, drawn)
         positions = self.lengths[rows][:, :, None] + np.arange(tokens.shape[2])
@@ -70,7 +70,7 @@ class Table:
 class SamplingJob:
     """Arguments of a rollout, and the table that its tokens are written to.
 
-    Prefill uses `params`; decoding uses `decode_variables` (`programs.decode_variables`), a faster layout of them.
+    Prefill uses `params`; decoding uses `decode_variables`, which `programs.decode_variables` returned for them.
     `keys` are typed PRNG keys [B, G]. `interrupt` is called before each prefill and burst, and during long waits.
     """
 

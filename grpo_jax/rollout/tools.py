@@ -114,7 +114,7 @@ def _make_tool(function: Function, where: str, name: str | None = None) -> Tool 
 
 
 def reset_arguments(reset: Function, row: Row) -> Row:
-    """Return keyword arguments for `reset`. `prompt` and `environment` are passed only if the signature has them."""
+    """Return keyword arguments for `reset`. `prompt` and `environment` are omitted unless `reset` accepts them."""
     parameters = inspect.signature(reset).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return row
@@ -151,7 +151,7 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
 
 
 def _converted(value: object, schema: Json) -> tuple[object, str | None]:
-    """Convert a value, unless it is None, to a schema's only type. If that fails, also return the name of the type."""
+    """Convert a value, unless it is None, to the schema's type. If that fails, also return the type's name."""
     kind = schema.get("type")
     python_type, expected = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
     if value is None or (
@@ -174,9 +174,10 @@ def _converted(value: object, schema: Json) -> tuple[object, str | None]:
 def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
     """Call a sync or async function and wait at most `seconds` for its result.
 
-    If `seconds` is None, there is no limit. A sync function runs in a separate thread. The thread cannot be stopped,
-    so after a timeout its result is discarded. An async function runs on the event loop for async rewards and is
-    canceled after a timeout. Raises TimeoutError, or the function's exception, which may be SystemExit.
+    If `seconds` is None, there is no limit, and a sync function runs in the caller's thread. Otherwise, it runs in a
+    separate thread that cannot be stopped, and its result is discarded after a timeout. An async function runs on the
+    event loop for async rewards and is canceled after a timeout. Raises TimeoutError, or the function's exception,
+    which may be SystemExit.
     """
     promise = concurrent.futures.Future[Any]()
 
@@ -206,7 +207,7 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
 def as_text(value: object, *, limit: int = 20_000) -> str:
     """Convert the result from a tool or an environment to text for the policy.
 
-    Bytes are decoded, None becomes "", JSON values are converted to JSON, and other objects with `str`. Invalid Unicode
+    Bytes are decoded, None becomes "", lists, dicts and numbers become JSON, and `str` converts others. Invalid Unicode
     is replaced. Text beyond `limit` characters is replaced with a note that states how many were omitted.
     """
     if isinstance(value, (bytes, bytearray, memoryview)):

@@ -54,7 +54,7 @@ Answer = Future[Sequence[int] | None]
 """Future of the token ids that the environment appends after a turn, or of None at the end of the completion."""
 
 TRUNCATED = range(2**31 - 1)
-"""Result of an `Answer` that truncates the completion after the turn. It is longer than any limit."""
+"""Result of an `Answer` that truncates the completion after the turn. The range is longer than any limit."""
 
 
 class AnswerTurn(Protocol):
