@@ -22,15 +22,15 @@ from grpo_jax.update.objective import loss_settings
 from grpo_jax.update.state import TrainState
 
 ADVANTAGES = 3
-"""Value folded into the run's PRNG key for an `AdvantageFn`; see `run.evaluate.EVALUATION` for others."""
+"""Value folded into the run's PRNG key for an `AdvantageFn`. `run.evaluate.EVALUATION` lists the other values."""
 
 Context = dict[str, jax.Array | np.ndarray | np.integer | jax.ShapeDtypeStruct | None]
-"""Keyword arguments of an `AdvantageFn`, as arrays or abstract arrays."""
+"""Keyword arguments that an `AdvantageFn` can take, except `config`, as arrays or abstract arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedAdvantageFn:
-    """A validated `AdvantageFn` with its config and keywords. `per_token` is True if it returns [B, G, T]."""
+    """A validated `AdvantageFn` with its config and keywords. `per_token` is True if the result is [B, G, T]."""
 
     function: AdvantageFn
     config: GRPOConfig
@@ -50,7 +50,10 @@ class CheckedAdvantageFn:
     def __call__(
         self, state: TrainState, batch: Batch, rollout: RolloutResult, rewards: Rewards, counted: np.ndarray
     ) -> np.ndarray:
-        """Compute a batch's advantages on the host. They are 0 in padding groups, where `counted` [B] is False."""
+        """Compute a batch's advantages and return them as a NumPy array.
+
+        [B, G] advantages are 0 where `counted` [B] is False (padding), [B, G, T] advantages where the mask is False.
+        """
         t, turns, placed = batch.mask.shape[2], rollout.turns, None
         if "token_rewards" in self.keywords:
             placed = place_rewards(rewards.values, rewards.parts, turns, rollout.present)[:, :, :t]
@@ -72,7 +75,7 @@ class CheckedAdvantageFn:
 
 
 def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> CheckedAdvantageFn | None:
-    """Trace an advantage function on an abstract batch with K = `functions`. Raises ValueError if it is invalid."""
+    """Trace an advantage function for `functions` reward functions. Raises ValueError if the function is invalid."""
     if function is None:
         return None
     if config.turn_credit != "episode":
@@ -96,7 +99,7 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
     except Exception as error:
         raise ValueError(
             f"advantage_fn {name!r} failed on {arguments} with {one_line(error)}. It can take the keywords"
-            f" {', '.join(context)}, config"
+            f" {', '.join(context)} and config"
         ) from error
     _check_result(result, f"advantage_fn {name!r}", {"[B, G]": (b, g), "[B, G, T]": (b, g, t)}, arguments)
     return dataclasses.replace(checked, per_token=result.ndim == 3)
@@ -120,7 +123,7 @@ def _abstract_context(b: int, g: int, t: int, functions: int, *, reference: bool
 
 
 def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
-    """Raise ValueError unless `surrogate` is None, or is hashable and returns floats of shape [..., T]."""
+    """Raise ValueError unless `surrogate` is None or a hashable function that returns a float array [..., T]."""
     if surrogate is None:
         return
     if not callable(surrogate):
@@ -138,13 +141,15 @@ def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
         hash(surrogate)  # must be hashable because it is a static argument of compiled programs
         result = jax.eval_shape(of_zeros)
     except Exception as error:
-        raise ValueError(f"surrogate {name!r} failed on tokens [..., T] = {shape} with {one_line(error)}") from error
-    _check_result(result, f"surrogate {name!r}", {"[..., T]": shape}, f"tokens of shape {shape}")
+        raise ValueError(f"surrogate {name!r} failed on inputs [..., T] = {shape} with {one_line(error)}") from error
+    _check_result(result, f"surrogate {name!r}", {"[..., T]": shape}, f"inputs of shape {shape}")
 
 
 def _check_result(result: object, function: str, shapes: dict[str, tuple[int, ...]], arguments: str) -> None:
     """Raise ValueError unless a result is a float array of one of the given shapes."""
-    requirement = f"must return a float array {' or '.join(f'{axes} = {shape}' for axes, shape in shapes.items())}"
+    requirement = (
+        f"must return a float array of shape {' or '.join(f'{axes} = {shape}' for axes, shape in shapes.items())}"
+    )
     if not isinstance(result, jax.ShapeDtypeStruct):
         raise ValueError(f"{function} {requirement} for {arguments}; got {show(result)}")
     if result.shape not in shapes.values() or not jnp.issubdtype(result.dtype, jnp.floating):

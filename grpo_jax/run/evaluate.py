@@ -60,8 +60,8 @@ def evaluate(
       num_generations: number of completions per prompt.
       max_completion_length: T, maximum number of tokens in a completion.
       temperature: sampling temperature. 0 selects greedy decoding.
-      batch_size: number of prompts per batch on each data-parallel device. It does not affect the samples. The last
-        batch repeats a prompt to have the same size. Its additional completions and episodes are discarded.
+      batch_size: maximum number of prompts per batch on each data-parallel device. It does not affect the samples. The
+        last batch is padded by repeating its last prompt, and the additional completions and episodes are discarded.
       seed: seed for sampling. A prompt's PRNG keys depend only on the seed and the prompt's index in the dataset.
       tools: functions that the policy can call, as in `train`.
       environment_factory: factory of environments for multi-turn completions, as in `train`.
@@ -154,7 +154,7 @@ def evaluate_encoded(
     trainer_state: TrainerState | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Run `evaluate` on encoded rows. `interrupt` is called every few tokens and may raise to end the evaluation."""
+    """Run `evaluate` on encoded rows. `interrupt` is called repeatedly, and may raise to end the evaluation."""
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
     max_prompts = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()

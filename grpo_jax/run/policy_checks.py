@@ -62,7 +62,10 @@ def check_ends(ends: TurnEnds, policy: Policy, params: Params) -> None:
 
 
 def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: int = 0, *, prefix: str = "") -> None:
-    """Raise ValueError, with `prefix`, for token ids outside the model's vocabulary or lengths beyond its context."""
+    """Raise ValueError if a token id is outside the model's vocabulary, or if prompts and completions are too long.
+
+    Lengths are not checked if `max_completion_length` is 0. The message starts with `prefix`.
+    """
     largest, shape = max(max(ids) for ids in data.token_ids), shape_of(policy)
     if shape is None:
         return
@@ -98,7 +101,7 @@ def run_problems(
 ) -> list[str]:
     """Return an error message for each setting that does not fit a run's data, devices or model.
 
-    `longest` is the length of the longest SFT example in tokens. GRPO ignores it.
+    `longest` is the length of the longest SFT example in tokens. It is ignored for GRPO.
     """
     shape, problems = shape_of(policy), list[str]()
     if isinstance(config, GRPOConfig):
@@ -133,20 +136,20 @@ def check_best_metric(config: Config, names: Iterable[str]) -> None:
 
 
 def weight_problems(config: GRPOConfig, num_reward_fns: int) -> list[str]:
-    """Return an error message if there is not one reward weight per function."""
+    """Return a list with an error message if the numbers of reward weights and functions differ, else []."""
     if config.reward_weights is None or len(config.reward_weights) == num_reward_fns:
         return []
     functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns != 1)}"
     return [
         f"{shown(config, 'reward_weights')}: got {len(config.reward_weights)} weights for {functions};"
-        " pass one weight per function, or None for 1.0 each"
+        " pass one weight per function, or None to use 1.0 for each function"
     ]
 
 
 def warn_of_tokens(
     data: EncodedPrompts, policy: Policy, argument: str, *, ends: TurnEnds = BY_EOS, template_kwargs: Json | None = None
 ) -> None:
-    """Warn about duplicate special tokens, turns without an end token, and templates that write the current date."""
+    """Warn about duplicate special tokens, end-of-turn tokens without effect, and templates that write the date."""
     for line in (
         *_duplicate_special_tokens(data, policy, argument),
         *_missing_turn_ends(data, policy, ends, template_kwargs, argument),

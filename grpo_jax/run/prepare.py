@@ -63,7 +63,7 @@ def prepare(
     surrogate: Surrogate | None = None,
     teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """Validate the arguments to `train` and build its `Run`. Raises a single ValueError for all errors."""
+    """Validate the arguments to `train` and build the `Run`. Most errors are collected and raised as one ValueError."""
     if not isinstance(config, GRPOConfig):
         raise ValueError(
             f"config must be a GRPOConfig; got {type(config).__name__}. GRPOConfig.from_dict converts a dict."
@@ -132,8 +132,8 @@ def encode_and_place(
 ) -> tuple[Policy, _Config, jax.sharding.Mesh | None, dict[str, Encoded]]:
     """Tokenize the datasets, add a trained vision tower, and place the policy on the run's devices.
 
-    `rows` and the encoded datasets are keyed by argument name. The returned config has the settings for these devices.
-    Raises the collected `errors` together with errors in tokens, sizes and devices.
+    `rows` and the encoded datasets are keyed by argument name. In the returned config, the mesh and the compute dtype
+    are resolved for these devices. Raises ValueError for `errors` and for errors in tokens, sizes and devices.
     """
     mesh, config = errors.check(run_mesh, policy, config) or (None, config)
     nonempty = {name: part for name, part in rows.items() if part and policy.tokenizer is not None}
@@ -168,7 +168,7 @@ def derive_run(
     surrogate: Surrogate | None = None,
     teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """Build a `Run` from validated arguments, without rewards and evaluation data. Params may be abstract."""
+    """Build a `Run` from validated arguments, without reward functions and evaluation data. Params may be abstract."""
     if prompt_length is None:
         prompt_length = config.padded(max(map(len, data.token_ids)))
     sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))
@@ -223,7 +223,10 @@ def check_functions(
     *,
     required: bool,
 ) -> tuple[list[RewardFn], GRPOConfig]:
-    """Validate reward functions against the datasets. Returns them and the config, with the environments' rewards."""
+    """Validate reward functions against the datasets, and append the errors to `errors`.
+
+    Returns the functions and the config, with the rewards and reward weights of environments added.
+    """
     environment_columns: Sequence[str] = ()
     if interaction is not None:
         from grpo_jax.rollout.interaction import REWARD_COLUMNS, environment_weights, with_environments
@@ -247,7 +250,7 @@ def prepare_interaction(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: Environments | None,
 ) -> Interaction | None:
-    """Build the tools and environments for multi-turn completions. Returns None if there are none."""
+    """Build the tools and environments for multi-turn completions. Returns None if neither is given."""
     if not tools and environment_factory is None:
         return None
     from grpo_jax.rollout.interaction import make_interaction

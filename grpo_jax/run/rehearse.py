@@ -160,16 +160,16 @@ def _group_problems(
             " check the EOS token and the chat template"
         )
     elif rollout["completions/max_length"] <= 1:
-        yield f"all {g} completions are empty; their first token ends them"
+        yield f"all {g} completions are empty: the first sampled token ends each of them"
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are identical: {rows[0]['completion']!r:.80}; increase temperature"
     yield from _reward_problems(run, rollout, rows)
     if not np.any(batch.advantages) and run.distillation is None:
         yield "all advantages are 0, so the group has no training signal"
     elif metrics["tokens"] == 0:
-        yield "no token contributes to the loss; mask_truncated_completions masks all completions"
+        yield "no token contributes to the loss; check max_completion_length and mask_truncated_completions"
     elif metrics["grad_norm"] == 0:
-        yield "the gradient is 0 although the rewards differ; check masks, clipping and top_entropy_quantile"
+        yield "the gradient is 0 despite a training signal; check masks, clipping and top_entropy_quantile"
     if run.sampler is not None:
         yield from filter(None, [engine_fault(rollout.get, config)])
     elif metrics["sampler_gap"] > sampler_gap_limit(config.compute_dtype):
@@ -180,7 +180,7 @@ def _group_problems(
 
 
 def _reward_problems(run: Run, rollout: dict[str, float], rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each reward function that returns equal rewards or none, or is slow."""
+    """Yield a sentence for each reward function that returns no rewards or equal rewards, or is slow."""
     g = len(rows)
     for name in rows[0]["rewards"]:
         values = np.array([row["rewards"][name] for row in rows], float)

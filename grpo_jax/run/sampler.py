@@ -54,16 +54,17 @@ class Sampler(Protocol):
 
       tokens: token ids, [B, G, T] integers with T ≤ `max_completion_length`.
       mask: [B, G, T] bool, True from the first to the last token of a completion, including a sampled EOS.
-      log_probs: [B, G, T] floats ≤ 0, log-probs under the distribution sampled from, after `temperature`, `top_k`,
-        `top_p` and `min_p`, like the trainer's log-probs.
+      log_probs: [B, G, T] floats ≤ 0, log-probs under the distribution that tokens are sampled from, after
+        `temperature`, `top_k`, `top_p` and `min_p`, like the trainer's log-probs.
       ended: [B, G] bool, True if the completion ends with an id in `eos_token_ids`, which includes stop ids, or with a
         string in `stop`, or if `answer_turn` returned None.
       present: only for multi-turn completions, [B, G, T] bool, True from the first to the last token of a completion.
         `mask` is then True only on sampled tokens.
 
-    Each call receives the `params` to sample from. All calls in a run receive the same `key`. Samples should depend
-    only on `key` and `prompt_indices`, so that a resumed run can reproduce them. With `rollout_ahead`, the engine is
-    called from a background thread. With several processes, each process calls it and process 0's result is used.
+    Each call receives the `params` to sample from. In a run, all training calls receive the same `key`, and all
+    evaluation calls another one. Samples should depend only on `key` and `prompt_indices`, so that a resumed run can
+    reproduce them. With `rollout_ahead`, the engine is called from a background thread. With several processes, each
+    process calls its engine, and process 0's result is used.
 
     Two attributes are optional. `set_params(policy, params)` sets the params for later calls. With `rollout_ahead` it
     is called before sampling, and `params` is then a tree of `ShapeDtypeStruct`s: the arrays may be updated in place.
@@ -84,7 +85,7 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
         raise ValueError(f"sampler requires arguments that are not passed: {', '.join(unknown)}. {fix}")
     for name, value in (("stop", ends.stop), ("max_turn_length", ends.max_turn_length)):
         if value and name not in parameters and not accepts_any_keyword(sampler):
-            raise ValueError(f"sampler must take {name}, which the config sets; pass a sampler that does")
+            raise ValueError(f"sampler must take the argument {name}, which is set in the config; pass such a sampler")
     if interaction is not None and "answer_turn" not in parameters:
         raise ValueError(
             "tools and environment_factory need a sampler with an argument `answer_turn`; pass one, such as"
@@ -182,7 +183,7 @@ def read_completions(
 
 
 def mismatch_metrics(batch: Batch, config: GRPOConfig) -> dict[str, float]:
-    """Compute metrics of |log π_old − log π_sampler| and the importance weights. Returns {} if `generate` sampled."""
+    """Compute metrics of |log π_old − log π_sampler| and the importance weights. Returns {} without an engine."""
     mask = np.asarray(batch.mask)
     if batch.old_log_probs is None or not mask.any():
         return {}

@@ -36,7 +36,7 @@ def held_out(name: str) -> str | None:
 
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict that maps metrics of held-out rewards to labels. Omits `eval/reward` if there is one other."""
+    """Return a dict that maps metrics of held-out rewards to labels. Omits `eval/reward` if there is only one other."""
     labels = {name: label for name in names if (label := held_out(name))}
     if len(labels) == 2:
         labels.pop("eval/reward", None)

@@ -113,17 +113,17 @@ class Unhashable:
 UNFIT = [
     ({"advantage_fn": "grpo"}, "advantage_fn must be a function of rewards and mask, or None; got 'grpo'"),
     ({"advantage_fn": lambda rewards, mask: rewards},
-        r"advantage_fn 'lambda' must return a float array \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\) for rewards"
-        r" \[B, G, K\] = \(5, 4, 1\) and mask \[B, G, T\] = \(5, 4, 8\); got float32 \(5, 4, 1\)"),
+        r"advantage_fn 'lambda' must return a float array of shape \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)"
+        r" for rewards \[B, G, K\] = \(5, 4, 1\) and mask \[B, G, T\] = \(5, 4, 8\); got float32 \(5, 4, 1\)"),
     ({"advantage_fn": lambda rewards, mask, lenghts: 0},
         "failed on rewards .*missing 1 required .* 'lenghts'. It can take the keywords weights, lengths, "),
     ({"advantage_fn": lambda rewards, mask: rewards[..., 0] * mask},
         r"advantage_fn 'lambda' failed on rewards .* \(5, 4, 8\) with \w+Error: "),
-    ({"advantage_fn": lambda rewards, mask: None}, r"'lambda' must return a float array \[B, G\] .*; got None"),
+    ({"advantage_fn": lambda rewards, mask: None}, r"must return a float array of shape \[B, G\] .*; got None"),
     ({"surrogate": "cispo"}, "surrogate must be a function .*; got 'cispo'. Set loss_type"),
-    ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"a float array \[..., T\] .*; got float32 \(\)"),
-    ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' failed on tokens .* with TypeError"),
-    ({"surrogate": Unhashable()}, "surrogate 'Unhashable' failed on tokens .*unhashable type: 'Unhashable'"),
+    ({"surrogate": lambda tokens, settings: tokens.ratio.sum()}, r"array of shape \[..., T\] .*; got float32 \(\)"),
+    ({"surrogate": lambda tokens: tokens.ratio}, "surrogate 'lambda' failed on inputs .* with TypeError"),
+    ({"surrogate": Unhashable()}, "surrogate 'Unhashable' failed on inputs .*unhashable type: 'Unhashable'"),
 ]  # fmt: skip
 
 

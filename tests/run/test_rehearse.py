@@ -113,11 +113,11 @@ def test_dry_run_reports_suspicious_numbers(monkeypatch):
     row = rows[0] | {"completion": "", "ended": True, "advantage": 1.0}
     rows = [row | {"rewards": {"lambda": float(i)}} for i in range(4)]
     assert list(_group_problems(seen["run"], batch, rollout | slow, rows, metrics)) == [
-        "all 4 completions are empty; their first token ends them",
+        "all 4 completions are empty: the first sampled token ends each of them",
         "all 4 completions are identical: ''; increase temperature",
         "reward function 'lambda' would take about 40 s per iteration; make it async or run it in worker processes "
         "with `isolated`. rollout_ahead=True samples the next completions in the meantime",
-        "the gradient is 0 although the rewards differ; check masks, clipping and top_entropy_quantile",
+        "the gradient is 0 despite a training signal; check masks, clipping and top_entropy_quantile",
         "the trainer's log-probs differ from the sampler's by up to 0.1 nats; check that the model computes the "
         "same logits with and without a cache",
     ]

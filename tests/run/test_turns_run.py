@@ -189,8 +189,8 @@ def test_incompatible_arguments_are_rejected_before_sampling():
 @pytest.mark.parametrize(("change", "message"), [
     ({"stop": ["a", "<eos>"]}, r"stop must not contain special tokens; got '<eos>'.*stop_token_ids=\[1\]"),
     ({"stop_token_ids": [3, 258]}, "stop_token_ids must be less than the model's vocabulary size, 258; got 258"),
-    ({"sampler": lambda params: None}, "sampler must take stop, which"),
-    ({"sampler": lambda params, stop: None}, "sampler must take max_turn_length, which"),
+    ({"sampler": lambda params: None}, "sampler must take the argument stop, which"),
+    ({"sampler": lambda params, stop: None}, "sampler must take the argument max_turn_length, which"),
 ])  # fmt: skip
 def test_invalid_stop_settings_are_rejected_before_sampling(change, message):
     sampler, settings = change.get("sampler"), {"stop": STOP, "max_turn_length": 9} | change
