@@ -68,7 +68,7 @@ def final_number(text: str) -> Fraction | None:
     The answer is the last marked number (`#### 18`, `\boxed{18}` or `<answer>18</answer>`), else the first number
     after the last "the answer is" or "answer:", else the last number. Marked text must contain a single number or a
     chain such as `5 + 13 = 18`. In a chain, the number after the last `=` is the answer. Signs, decimals, commas
-    between groups of digits, fractions (`3/4`, `\frac{3}{4}`) and exponents (`1e6`) are supported; words are not.
+    between digit groups, fractions (`3/4`, `\frac{3}{4}`) and exponents (`1e6`) are supported; number words are not.
 
     Example:
       >>> final_number("She pays 3 · $6 = **$1,018.50** in all.")

@@ -52,7 +52,7 @@ def as_list(reward_fns: RewardFn | Sequence[RewardFn]) -> list[RewardFn]:
         raise ValueError(f"reward_fns must be a function or a list of functions; got {show(reward_fns)}")
     for fn in fns:
         if not callable(fn):
-            raise ValueError(f"reward_fns must contain functions; got {fn!r}")
+            raise ValueError(f"reward_fns must contain only functions; got {fn!r}")
     return list(fns)
 
 

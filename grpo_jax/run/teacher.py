@@ -158,5 +158,8 @@ def _read_array(value: object, name: str, mask: np.ndarray) -> np.ndarray:
             raise ValueError(f"teacher.score must return {name} as integers ≥ 0; got {show(x)} ({x.dtype})")
         return np.where(mask, x, 0).astype(np.int32)
     if not np.isfinite(unmasked).all() or (unmasked > ROUNDING).any():
-        raise ValueError(f"teacher.score must return {name} that are finite and ≤ 0 (natural logarithms)")
+        raise ValueError(
+            f"teacher.score must return {name} that are finite and ≤ 0 (natural logarithms); got values from"
+            f" {unmasked.min()} to {unmasked.max()}"
+        )
     return np.where(mask, np.minimum(x, 0), 0).astype(np.float32)

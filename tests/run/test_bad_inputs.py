@@ -94,7 +94,7 @@ BAD = [
         "1 of 2 prompts are longer than max_prompt_length=2; the longest is dataset row 1"),
     (dict(reward_fns=None), "reward_fns must be a function or a list of functions; got None"),
     (dict(reward_fns=[]), "reward_fns is empty; pass at least one reward function"),
-    (dict(reward_fns=[right, 3]), "reward_fns must contain functions; got 3"),
+    (dict(reward_fns=[right, 3]), "reward_fns must contain only functions; got 3"),
     (dict(reward_fns=lambda completions, anwser: 0), f"is not a column of the dataset {GIVEN}; did you mean 'answer'?"),
     (dict(reward_fns=lambda completions, /: 0), "'lambda' has positional-only parameters"),
     (dict(reward_fns=lambda of="answer": 0), "if it is a factory, pass its result: lambda(...)"),
