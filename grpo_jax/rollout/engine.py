@@ -196,10 +196,10 @@ class Engine:
             with contextlib.suppress(ConnectionLost):
                 if await self._has_loaded():
                     return table
-            message = f"{self._server.url} was restarted and no longer has the run's weights"
+            message = f"{self._server.url} no longer has the run's weights; it may have been restarted"
             if batch.answer_turn is not None:  # environments cannot answer the same turns twice
                 break
-            warnings.warn(f"{message}; sampling the batch again", stacklevel=2)
+            warnings.warn(f"{message}. Sampling the batch again", stacklevel=2)
         raise EngineError(f"{message}. {NOT_TRAINED}")
 
     async def _complete(self, batch: _Request, table: Table, requests: Requests, row: int) -> None:

@@ -216,7 +216,7 @@ class VLLM:
         except StatusError as error:
             if "already been loaded" in str(error):
                 return
-            fix = ". Check that the server can read the weights under this path" if "_path" in str(body) else ""
+            fix = ". If the server cannot read the weights, pass another directory" if "_path" in str(body) else ""
             if error.status in (404, 405):
                 fix = (
                     f". Start it as `{START_COMMAND}`, with access to {body.get('lora_path', 'the weights directory')}"

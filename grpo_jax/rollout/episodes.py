@@ -338,6 +338,6 @@ def with_appended_text(prompt: str | Messages, text: str) -> str | Messages:
 
 
 def appended_text(prompt: str | Messages, extended: str | Messages) -> str:
-    """Return the text that `with_appended_text` added. Prompts may contain images, which are not JSON."""
+    """Return the text that `with_appended_text` added. It is stored instead of the prompt, which may contain images."""
     old, new = (x if isinstance(x, str) else x[-1]["content"] for x in (prompt, extended))
     return new[len(old) :] if isinstance(new, str) else str(new[-1]["text"])

@@ -177,7 +177,7 @@ class _MultiTurnDecoder:
         return observed
 
     def _prefill_observations(self, observed: Mapping[int, Sequence[int]]) -> None:
-        """Prefill each turn's last token and its observation, and draw the first token of the next turn."""
+        """Prefill each turn's last token and the next observation, and draw the first token of the next turn."""
         if not observed:
             return
         job, table = self.job, self.table
@@ -214,7 +214,7 @@ class _MultiTurnDecoder:
         self._record(np.where(answered, self.rows, -1), drawn)
 
     def _ring_size(self, min_slots: int) -> int:
-        """Return a ring size of at least `min_slots` slots. Only a few sizes are used, since each is compiled."""
+        """Return a ring size of at least `min_slots` slots. Sizes are rounded up, since each needs compilation."""
         sizes = (*self.layouts.slots[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= min_slots), min_slots) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
