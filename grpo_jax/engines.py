@@ -117,7 +117,8 @@ class EngineScorer:
             )
         if config.distillation_topk != self.top_k:
             problems.append(
-                f"distillation_topk must equal the scorer's top_k, {self.top_k}; got {config.distillation_topk}"
+                f"distillation_topk must equal the scorer's top_k, {self.top_k}; got {config.distillation_topk}."
+                " Pass the same value to both"
             )
         raise_all("teacher", problems)
         self._score_all([[1, 2, 3]])  # ids that exist in any vocabulary

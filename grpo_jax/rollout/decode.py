@@ -33,7 +33,7 @@ class DecodeState(flax.struct.PyTreeNode):
 
     At each step, all completions write to the same slot of a ring buffer. A completion whose turn has ended stops
     writing, so completions end in different slots. Before the next turns, `rearrange` rotates each completion's ring so
-    that all end in the same slot:
+    that all observations, which are prefilled next, end in the same slot:
 
     ```
                        turn ends             rotated       prefilled next

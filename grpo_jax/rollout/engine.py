@@ -97,7 +97,7 @@ class Engine:
     def set_params(self, policy: Policy, params: Params) -> None:
         """Write the params to files for later calls, and score the probe. The params may be donated afterwards.
 
-        All processes of a run must call this function together.
+        Does nothing if these arrays were written last. All processes of a run must call this function together.
         """
         leaves = jax.tree.leaves(params)
         if self._version is not None and self._is_current(leaves):

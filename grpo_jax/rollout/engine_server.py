@@ -165,7 +165,7 @@ class VLLM:
         return ServerTurn(tokens, log_probs, ended)
 
     async def log_probs(self, ids: Sequence[int], k: int = 0) -> list[dict[int, float]]:
-        """Return log-probs at temperature 1 for each of ids[1:] and for the k most probable tokens at its position.
+        """Return log-probs at temperature 1 for ids[1:], and for the k most probable tokens at each of their positions.
 
         The list has one dict per position, which maps token ids to log-probs.
         """

@@ -184,7 +184,7 @@ class Episode:
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
             answer, reward = answer
             if not hasattr(self.environment, "get_reward"):
-                problem = "returned a reward, which requires a get_reward method that returns a final reward or None"
+                problem = "returned a reward, but there is no get_reward; add one that returns a number or None"
                 raise self._failure("respond", problem)
             number = _to_float(reward)
             if not isinstance(number, float) or not math.isfinite(number):

@@ -85,8 +85,8 @@ def make_interaction(
 ) -> Interaction | None:
     """Build a run's `Interaction` from arguments of `train`.
 
-    Returns None if there are neither tools nor environments. Each factory is called once. Raises a single ValueError
-    that lists all problems, including problems with the rows and the chat template.
+    Returns None if there are neither tools nor environments. Each factory is called once. Raises ValueError if a tool,
+    an environment, a row or the chat template is invalid.
     """
     if not tools and environment_factory is None:
         return None
@@ -165,7 +165,7 @@ def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction |
 
 
 def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[RewardFn]) -> list[float] | None:
-    """Append a weight of 1 for each `EnvironmentReward`, unless `weights` already covers all reward functions."""
+    """Append a weight of 1 for each `EnvironmentReward` if `weights` has one weight for each other function."""
     added = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
     return None if weights is None else [*weights, *[1.0] * (added if len(weights) == len(reward_fns) - added else 0)]
 
@@ -232,7 +232,7 @@ class EpisodeRecord:
     turns: list[tuple[bool, str]] = dataclasses.field(default_factory=list)  # (True if sampled by the policy, text)
     messages: Messages = dataclasses.field(default_factory=list)  # turns and observations, if the prompt has messages
     lengths: list[int] = dataclasses.field(default_factory=list)  # number of tokens in each turn by the policy
-    reward: float | list[float] | str | None = None  # reward, or one per turn; None if not scored
+    reward: float | list[float] | str | None = None  # see `Episode.reward`
     calls: int = 0  # number of tool calls
     failures: int = 0  # number of failed tool calls
     errors: int = 0  # number of environment errors

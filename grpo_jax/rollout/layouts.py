@@ -49,7 +49,7 @@ MIN_COMPLETIONS = 8
 """Minimum number of completions in later layouts. On a CPU, a matrix product with fewer rows takes just as long."""
 
 MAX_SMALLER = 3
-"""Maximum number of smaller layouts."""
+"""Maximum number of layouts that are smaller than the first."""
 
 MIN_PER_THREAD = 16
 """Minimum number of completions per thread, if there are several. Smaller matrix products are inefficient."""

@@ -48,7 +48,7 @@ class Table:
         return ended | (new.any(axis=-1) & (state == settings.stops.final_state))
 
     def append_sampled(self, completion: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        """Append tokens that were drawn by an inference server."""
+        """Append tokens that were drawn by an inference server, with their log-probs."""
         new = slice(self.lengths[completion], self.lengths[completion] + len(tokens))
         self.append_observation(completion, tokens)
         self.mask[completion, new], self.log_probs[completion, new] = True, log_probs
@@ -94,7 +94,7 @@ class SamplingJob:
         return np.where(groups[:, None] < b, groups[:, None] * g + np.arange(g), -1)
 
     def inputs(self, groups: np.ndarray) -> tuple[Prompts, jax.Array]:
-        """Place the prompts and keys of groups [B'] on the devices. Group indices ≥ B repeat the last group."""
+        """Return the prompts and keys of groups [B'] on the devices. Group indices ≥ B repeat the last group."""
         indices = np.minimum(groups, len(self.keys) - 1)
         prompts, keys = jax.tree.map(lambda x: x[indices], (self.prompts, self.keys))
         return shard((prompts, keys), self.mesh)

@@ -32,7 +32,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "array": (list, "a list"),
     "object": (dict, "an object"),
 }
-"""Python types and names for messages, keyed by JSON schema type."""
+"""Python types, and descriptions of values for error messages, keyed by JSON schema type."""
 
 
 @dataclasses.dataclass(frozen=True)

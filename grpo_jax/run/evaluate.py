@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # optional features, imported when used
     from grpo_jax.run.sampler import Sampler
 
 EVALUATION = 2
-"""Value folded into the seed's PRNG key for evaluation. Others: 0 (sampling), 1 (dropout), 3 (an `AdvantageFn`)."""
+"""Value folded into the seed's PRNG key for evaluation. Sampling uses 0, dropout 1 and `AdvantageFn` 3."""
 
 
 def evaluate(
@@ -75,7 +75,8 @@ def evaluate(
         completion's rewards, averaged over completions (`rewards.calls.total_rewards`); `mean_length`, in tokens;
         `clipped_ratio`, the fraction of truncated completions; and metrics logged with `log_metric`. With several
         datasets, each name starts with `<dataset>/`.
-      rows: one dict per completion, in dataset order, with prompt, completion, rewards and ended.
+      rows: one dict per completion, in dataset order, in the format of `completions.jsonl`: prompt, completion,
+        rewards, ended and, if present, images, turns, turn rewards and logged columns.
 
     Raises:
       ValueError: if settings, rows or reward functions are invalid. Raised before sampling starts.

@@ -87,12 +87,12 @@ def check_context_length(policy: Policy, longest_prompt: int, max_completion_len
     fix = (
         f"use {remaining} or less, or shorter prompts"
         if remaining > 0
-        else "the prompts leave no room for completions: shorten them, drop long ones (max_prompt_length with"
+        else "the prompts leave no space for completions: shorten them, drop long ones (max_prompt_length with"
         ' on_long_prompt="drop"), or use a model with a longer context'
     )
     raise ValueError(
-        f"{prefix}max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens, this"
-        f" exceeds the model's {shape.max_position_embeddings} positions; {fix}"
+        f"{prefix}max_completion_length = {max_completion_length}: with prompts of up to {longest_prompt} tokens, the"
+        f" total exceeds the model's {shape.max_position_embeddings} positions; {fix}"
     )
 
 

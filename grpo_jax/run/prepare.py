@@ -66,7 +66,7 @@ def prepare(
     """Validate the arguments to `train` and build the `Run`. Most errors are collected and raised as one ValueError."""
     if not isinstance(config, GRPOConfig):
         raise ValueError(
-            f"config must be a GRPOConfig; got {type(config).__name__}. GRPOConfig.from_dict converts a dict."
+            f"config must be a GRPOConfig; got {type(config).__name__}. Convert a dict with GRPOConfig.from_dict."
         )
     check_is_policy(policy)
     policy.check_held()
@@ -130,7 +130,7 @@ def encode_and_place(
     *,
     num_reward_fns: int = 0,
 ) -> tuple[Policy, _Config, jax.sharding.Mesh | None, dict[str, Encoded]]:
-    """Tokenize the datasets, add a trained vision tower, and place the policy on the run's devices.
+    """Tokenize the datasets, add the vision tower if it is trainable, and place the policy on the run's devices.
 
     `rows` and the encoded datasets are keyed by argument name. In the returned config, the mesh and the compute dtype
     are resolved for these devices. Raises ValueError for `errors` and for errors in tokens, sizes and devices.

@@ -39,7 +39,7 @@ ARGUMENTS = tuple(
 )
 """Names of `generate`'s arguments that a sampler can take."""
 ROUNDING = 1e-2
-"""Largest log-prob above 0 that is accepted as a rounding error, in nats."""
+"""Largest positive log-prob, in nats, that is accepted as a rounding error of 0."""
 
 
 class Sampler(Protocol):
@@ -49,8 +49,8 @@ class Sampler(Protocol):
     `rollout.turns.AnswerTurn`, or None), which returns the observation after a turn, for multi-turn completions.
     `**kwargs` receives all arguments except these two. `engines.vllm` returns a sampler.
 
-    A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Where `mask` is False, values are
-    ignored. Its fields:
+    A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Log-probs are ignored where `mask` is
+    False, and tokens after the end of a completion. The fields are:
 
       tokens: token ids, [B, G, T] integers with T ≤ `max_completion_length`.
       mask: [B, G, T] bool, True from the first to the last token of a completion, including a sampled EOS.

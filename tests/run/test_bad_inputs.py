@@ -103,9 +103,9 @@ BAD = [
     (dict(policy="Qwen/Qwen3-0.6B"), "policy must be a Policy; got str. Load one with from_pretrained."),
     (dict(policy=lambda: tiny_policy().replace(tokenizer=None)), "policy has no tokenizer: its checkpoint has no"),
     (dict(policy=other_vocabulary), "but the model's vocabulary size is 40. Use the tokenizer from"),
-    (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict. GRPOConfig.from_dict converts a dict."),
+    (dict(config={"max_steps": 1}), "config must be a GRPOConfig; got dict. Convert a dict with GRPOConfig.from_dict."),
     (dict(max_completion_length=400),
-        "max_completion_length = 400: with prompts of up to 3 tokens, this exceeds the model"),
+        "max_completion_length = 400: with prompts of up to 3 tokens, the total exceeds the model"),
     (dict(mesh={"data": 2, "tensor": 3}),
         "tensor = 3 does not divide the model's 4 heads and 32 MLP channels. Use one of 1, 2, 4"),
     (dict(mesh={"fsdp": 5}), "mesh = {'fsdp': 5}: fsdp = 5 does not divide the model's width of 16. Use one of"),
@@ -114,7 +114,7 @@ BAD = [
         "needs the argument 'answer', which is not a column of eval_dataset (columns: no"),
     (dict(eval_dataset=ROWS, num_generations_eval=3),
         "per_device_eval_batch_size = 8: must be a multiple of the group size 3"),
-    (dict(dataset=[{"prompt": "ab" * 150}]), "the prompts leave no room for completions"),
+    (dict(dataset=[{"prompt": "ab" * 150}]), "the prompts leave no space for completions"),
 ]  # fmt: skip
 
 
