@@ -54,7 +54,7 @@ def read_stdin() -> Iterator[str]:
 
 
 def attach_images(lines: Iterable[str]) -> Iterator[tuple[str, list[Json]]]:
-    """Yield prompts, each with the image parts of the lines `/image PATH` before it."""
+    """Yield prompts, each with the image parts from the `/image PATH` lines that precede it."""
     images: list[Json] = []
     for line in lines:
         if line.startswith("/image "):
@@ -67,7 +67,7 @@ def attach_images(lines: Iterable[str]) -> Iterator[tuple[str, list[Json]]]:
 def run_chat(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
     """Complete the prompts one by one, printing each completion as it is sampled at `config.eval_temperature`.
 
-    With a chat template, prompts form a conversation; an empty prompt starts a new one. Otherwise, they are separate.
+    With a chat template, prompts form a conversation; an empty prompt starts a new one. Otherwise, each is separate.
     A prompt `/image PATH` adds an image to the next prompt, which must contain the image token if there is no template.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)

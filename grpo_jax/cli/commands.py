@@ -170,8 +170,8 @@ def _last_dir(run: RunFile, run_dir: Path) -> Path:
 def _keep_run_file(run: RunFile) -> Callable[[int, Mapping[str, float]], None]:
     """Copy the RUN.yaml into the run directory for later commands. Returns a callback for `train`.
 
-    If the directory already contains one, the callback replaces it after the first logged step, since `train` may
-    reject the new settings.
+    If the directory already contains a RUN.yaml, the callback replaces the file after the first logged step, since
+    `train` may reject the new settings.
     """
     if run.run_dir is None or jax.process_index() > 0:
         return lambda step, metrics: None
@@ -343,7 +343,7 @@ def report(arguments: Namespace) -> None:
 
 
 def from_trl(arguments: Namespace) -> None:
-    """Convert a TRL config to a RUN.yaml (`grpo-jax from-trl`). Exits with status 1 if a field cannot be converted."""
+    """Convert a TRL config to a RUN.yaml (`grpo-jax from-trl`). The exit status is 1 if a field cannot be converted."""
     run, migration = from_trl_script(read_file(Path(arguments.script).expanduser()))
     text = "".join(f"# {line}\n" for line in migration.notes()) + dump_yaml(run)
     if arguments.out is None:

@@ -54,9 +54,9 @@ _WORDS = ("cat", "bird", "hello", "moon", "apple", "jump", "quick", "water", "fo
 
 
 def write_start(folder: str | Path) -> list[Path]:
-    """Write a run file, ten rows, a reward function and a tiny model. Returns the paths of all except the model.
+    """Write a run file, ten rows, a reward function and a tiny model. Returns the paths of the first three.
 
-    The task is to write letters that occur in a given word. Raises ValueError if one of the files exists.
+    The task is to write letters that occur in a given word. Raises ValueError if one of the paths exists.
     """
     folder = Path(folder).expanduser()
     files = [folder / name for name in ("my_run.yaml", "rows.jsonl", "rewards.py")]

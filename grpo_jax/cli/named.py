@@ -67,7 +67,7 @@ def _import_module(name: str, folder: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under its own name, so that worker processes find it, or under a new name if its own is taken."""
+    """Import a file as module `path.stem`, so that worker processes can import it. If taken, another name is used."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -117,7 +117,7 @@ def _call(factory: Callable[..., _Server], name: object, arguments: object) -> _
 
 
 def server_of(entry: object, factory: Callable[..., _Server]) -> _Server:
-    """Create a server with `factory` from an entry `{vllm: {base_url: ..., ...}}` or `{vllm: ADDRESS}`."""
+    """Call `factory` with the arguments in an entry `{vllm: {base_url: ..., ...}}` or `{vllm: ADDRESS}`."""
     if not isinstance(entry, dict) or [*entry] != ["vllm"]:
         raise ValueError("use {vllm: {base_url: http://HOST:PORT}}, or module:name")
     arguments = entry["vllm"] if isinstance(entry["vllm"], dict) else {"base_url": entry["vllm"]}

@@ -271,12 +271,12 @@ def _sampler(entry: object, folder: Path) -> Sampler:
 
 
 def read_lora(entry: object) -> dict[str, Any] | None:
-    """Convert a rank or a mapping to arguments for `add_lora`. By default, alpha is twice the rank."""
+    """Convert a rank or a mapping to arguments for `add_lora`. Defaults: rank 16, alpha twice the rank."""
     if entry is None:
         return None
     specified = {"rank": entry} if isinstance(entry, int) else entry
     if not isinstance(specified, dict) or not specified.keys() <= _LORA.keys():
-        raise ValueError(f"must be a rank, or a mapping with the keys {', '.join(_LORA)}")
+        raise ValueError(f"must be a rank, or a mapping with some of the keys {', '.join(_LORA)}")
     errors = {name: read(_LORA[name], value)[1] for name, value in specified.items()}
     raise_all("lora", [f"{name} = {show(specified[name])}: {fault}" for name, fault in errors.items() if fault])
     return {"rank": 16, "alpha": 2.0 * specified.get("rank", 16), **specified}

@@ -55,7 +55,7 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a mapping from a YAML file. Raises ValueError if the file is not YAML or not a mapping."""
+    """Read a mapping from a YAML file. Raises ValueError if the file does not contain a YAML mapping."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; pass the path of a RUN.yaml")
     try:

@@ -23,7 +23,7 @@ _METRICS = (
     ("completions/mean_length", "length", 1),
     ("tokens_per_second", "tokens/s", None),
 )
-"""Displayed metrics as (name, label, decimals); None means three significant digits. The loss is shown only for SFT."""
+"""Displayed metrics as (name, label, decimals); None means three significant digits. Loss is shown if no reward is."""
 
 SILENCE = 30
 """Seconds without output after which the current activity is printed."""

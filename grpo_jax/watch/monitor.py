@@ -23,21 +23,21 @@ if TYPE_CHECKING:  # otherwise imported only if `report_to` names a tracker
     from grpo_jax.watch.trackers import Tracker
 
 MAX_WARNINGS = 200
-"""Maximum number of distinct warnings kept in `warnings.jsonl`."""
+"""Maximum number of distinct warnings and hints in `warnings.jsonl`."""
 
 Callback = Callable[[int, Mapping[str, float]], object]
-"""A function called as `callback(step, metrics)` after every logged step, with the metrics written to `metrics.jsonl`.
+"""A function called as `callback(step, metrics)` after each logged step and each evaluation, with their metrics.
 
 ```python
 callbacks = [lambda step, metrics: wandb_run.log(metrics, step=step)]
 ```
 
-If a callback raises `StopRun`, the run saves a checkpoint and ends. Any other exception propagates out of `train`.
+If a callback raises `StopRun`, `train` saves a checkpoint if `run_dir` is set, and returns. Other exceptions propagate.
 """
 
 
 class StopRun(Exception):
-    """Exception that a callback raises to end the run after this step. The run is saved; `train` returns its state."""
+    """Exception that a callback raises to end the run after this step. `train` then returns the state."""
 
 
 @dataclasses.dataclass
@@ -49,7 +49,7 @@ class Progress:
       updates_done: number of updates made on the current batch; 0 between iterations.
       evaluated: step of the last evaluation; −1 before the first.
       skipped: current number of consecutive updates skipped because the loss or gradient was not finite.
-      metric: latest value of `metric_for_best_model`; `metrics` maps the steps of scheduled checkpoints to its values.
+      metric: latest value of `metric_for_best_model`; `metrics` maps the steps of scheduled checkpoints to values.
       in_progress: whether an engine is already sampling completions for the prompts that start at `cursor`.
       window: dict that maps each metric name to [sum, count] since the last logged line.
     """
@@ -91,7 +91,7 @@ class Progress:
                 total[1] += 1
 
     def log_line(self) -> dict[str, float]:
-        """Return totals and each metric's mean since the last call. `ratio_max` is the mean of per-update maxima."""
+        """Return totals, and metrics' means since the last call. `ratio_max` is the mean of per-update maxima."""
         means = {name: total / count if count else math.nan for name, (total, count) in self.window.items()}
         self.window = {}
         return {**means, "num_tokens": self.tokens, "num_prompts": self.cursor}
@@ -101,7 +101,7 @@ class Phases:
     """Stopwatch for an iteration's phases.
 
     Phases may be nested; time is attributed to the innermost phase only. JAX dispatches asynchronously, so a phase must
-    wait for its results. Otherwise, their time is attributed to the next phase.
+    wait for its results. Otherwise, part of its time is attributed to the next phase.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -144,9 +144,9 @@ class Phases:
 class Monitor:
     """A run's log files, callbacks, trackers, stopwatch, hints and display.
 
-    Inside the context, Python warnings are also written to `warnings.jsonl`. Exiting it writes the report and closes
-    the trackers. `hints` maps a line of metrics to its new hints (see `watch.hints`). `quiet=True`, for processes that
-    do not log, disables the display and the trackers. `stopped` is True once a callback has raised `StopRun`.
+    Inside the context, Python warnings are also written to `warnings.jsonl`. Exiting the context writes the report and
+    closes the trackers. `hints` maps a line of metrics to its new hints (see `watch.hints`). `quiet=True`, for
+    processes that do not log, disables display and trackers. `stopped` is True once a callback raised `StopRun`.
     """
 
     def __init__(

@@ -29,15 +29,15 @@ RUN_COLUMNS = ("step", "prompt", "images", "completion", "turns", "rewards", "tu
 """Columns in `completions.jsonl` that the run writes. Others were logged by reward functions."""
 
 STEPS = 12
-"""Number of steps whose completions are shown. They are evenly spaced and include the first and the last step."""
+"""Maximum number of steps whose completions are shown. They are evenly spaced and include the first and last step."""
 COMPLETION_BYTES = 2_000_000
-"""Maximum total size of the completions, in bytes."""
+"""Approximate maximum of the total size of completions and images, in bytes."""
 TEXT = 6000
 """Maximum length of a prompt or completion, in characters. Longer text is abbreviated in the middle."""
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> None:
-    """Write `report.html` and `report.png`. If writing a file fails, issues a warning and keeps its last version."""
+    """Write `report.html` and `report.png`. If a file cannot be written, issues a warning and keeps the old file."""
     run_dir = Path(run_dir)
 
     def draw(file: IO[bytes]) -> None:
@@ -54,7 +54,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> None:
 
 
 def html_report(run_dir: str | os.PathLike[str]) -> str:
-    """Return a run's HTML report, built from the files in `run_dir`. Encode it as UTF-8."""
+    """Return a run's HTML report, built from the files in `run_dir`. It must be encoded as UTF-8."""
     run_dir = Path(run_dir)
     lines, about = list(read_lines(run_dir / "metrics.jsonl")), read_settings(run_dir)
     config = about.get("config", {})
@@ -156,7 +156,7 @@ def _add_row(groups: list[dict[str, Any]], row: dict[str, Any], num_generations:
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a line, or −1 if it is incomplete. For speed, the JSON is not parsed."""
+    """Return the step of a line, or −1 if the line is incomplete. For speed, the JSON is not parsed."""
     match = re.match(rb'\{"step": (\d+)', line)
     return int(match[1]) if match and line.endswith(b"\n") else -1
 

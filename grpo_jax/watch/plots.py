@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 POINTS = 400
 """Maximum number of values per curve. A panel is about 400 pixels wide."""
 SMOOTHED = 20
-"""Minimum number of values for a curve to be smoothed."""
+"""Minimum number of finite values for a curve to be smoothed."""
 
 COLORS = {
     "policy": ("#0072b2", "#56b4e9"),
@@ -55,7 +55,7 @@ DARK = Theme("#1c2229", "#e6eaee", "#9aa7b4", "#333c46")
 
 
 class Curve(NamedTuple):
-    """A metric in a panel: label, key of `COLORS`, values [n] (NaN if missing), smoothed values [n] (None if few)."""
+    """A metric in a panel: label, key in `COLORS`, values [n] (NaN if missing), and smoothed values [n] or None."""
 
     label: str
     color: str
@@ -64,7 +64,7 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A panel: title, unit, lower limit of the y axis (None: the lowest value), steps [n ≤ `POINTS`] and curves."""
+    """A panel: title, unit, lower limit of the y axis (None: automatic), steps [n ≤ `POINTS`] and curves."""
 
     title: str
     unit: str

@@ -98,6 +98,6 @@ def headline(lines: Sequence[Line]) -> str:
 
 
 def changed_settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return the settings in a `run.json` that differ from its config class's defaults."""
+    """Return the settings in a `run.json` that differ from the defaults of the run's config class."""
     defaults: dict[str, JSON] = json.loads(json.dumps(config_class(config)().to_dict()))
     return {name: value for name, value in config.items() if name not in defaults or defaults[name] != value}

@@ -9,8 +9,8 @@
 | `warnings.jsonl` | one JSON object per warning: step, category, message |
 | `report.html`, `report.png` | the report, written by `page.write_report` |
 
-Metrics that TRL also logs have TRL's names. The others are `kl_initial`, `seconds/<phase>` (time since the previous
-line), and `eval/<function>` and `eval/reward` for held-out prompts.
+Metrics that TRL also logs have TRL's names. Other metrics include `kl_initial`, `seconds/<phase>` (time since
+the previous line), and `eval/<function>` and `eval/reward` for held-out prompts.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
         "environment_factory": ("os:nothing", "environment_factory = 'os:nothing': os does not define nothing"),
         "advantage_fn": ("os:nothing", "advantage_fn = 'os:nothing': os does not define nothing"),
         "surrogate": ("ppo", "surrogate = 'ppo': is not a reference; use module:name or file.py:name"),
-        "lora": ({"rang": 8}, "lora = {'rang': 8}: must be a rank, or a mapping with the keys rank, alpha"),
+        "lora": ({"rang": 8}, "lora = {'rang': 8}: must be a rank, or a mapping with some of the keys rank, alpha"),
         "param_dtype": ("float8", 'param_dtype = \'float8\': must be "float32" or "bfloat16"'),
         "run_dir": (7, "run_dir = 7: must be a string"),
         "quantize": ("int4", 'quantize = \'int4\': must be "nf4" or "int8"'),
