@@ -1,4 +1,4 @@
-"""Reading and validation of a RUN.yaml and the command line. Reports all errors together, before weights are loaded."""
+"""Read and validate a run file and the command line. All errors are reported together, before weights are loaded."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _olmo3(keys: Keys) -> Fields:
     theta = keys["rope_theta"]
     if theta != 5e5 and not keys["rope_parameters"]:
         # transformers uses `rope_theta` only for full attention; sliding-window layers always use 500000.
-        raise keys.refuse("rope_theta", theta, "500000.0 unless 'rope_parameters' sets the base of all layers")
+        raise keys.refuse("rope_theta", theta, "500000.0 unless 'rope_parameters' sets the RoPE base for all layers")
     return {
         **biases_of(keys),
         "qk_norm": "flat",

@@ -223,7 +223,7 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _dequantized_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """Return bfloat16 [experts, in, out] from blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32]."""
+    """Return weights [experts, in, out] from blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32]."""
     experts, out, count, half = blocks.shape
 
     def rows(first: int, count: int) -> np.ndarray:

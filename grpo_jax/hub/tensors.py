@@ -41,7 +41,7 @@ class ParamSlice:
 
     @property
     def rows(self) -> int:
-        """Number of rows in the stored tensor."""
+        """Number of rows of the stored tensor that this slice occupies."""
         return self.shape[-1] if self.transposed else self.shape[0]
 
 

@@ -67,7 +67,8 @@ def turn_advantages(
       Rewards to go and state-dependent baselines: Williams, "Simple statistical gradient-following algorithms" (1992),
       and Greensmith, Bartlett, Baxter, "Variance reduction techniques for gradient estimates" (2004). DeepSeekMath
       (arXiv:2402.03300), section 4.1.3, normalizes each step's reward over all steps in the group, then sums over the
-      following steps. Discounts: Nota, Thomas, "Is the policy gradient a gradient?" (arXiv:1906.07073).
+      following steps. No discount is applied; see Nota, Thomas, "Is the policy gradient a
+      gradient?" (arXiv:1906.07073).
 
     Example:
       Two completions with two turns each. Only the first turn of the first completion has a reward.

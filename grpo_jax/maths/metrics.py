@@ -108,7 +108,7 @@ def merge_metrics(first: MetricSums, second: MetricSums) -> MetricSums:
 
 
 def empty_sums(like: MetricSums) -> MetricSums:
-    """Return metrics of an empty part with the shapes and dtypes of `like`, which may be abstract."""
+    """Return the metrics of an empty part of a batch, with the shapes and dtypes of `like`, which may be abstract."""
     return MetricSums(
         sums=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.sums),
         maxes=jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), like.maxes),

@@ -22,7 +22,9 @@ def _check_trees(ref_params: Params, params: Params) -> None:
     )
     if ref_leaves.keys() != leaves.keys():
         names = sorted(ref_leaves.keys() ^ leaves.keys())
-        raise ValueError(f"ref_params and params differ in structure; missing from one of them: {', '.join(names)}.")
+        raise ValueError(
+            f"ref_params and params differ in structure; these leaves are missing from one of them: {', '.join(names)}."
+        )
     for name, ref_leaf in ref_leaves.items():
         leaf = leaves[name]
         if jnp.shape(ref_leaf) != jnp.shape(leaf):

@@ -1,6 +1,6 @@
-"""Caches for keys, values and recurrent states, packed segments, and layer inputs.
+"""Inputs of layers: caches of keys, values and recurrent states, and the segments of packed sequences.
 
-The leading axes are B (prompts), heads and G (completions). Arrays for prompts do not have the axis G.
+The leading axes of a cache are B (prompts), heads and G (completions). Arrays for prompts do not have the axis G.
 """
 
 from __future__ import annotations

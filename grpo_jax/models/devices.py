@@ -184,7 +184,7 @@ def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramC
 
     `arguments` is the size of the params in bytes per device. It is subtracted if the size in the message includes it.
     """
-    key = hash((lowered.as_text(), arguments))  # `plan` needs the update twice
+    key = hash((lowered.as_text(), arguments))  # cached, because `plan` asks for the cost of the update twice
     if key not in _costs:
         _costs[key] = _compile(lowered, arguments)
     return _costs[key]

@@ -1,4 +1,4 @@
-"""Matrix products with gradients that are also fast on CPUs, in forward and reverse mode and under `jax.vmap`."""
+"""Matrix products whose gradients are also fast on CPUs, in forward and reverse mode and under `jax.vmap`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def matmul(
 
 
 def _contract(x: jax.Array, w: jax.Array, transposed: bool, dtype: DTypeLike | None = None) -> jax.Array:
-    """Return x w or x wᵀ. In a loop, XLA would store an explicit transpose of w as a copy of the weights."""
+    """Return x w or x wᵀ without an explicit transpose, of which XLA would store a copy in a loop."""
     return jax.lax.dot_general(x, w, (((1,), (int(transposed),)), ((), ())), preferred_element_type=dtype)
 
 

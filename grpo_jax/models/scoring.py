@@ -316,7 +316,7 @@ def completion_log_probs(
 
     Args:
       model: one of this package's models, or any `types.Model`.
-      params: the model's parameters, which may be differentiated.
+      params: the model's parameters. The result is differentiable with respect to them.
       prompts: prompts with tokens [B, P] int32.
       completions: completions with tokens and mask [B, G, T].
       temperature: unitless divisor of the logits, > 0.

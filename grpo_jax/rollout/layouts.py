@@ -98,7 +98,7 @@ class Layouts:
         also read empty slots, so that a smaller cache is faster.
         """
         max_slots, tokens = num_cache_slots(length, fixed=fixed), max(1, length - 1)
-        # Bursts end where the cache grows. In a short rollout, all bursts have the same length, so that few steps
+        # Bursts end where the cache grows. A short rollout is divided into bursts of equal length, so that few steps
         # run after all completions have ended.
         steps = BURST if tokens > MIN_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [max_slots]

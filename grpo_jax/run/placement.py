@@ -32,7 +32,9 @@ def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None,
     if mesh is None:
         return None, config
     if not set(mesh.axis_names) <= set(AXES):
-        raise ValueError(f"policy must be placed on a mesh with axes among {', '.join(AXES)}; got {mesh.axis_names}")
+        raise ValueError(
+            f"policy must be placed on a mesh whose axes are all in {', '.join(AXES)}; got {mesh.axis_names}"
+        )
     axes = dict(mesh.shape) if config.mesh is None else config.mesh
     if (shape := shape_of(policy)) is not None:
         channels = math.gcd(shape.intermediate_size, shape.expert_size if shape.num_experts else 0)

@@ -168,7 +168,7 @@ def derive_run(
     surrogate: Surrogate | None = None,
     teacher: Policy | Scorer | None = None,
 ) -> Run:
-    """Build a `Run` from validated arguments, without reward functions and evaluation data. Params may be abstract."""
+    """Build a `Run` from validated arguments, without reward functions or evaluation data. Params may be abstract."""
     if prompt_length is None:
         prompt_length = config.padded(max(map(len, data.token_ids)))
     sizes, total_steps = config.sizes(), config.total_steps(len(data.rows))

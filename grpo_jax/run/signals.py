@@ -50,7 +50,7 @@ class StopSignals:
             raise Interrupted
 
     def exit(self) -> NoReturn:
-        """Raise SystemExit with status 128 + signal number, or KeyboardInterrupt for SIGINT in interactive use."""
+        """Raise SystemExit with status 128 + the signal number, or KeyboardInterrupt in an interactive session."""
         if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython also sets `ps1`
             raise KeyboardInterrupt
         raise SystemExit(128 + (self.received or signal.SIGTERM))

@@ -155,7 +155,7 @@ def tool_message(name: str, text: str) -> Message:
 
 
 def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...]:
-    """Return the ids of the special tokens that `turn_text` removes, which are all except the format's markers."""
+    """Return the ids that `turn_text` removes: special tokens except markers, or none if the format keeps them."""
     if form.keeps_special_tokens:
         return ()
     special = special_tokens(tokenizer)
