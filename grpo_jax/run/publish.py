@@ -152,7 +152,7 @@ def check_push(policy: Policy, run_dir: str | os.PathLike[str] | None) -> None:
     """Raise ValueError if the policy of a run with `push_to_hub=True` cannot be uploaded."""
     if run_dir is None:
         raise ValueError(
-            "push_to_hub = True requires run_dir, because the policy is written there before it is uploaded; pass run_dir"
+            "push_to_hub = True requires run_dir, where the policy is written before it is uploaded; pass run_dir"
         )
     check_publishable(policy, "push_to_hub = True: the policy")
 
