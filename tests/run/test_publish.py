@@ -98,7 +98,7 @@ def test_failed_push_warns_during_the_run_and_raises_at_its_end(tmp_path, monkey
 
 
 def test_invalid_push_is_rejected_before_training(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="push_to_hub = True needs a run_dir"):
+    with pytest.raises(ValueError, match="push_to_hub = True requires run_dir"):
         check_push(tiny_policy(), None)
     with pytest.raises(ValueError, match="push_to_hub = True: the policy has a custom model"):
         check_push(tiny_policy().replace(model=object()), tmp_path)
