@@ -4,7 +4,7 @@
 engine ─► tokens, log π_sampler ─► validation ─► log π_old, recomputed by the trainer from the same params
                                                   │
                                                   ├─► ratio π / π_old of the policy loss
-                                                  └─► importance weights π_old / π_sampler (`maths.sampler_weights`)
+                                                  └─► importance weights π_old / π_sampler (`sampler_weights`)
 ```
 """
 
