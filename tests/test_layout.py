@@ -32,7 +32,7 @@ LAYERS = [
 ]
 PURE = {"types", "messages", "maths", "models"}
 COMPOSED = {"rollout", "update"}
-HOST = {"ends", "episodes", "interaction", "tools"}  # modules of `rollout` for text and other processes
+HOST = {"ends", "episodes", "episode_setup", "tools"}  # modules of `rollout` for text and other processes
 OUTSIDE = {"pure": {"jax", "flax", "chex", "numpy"}, "composed": {"jax", "flax", "chex", "numpy", "optax"}}
 HEAVY = {"transformers", "orbax", "matplotlib", "rich", "safetensors", "huggingface_hub", "torch", "tokenizers"}
 HEAVY |= {"tensorboardX", "wandb", "trackio", "reasoning_gym", "verifiers", "openenv", "math_verify", "pebble"}

@@ -79,8 +79,9 @@ class GRPOConfig(Settings):
     num_iterations: Count = 1
     """μ, number of passes over an iteration's completions."""
     rollout_batch_size: Count | None = setting(None, resume="rounding")
-    """Completions decoded at a time across all devices; new prompts fill free slots. None decodes all at once. Each
-    device in a mesh decodes the same number of whole groups. Not in TRL."""
+    """Maximum number of completions decoded together, summed over all devices; a batch that exceeds it is decoded in
+    parts, one after another. None decodes the whole batch together. Rounded down to whole groups per device. Not in
+    TRL."""
     rollout_ahead: bool = False
     """Whether to sample the next iteration's completions while the reward functions run, before the current updates.
     The sampling policy is then one iteration old, and the ratio corrects for this. An inference server also samples

@@ -131,7 +131,10 @@ def divergence(
 
 
 def with_rest(log_probs: jax.Array) -> jax.Array:
-    """Append the log-prob of all other tokens, log(1 − Σ exp(log_probs)) ≥ about log 1e-7: [..., k] → [..., k + 1]."""
+    """Append the log-prob of all other tokens, log(1 − Σ exp(log_probs)), which is at least about log 1e-7.
+
+    The shape changes from [..., k] to [..., k + 1].
+    """
     mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), FULL)
     return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)
 

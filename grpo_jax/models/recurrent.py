@@ -34,7 +34,7 @@ class Positions(NamedTuple):
 
     position: jax.Array  # [B, G or 1, T] int32, relative to the first token of the segment or call
     length: jax.Array | None = None  # [B, G or 1] int32, number of tokens; None without padding
-    fresh: jax.Array | None = None  # [B, G or 1] bool, whether the first token is included; None without a cache
+    fresh: jax.Array | None = None  # [B, G or 1] bool, whether the call includes the first token; None without a cache
     segments: Segments | None = None  # segments of a packed sequence; None for completions
 
     @classmethod
@@ -290,8 +290,8 @@ def delta_rule(
       q, k, v: [..., N, d] float32 queries, keys and values.
       decay, beta: [..., N] float32 log α ≤ 0 and β in [0, 1]. Tokens with both zero do not change the memory.
       memory: [..., d_k, d_v] float32 memory before the first token.
-      position: [..., N] int32 position of each token in its segment, broadcastable. N must be a multiple of `chunk`.
-        If None, there is one segment, which continues from `memory`.
+      position: [..., N] int32 position of each token in its segment, broadcastable to the leading axes of q. N must be
+        a multiple of `chunk`. If `position` is None, there is one segment, which continues from `memory`.
       begins: [..., N / chunk, d_k, d_v] float32 initial memory for segments that start in each chunk.
       chunk: number of tokens per chunk, a power of two.
     """

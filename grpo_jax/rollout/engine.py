@@ -44,7 +44,7 @@ from grpo_jax.rollout.draw import DecodeSettings, completion_keys
 from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, ConnectionLost, EngineError, Requests
 from grpo_jax.rollout.engine_server import VLLM
-from grpo_jax.rollout.table import Table
+from grpo_jax.rollout.table import TokenTable
 from grpo_jax.rollout.turns import AnswerTurn, wait_for
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_jit_argument, is_builtin
 
@@ -160,7 +160,7 @@ class Engine:
             max_turn_length=min(max_completion_length, max_turn_length or max_completion_length),
             answer_turn=answer_turn,
         )
-        table, problem = Table(len(words), max_completion_length, pad_token_id), None
+        table, problem = TokenTable(len(words), max_completion_length, pad_token_id), None
         if jax.process_index() == 0:
             try:
                 table = run_on_event_loop(self._sample(batch), functools.partial(wait_for, interrupt=interrupt))
@@ -172,7 +172,7 @@ class Engine:
             raise EngineError(problem)
         return table.to_completions(len(lengths), multi_turn=bool((table.mask.sum(-1) < table.lengths).any()))
 
-    async def _sample(self, batch: _Request) -> Table:
+    async def _sample(self, batch: _Request) -> TokenTable:
         """Sample all completions with one version of the weights."""
         begin, longest = time.monotonic(), max(map(len, batch.prompts)) + batch.max_completion_length
         prepare = functools.partial(self._check_and_load, batch.settings.sampling, longest)
@@ -185,7 +185,7 @@ class Engine:
         for _ in range(MAX_RECOVERIES):
             await requests.send(prepare)
             loaded = time.monotonic()
-            table = Table(len(batch.prompts), batch.max_completion_length, batch.settings.pad_token_id)
+            table = TokenTable(len(batch.prompts), batch.max_completion_length, batch.settings.pad_token_id)
             complete = functools.partial(self._complete, batch, table, requests)
             await requests.run([functools.partial(complete, row) for row in range(len(table.lengths))])
             self.last_metrics |= {
@@ -202,7 +202,7 @@ class Engine:
             warnings.warn(f"{message}. Sampling the batch again", stacklevel=2)
         raise EngineError(f"{message}. {NOT_TRAINED}")
 
-    async def _complete(self, batch: _Request, table: Table, requests: Requests, row: int) -> None:
+    async def _complete(self, batch: _Request, table: TokenTable, requests: Requests, row: int) -> None:
         """Sample all turns of one completion, with the observations between them."""
         while True:
             begin = int(table.lengths[row])

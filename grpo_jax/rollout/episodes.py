@@ -28,7 +28,7 @@ from grpo_jax.messages import show
 from grpo_jax.models.sharding import gather_objects, local_range
 from grpo_jax.rewards.contract import copy_containers
 from grpo_jax.rewards.outcomes import describe_failure
-from grpo_jax.rollout.interaction import EpisodeRecord, Interaction, schemas_of
+from grpo_jax.rollout.episode_setup import EpisodeRecord, EpisodeSetup, schemas_of
 from grpo_jax.rollout.tools import Tool, as_text, bind_arguments, call_within, environment_tools, reset_arguments
 from grpo_jax.rollout.turns import TRUNCATED
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message, tool_message, turn_text
@@ -52,11 +52,11 @@ class _Failed(Exception):
 class Episode:
     """One completion with its environment. Error messages contain `description`, its dataset row and index."""
 
-    def __init__(self, interaction: Interaction, row: Row, description: str):
-        self._interaction, self.description = interaction, description
+    def __init__(self, episode_setup: EpisodeSetup, row: Row, description: str):
+        self._episode_setup, self.description = episode_setup, description
         self._is_chat = is_conversation(row["prompt"])
         self.environment: Any = None  # object returned by the factory
-        self.tools: Mapping[str, Tool] = interaction.tools
+        self.tools: Mapping[str, Tool] = episode_setup.tools
         self.reset_text = ""  # text that `reset` appends to the prompt
         self.preceding = PrecedingText([], "", "")  # text before the next turn
         self.has_failed = False  # True after an environment error
@@ -66,13 +66,13 @@ class Episode:
 
     def reset(self, row: Row) -> None:
         """Create the environment and call its `reset`."""
-        factory = self._interaction.factories.get(self._interaction.factory_key(row))
+        factory = self._episode_setup.factories.get(self._episode_setup.factory_key(row))
         if factory is None:
             return
         with contextlib.suppress(_Failed):
             self.environment = self._guarded("the call", factory)
             methods = environment_tools(self.environment)
-            self.tools = {**self._interaction.tools, **methods}
+            self.tools = {**self._episode_setup.tools, **methods}
             if hasattr(self.environment, "reset"):
                 columns = copy_containers(reset_arguments(self.environment.reset, row))
                 reset = functools.partial(self.environment.reset, **columns)
@@ -80,8 +80,8 @@ class Episode:
 
     def answer(self, ids: np.ndarray, limit: int) -> Sequence[int] | None:
         """Return the observation's token ids, None after the last turn, or `TRUNCATED` to truncate the completion."""
-        parsed, interaction, observation = self.record_turn(ids), self._interaction, None
-        if cut := interaction.ends.cut_short(ids, interaction.tokenizer, interaction.eos_token_ids):
+        parsed, episode_setup, observation = self.record_turn(ids), self._episode_setup, None
+        if cut := episode_setup.ends.cut_short(ids, episode_setup.tokenizer, episode_setup.eos_token_ids):
             self.record.cut_short += 1
         if not self.has_failed:
             with contextlib.suppress(_Failed):
@@ -101,12 +101,12 @@ class Episode:
     def record_turn(self, ids: np.ndarray) -> Parsed:
         """Record a turn and return it in parsed form."""
         self.record.lengths.append(len(ids))
-        form, text = self._interaction.format, self._text(ids)
+        form, text = self._episode_setup.format, self._text(ids)
         parsed = Parsed(text, (), ())
         if form is not None and self._is_chat and self.tools:
-            full_text = turn_text(ids, self._text, self._interaction.hidden)
+            full_text = turn_text(ids, self._text, self._episode_setup.removed_token_ids)
             schemas = {name: tool.schema for name, tool in self.tools.items()}
-            parsed = form.parse(full_text, schemas=schemas, thinking=self._interaction.thinking)
+            parsed = form.parse(full_text, schemas=schemas, thinking=self._episode_setup.starts_in_thinking)
         self._extend_context(ids)
         self.record.turns.append((True, text))
         if self._is_chat:
@@ -135,15 +135,15 @@ class Episode:
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """Decode a turn as the continuation of the preceding text."""
-        before, decode = self.preceding.tokens, self._interaction.tokenizer.decode
+        before, decode = self.preceding.tokens, self._episode_setup.tokenizer.decode
         text_before, text = (
             decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in (before, [*before, *map(int, ids)])
         )
-        return self.preceding.prefill + continuation(text_before, text)
+        return self.preceding.assistant_prefill + continuation(text_before, text)
 
     def _observation(self, parsed: Parsed) -> str | Messages | None:
         """Return the results of a turn's tool calls or the environment's response; None ends the completion."""
-        calls, problems, limit = parsed.calls, parsed.problems, self._interaction.config.max_tool_calling_iterations
+        calls, problems, limit = parsed.calls, parsed.problems, self._episode_setup.config.max_tool_calling_iterations
         if not calls and not problems:
             return self._respond(parsed.content)
         self._call_turns += 1
@@ -165,7 +165,7 @@ class Episode:
         begin = time.monotonic()
         try:
             call_tool = functools.partial(tool.function, **arguments)
-            return as_text(call_within(self._interaction.config.environment_timeout, call_tool))
+            return as_text(call_within(self._episode_setup.config.environment_timeout, call_tool))
         except (Exception, SystemExit) as error:
             return self._error(f"{type(error).__name__}: {error}")
         finally:
@@ -200,10 +200,10 @@ class Episode:
 
     def _encode(self, observation: str | Messages, last_token: int) -> Sequence[int]:
         """Return the token ids of an observation that follows a turn with the given last token."""
-        tokenizer, eos = self._interaction.tokenizer, self._interaction.eos_token_ids
+        tokenizer, eos = self._episode_setup.tokenizer, self._episode_setup.eos_token_ids
         if isinstance(observation, str):
             return tokenizer(observation, add_special_tokens=False)["input_ids"]
-        kwargs = self._interaction.config.chat_template_kwargs
+        kwargs = self._episode_setup.config.chat_template_kwargs
         template = ChatTemplate(tokenizer, kwargs, schemas_of(self.tools), eos)
         return template.observation_ids(observation, last_token=last_token)
 
@@ -211,7 +211,7 @@ class Episode:
         """Call an environment method or factory. Raises `EnvironmentFailure` or `_Failed` if the call fails."""
         begin = time.monotonic()
         try:
-            return call_within(self._interaction.config.environment_timeout, function, *args)
+            return call_within(self._episode_setup.config.environment_timeout, function, *args)
         except (Exception, SystemExit) as error:
             raise self._failure(method, error) from error
         finally:
@@ -220,7 +220,7 @@ class Episode:
     def _failure(self, method: str, problem: BaseException | str) -> Exception:
         """Count an environment error, and return the exception to raise."""
         self.record.errors, self.has_failed = self.record.errors + 1, True
-        if self._interaction.config.on_environment_error != "raise":
+        if self._episode_setup.config.on_environment_error != "raise":
             return _Failed()
         kind = type(self.environment).__name__ if self.environment is not None else "environment_factory"
         return EnvironmentFailure(
@@ -246,14 +246,16 @@ class Episodes:
     and `end` together. Use this class as a context manager, so that its threads are shut down.
     """
 
-    def __init__(self, interaction: Interaction, rows: Sequence[Row], num_generations: int, row_indices: Sequence[int]):
+    def __init__(
+        self, episode_setup: EpisodeSetup, rows: Sequence[Row], num_generations: int, row_indices: Sequence[int]
+    ):
         """Create the episodes. `row_indices` contains the rows' indices in the dataset, for error messages."""
         self._pool = ThreadPoolExecutor(min(MAX_WORKERS, len(rows) * num_generations), "grpo_jax-episode")
         self.local_rows, self._group = local_range(len(rows)), num_generations
         self._indices = range(self.local_rows.start * num_generations, self.local_rows.stop * num_generations)
-        self._tokenizer = interaction.tokenizer
+        self._tokenizer = episode_setup.tokenizer
         self.episodes = [
-            Episode(interaction, row, f"row {number} of the dataset, completion {g}")
+            Episode(episode_setup, row, f"row {number} of the dataset, completion {g}")
             for row, number in zip(rows, row_indices, strict=True)
             for g in range(num_generations)
         ]
@@ -267,7 +269,8 @@ class Episodes:
     def reset(self, rows: Sequence[Row]) -> list[Row]:
         """Reset all environments. Returns the rows, with the text from each environment's `reset` added to the prompt.
 
-        Raises ValueError if environments of one prompt returned different texts or episodes share an environment.
+        Raises ValueError if the environments of one prompt returned different texts, or if two episodes share an
+        environment.
         """
         group = self._group
         list(self._pool.map(lambda i: self.episodes[i].reset(rows[i // group]), self._indices))

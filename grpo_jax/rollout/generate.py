@@ -38,8 +38,8 @@ from grpo_jax.rollout.decode import (
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.layouts import choose_layouts, decode_threads, groups_at_once, on_cpu
-from grpo_jax.rollout.programs import decode_variables
-from grpo_jax.rollout.table import SamplingJob, Table
+from grpo_jax.rollout.programs import make_decode_variables
+from grpo_jax.rollout.table import SamplingJob, TokenTable
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_jit_argument, is_builtin
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def generate(
     answer_turn: AnswerTurn | None = None,
     interrupt: Callable[[], None] = lambda: None,
     on_tokens: OnTokens | None = None,
-    on_host: bool = False,
+    as_numpy: bool = False,
 ) -> Completions:
     """Sample `num_generations` completions for each prompt.
 
@@ -108,7 +108,7 @@ def generate(
         called under `jit` or for models that are not built in.
       on_tokens: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. Called only
         for single-turn completions of built-in models, outside `jit`.
-      on_host: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
+      as_numpy: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
 
     Returns:
       `Completions` with the sampled tokens' log-probs, through which no gradient flows. With `answer_turn`, `mask`
@@ -155,11 +155,11 @@ def generate(
     argument = as_jit_argument(model)
     if not is_builtin(model):
         completions = generate_uncached(argument, params, prompts, keys, settings=settings, length=turn_length)
-        return fetch(completions) if on_host else completions
+        return fetch(completions) if as_numpy else completions
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return generate_traced(argument, params, prompts, keys, settings=settings, length=turn_length)
-    table = Table(keys.size, turn_length if answer_turn is None else longest, settings.pad_token_id)
-    variables = decode_variables(argument, params)
+    table = TokenTable(keys.size, turn_length if answer_turn is None else longest, settings.pad_token_id)
+    variables = make_decode_variables(argument, params)
     settings = settings._replace(mesh=mesh)
     job = SamplingJob(argument, params, variables, prompts, keys, settings, table, interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)
@@ -169,7 +169,7 @@ def generate(
         from grpo_jax.rollout.turns import sample_turns
 
         completions = sample_turns(job, at_once, answer_turn, turn_length)
-    return completions if on_host else jax.tree.map(jnp.asarray, completions)
+    return completions if as_numpy else jax.tree.map(jnp.asarray, completions)
 
 
 def _sample_one_turn(job: SamplingJob, at_once: int, on_tokens: OnTokens | None) -> Completions:

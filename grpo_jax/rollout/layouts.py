@@ -63,14 +63,17 @@ Selection = tuple[np.ndarray, np.ndarray]
 
 
 def num_cache_slots(length: int, *, fixed: bool) -> int:
-    """Return the number of slots for `length` tokens; the last token needs no slot. See `Layouts` for `fixed`."""
+    """Return the number of slots for `length` tokens; the last token needs no slot. See `DecodeLayouts` for `fixed`."""
     slots = max(1, length - 1)
     return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else slots
 
 
 @dataclasses.dataclass(frozen=True)
-class Layouts:
-    """The layouts of a rollout. The n-th layout uses only the n-th and later cache sizes, since it is reached late."""
+class DecodeLayouts:
+    """The layouts of a rollout: the array shapes that it can use, of which the first is the largest.
+
+    The n-th layout uses only the n-th and later cache sizes, since it is reached late.
+    """
 
     shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) in each layout; the first contains all
     slots: tuple[int, ...]  # cache sizes in increasing order
@@ -91,7 +94,7 @@ class Layouts:
         multi_turn: bool = False,
         fixed: bool = False,
         grows: bool = True,
-    ) -> Layouts:
+    ) -> DecodeLayouts:
         """Compute the layouts for [groups, width] completions of at most `length` tokens.
 
         `multi_turn` is True if completions have several turns, each with any number of bursts. `grows` is True if steps
@@ -218,13 +221,13 @@ def groups_at_once(groups: int, num_generations: int, batch_size: int | None, sh
 
 def choose_layouts(
     model: BuiltinModel, params: Params, prompt_length: int, groups: int, width: int, length: int, *, mesh: Mesh | None
-) -> Layouts:
-    """Return the `Layouts` for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
+) -> DecodeLayouts:
+    """Return the layouts for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = num_cache_slots(length, fixed=not cpu)
     step = decode_step_cost(model, params, prompt_length, slots, cpu=cpu)
     grows = not _reads_full_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
-    return Layouts.of(groups, width, length, step, shards=shards, fixed=not cpu, grows=grows)
+    return DecodeLayouts.of(groups, width, length, step, shards=shards, fixed=not cpu, grows=grows)
 
 
 def _reads_full_slots(model: BuiltinModel, completions: int, keys: tuple[int, int], devices: int) -> bool:

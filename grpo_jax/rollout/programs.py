@@ -1,8 +1,9 @@
 """Conversion of params for decoding, and a rollout's largest compiled function with abstract arguments.
 
 On a CPU, multiplying 8 to 32 rows by column-major kernels takes only 60% to 80% as long as with row-major kernels, so
-`decode_variables` adds column-major copies. An accelerator would cast float32 kernels to the compute dtype at each step
-and write and read an additional 2 bytes per weight. The kernels are therefore cast once, which gives the same values.
+`make_decode_variables` adds column-major copies. An accelerator would cast float32 kernels to the compute dtype at each
+step and write and read an additional 2 bytes per weight. The kernels are therefore cast once, which gives the same
+values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _jit_kernels_by_columns = jax.jit(kernels_by_columns, static_argnums=1)
 _jit_cast = jax.jit(lambda arrays, dtype: {path: x.astype(dtype) for path, x in arrays.items()}, static_argnums=1)
 
 
-def decode_variables(model: BuiltinModel, params: Params) -> Variables:
+def make_decode_variables(model: BuiltinModel, params: Params) -> Variables:
     """Convert params to variables for `decode`: with column-major kernels on one CPU, else in the compute dtype."""
     params = _without_tower(params)
     if _uses_columns(params):
@@ -44,7 +45,7 @@ def decode_variables(model: BuiltinModel, params: Params) -> Variables:
 
 
 def variables_shape(model: BuiltinModel, params: Params) -> Variables:
-    """Return the result of `decode_variables` as `ShapeDtypeStruct`s."""
+    """Return the result of `make_decode_variables` as `ShapeDtypeStruct`s."""
     params = _without_tower(params)
     if _uses_columns(params):
         columns, base = functools.partial(kernels_by_columns, dtype=_dtype(model)), getattr(model, "base", params)
@@ -56,7 +57,7 @@ def variables_shape(model: BuiltinModel, params: Params) -> Variables:
 
 
 def copies(model: BuiltinModel, params: Params) -> tuple[Params, Params]:
-    """Return the params that `decode_variables` copies for decoding, and their copies, as abstract arrays."""
+    """Return the params that `make_decode_variables` copies for decoding, and their copies, as abstract arrays."""
     variables = variables_shape(model, params)
     if "columns" in variables:
         base = abstract(getattr(model, "base", params))

@@ -16,7 +16,7 @@ from grpo_jax.rollout.draw import DecodeSettings, Variables
 from grpo_jax.types import BuiltinModel, Completions, Params, Prompts
 
 
-class Table:
+class TokenTable:
     """Tokens for B·G completions. Completion (b, g) is row b · G + g; row −1 marks an empty position on the device."""
 
     def __init__(self, count: int, length: int, pad_token_id: int):
@@ -70,7 +70,7 @@ class Table:
 class SamplingJob:
     """Arguments of a rollout, and the table that its tokens are written to.
 
-    Prefill uses `params`; decoding uses `decode_variables`, which `programs.decode_variables` returned for them.
+    Prefill uses `params`; decoding uses `decode_variables`, which `programs.make_decode_variables` returned for them.
     `keys` are typed PRNG keys [B, G]. `interrupt` is called before each prefill and burst, and during long waits.
     """
 
@@ -80,7 +80,7 @@ class SamplingJob:
     prompts: Prompts
     keys: jax.Array
     settings: DecodeSettings
-    table: Table
+    table: TokenTable
     interrupt: Callable[[], None]
 
     @property

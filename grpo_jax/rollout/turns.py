@@ -30,7 +30,7 @@ import numpy as np
 from grpo_jax.models.sharding import fetch, gather_objects, shard, shard_count
 from grpo_jax.models.threads import run_in_threads
 from grpo_jax.rollout.decode import Drawn, decode, prefill, prefill_chunk, rearrange
-from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, Layouts, decode_step_cost, decode_threads, on_cpu
+from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, DecodeLayouts, decode_step_cost, decode_threads, on_cpu
 from grpo_jax.rollout.table import SamplingJob
 from grpo_jax.types import Completions
 
@@ -87,7 +87,9 @@ class _MultiTurnDecoder:
         self.rows = job.rows(groups)  # [B', G'] table row at each position, −1 if empty
         g, p, length = job.keys.shape[1], job.prompts.tokens.shape[1], job.table.length
         step_cost = decode_step_cost(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
-        self.layouts = Layouts.of(len(groups), g, length, step_cost, shards=shard_count(job.mesh), multi_turn=True)
+        self.layouts = DecodeLayouts.of(
+            len(groups), g, length, step_cost, shards=shard_count(job.mesh), multi_turn=True
+        )
         self.layout_index, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # slots is the ring size
         self.slot = FIRST_SLOT  # next slot of the active completions
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
@@ -214,7 +216,7 @@ class _MultiTurnDecoder:
         self._record(np.where(answered, self.rows, -1), drawn)
 
     def _ring_size(self, min_slots: int) -> int:
-        """Return a ring size of at least `min_slots` slots. Sizes are rounded up, since each needs compilation."""
+        """Round `min_slots` up to a ring size. There are few ring sizes, because each needs a separate compilation."""
         sizes = (*self.layouts.slots[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= min_slots), min_slots) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 

@@ -96,7 +96,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # already raised by `wait`
                 self._checkpointer.close()
 
-    def is_scheduled(self, step: int) -> bool:
+    def is_save_step(self, step: int) -> bool:
         """Return whether `step` is a multiple of `save_steps` or the last step.
 
         Steps saved only after a stop, an error or `save_minutes` are not scheduled.
@@ -104,11 +104,11 @@ class Checkpoints:
         every = self._config.save_steps
         return step == self._last_step or (every is not None and step > 0 and step % every == 0)
 
-    def due(self, step: int) -> bool:
+    def should_save(self, step: int) -> bool:
         """Return whether `step` is scheduled, or `save_minutes` have passed since the last save."""
         minutes = self._config.save_minutes
-        if self.is_scheduled(step) or minutes is None or self._checkpointer is None:
-            return self.is_scheduled(step)
+        if self.is_save_step(step) or minutes is None or self._checkpointer is None:
+            return self.is_save_step(step)
         # All processes use process 0's clock, because they write together.
         return bool(gather_objects(time.monotonic() - self._saved_at >= 60 * minutes)[0])
 
@@ -160,7 +160,7 @@ class Checkpoints:
     def record_metric(self, progress: Progress) -> None:
         """Record the value of `metric_for_best_model` at a scheduled step, if it is available."""
         name, step = self._config.metric_for_best_model, progress.step
-        if name is None or not self.is_scheduled(step):
+        if name is None or not self.is_save_step(step):
             return
         if progress.metric is None:
             warnings.warn(
@@ -179,7 +179,7 @@ class Checkpoints:
     def best_among(self, steps: Sequence[int], metrics: Mapping[str, float]) -> tuple[int, float] | None:
         """Return the best scheduled step (the latest, if tied) and its metric value, or None if no step has a value."""
         sign = 1 if self._config.best_is_greatest else -1
-        measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.is_scheduled(n)]
+        measured = [(sign * metrics[str(n)], n) for n in steps if str(n) in metrics and self.is_save_step(n)]
         value, step = max(measured, default=(0.0, None))
         return None if step is None else (step, sign * value)
 
@@ -191,7 +191,7 @@ class Checkpoints:
         """
         limit, steps = self._config.save_total_limit, sorted(steps)
         limits_all = self._config.save_steps is None and limit is not None
-        scheduled = [step for step in steps if limits_all or self.is_scheduled(step)]
+        scheduled = [step for step in steps if limits_all or self.is_save_step(step)]
         later = [step for step in steps if step > max(scheduled, default=-1)]
         best = self.best_among(steps, metrics)
         return {*scheduled[-(limit or 0) :], *later[-(limit or 1) :], *([] if best is None else best[:1])}

@@ -41,7 +41,7 @@ from grpo_jax.types import Batch, Completions, Json, Params, Prompts, RewardFn, 
 from grpo_jax.update.state import TrainState
 
 if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
-    from grpo_jax.rollout.interaction import Interaction
+    from grpo_jax.rollout.episode_setup import EpisodeSetup
     from grpo_jax.rollout.turns import AnswerTurn
     from grpo_jax.run.sampler import Sampler
 
@@ -117,7 +117,7 @@ class RolloutSource:
             run.config,
             prompt_indices=start + np.arange(self._num_prompts),
             prompt_length=run.prompt_length,
-            interaction=run.interaction,
+            episode_setup=run.episode_setup,
             sampler=run.sampler,
             interrupt=interrupt,
         )
@@ -185,7 +185,7 @@ def _sample_and_reward(
     with phase("rewards"):
         rewards = gather_rewards(local_rewards, run.reward_fns)
     metrics = rewards.stats | rollout_metrics(config, rewards.values, rollout)
-    metrics |= rollout.episode_metrics | dict(rollout.metrics)
+    metrics |= rollout.episode_metrics | dict(rollout.engine_metrics)
     return rollout, rewards, means_of(rewards.logged_metrics) | metrics, batch
 
 
@@ -270,7 +270,7 @@ def sample(
     prompt_indices: np.ndarray,
     prompt_length: int,
     evaluation: bool = False,
-    interaction: Interaction | None = None,
+    episode_setup: EpisodeSetup | None = None,
     sampler: Sampler | None = None,
     interrupt: Callable[[], None] = lambda: None,
     on_tokens: OnTokens | None = None,
@@ -278,7 +278,8 @@ def sample(
     """Sample completions for the rows of `data` at `row_indices`, with `generate` or with the engine `sampler`.
 
     The sampling keys are derived from `prompt_indices` [B]. Prompts are padded to `prompt_length` tokens, or to
-    more if an environment makes a prompt longer. `interrupt` is called repeatedly, and stops sampling by an exception.
+    more if an environment makes a prompt longer. `interrupt` is called repeatedly, and stops sampling by raising an
+    exception.
     """
     turn_ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     generate_fn: Callable[..., Completions] = generate
@@ -311,17 +312,17 @@ def sample(
             answer_turn=answer_turn,
             interrupt=interrupt,
             on_tokens=on_tokens,
-            on_host=True,
+            as_numpy=True,
         )
 
-    if interaction is None:
+    if episode_setup is None:
         prompts = data.prompts(row_indices, length=prompt_length)
         result = RolloutResult([data.rows[i] for i in row_indices], prompts, sample_completions(prompts))
     else:
         from grpo_jax.run.multi_turn import sample_episodes
 
-        result = sample_episodes(interaction, sample_completions, data, row_indices, g, prompt_length)
-    return result._replace(metrics=dict(getattr(sampler, "last_metrics", {})))
+        result = sample_episodes(episode_setup, sample_completions, data, row_indices, g, prompt_length)
+    return result._replace(engine_metrics=dict(getattr(sampler, "last_metrics", {})))
 
 
 # Rewards --------------------------------------------------------------------------------------------------------------
@@ -343,7 +344,7 @@ def call_reward_fns(
     if not process_rows:
         return Rewards(np.zeros((0, g, len(names)), np.float32), {}, [], {}, [], [])
     local_rows = slice(process_rows.start, process_rows.stop)
-    local_completions = slice(local_rows.start * g, local_rows.stop * g)  # this process's completions, of B·G in total
+    local_completions = slice(local_rows.start * g, local_rows.stop * g)  # this process's share of the B·G completions
     prompts = zip(
         np.asarray(rollout.prompts.tokens)[local_rows], np.asarray(rollout.prompts.lengths)[local_rows], strict=True
     )

@@ -19,7 +19,7 @@ from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.collect import call_reward_fns, sample
 from grpo_jax.run.images import check_text_only, with_encoder, without_image_token
 from grpo_jax.run.policy_checks import check_ends, check_policy, check_tokens, warn_of_tokens, weight_problems
-from grpo_jax.run.prepare import check_functions, encode_rows, prepare_interaction
+from grpo_jax.run.prepare import check_functions, encode_rows, prepare_episode_setup
 from grpo_jax.run.rollout_result import completion_records, gather_rewards, join_rewards
 from grpo_jax.text.prompts import EncodedPrompts, join_prompts
 from grpo_jax.text.rows import load_rows
@@ -27,7 +27,7 @@ from grpo_jax.text.sources import Dataset, named_datasets
 from grpo_jax.types import Environments, Params, RewardFn
 
 if TYPE_CHECKING:  # optional features, imported when used
-    from grpo_jax.rollout.interaction import Interaction
+    from grpo_jax.rollout.episode_setup import EpisodeSetup
     from grpo_jax.run.sampler import Sampler
 
 EVALUATION = 2
@@ -125,22 +125,22 @@ def evaluate_rows(
     check_ends(ends, policy, params)
     datasets = {name: load_rows(rows) for name, rows in named_datasets(dataset).items()}
     arguments = {f"dataset[{name!r}]" if name else "dataset": rows for name, rows in datasets.items()}
-    interaction = prepare_interaction(policy, config, arguments, tools, environment_factory)
-    encoded = {name: encode_rows(policy, config, interaction, rows, "dataset") for name, rows in datasets.items()}
+    episode_setup = prepare_episode_setup(policy, config, arguments, tools, environment_factory)
+    encoded = {name: encode_rows(policy, config, episode_setup, rows, "dataset") for name, rows in datasets.items()}
     data = join_prompts(with_encoder(policy, encoded, mesh_of(params), params))
     policy = policy if data.images is None else without_image_token(policy)
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler
 
-        check_sampler(sampler, interaction, ends)
+        check_sampler(sampler, episode_setup, ends)
         check_text_only(arguments, "sampler", sampler)
-    fns, config = check_functions(as_list(reward_fns), arguments, config, interaction, errors, required=True)
+    fns, config = check_functions(as_list(reward_fns), arguments, config, episode_setup, errors, required=True)
     errors.raise_together(weight_problems(config, len(fns)))
     if data.dropped:
         warnings.warn(f"dropped {len(data.dropped)} rows whose prompts are longer than max_prompt_length", stacklevel=3)
     check_tokens(policy, data, config.max_completion_length)
     warn_of_tokens(data, policy, "dataset", ends=ends, template_kwargs=config.chat_template_kwargs)
-    return evaluate_encoded(policy, data, fns, config, params=params, interaction=interaction, sampler=sampler)
+    return evaluate_encoded(policy, data, fns, config, params=params, episode_setup=episode_setup, sampler=sampler)
 
 
 def evaluate_encoded(
@@ -150,7 +150,7 @@ def evaluate_encoded(
     config: GRPOConfig,
     *,
     params: Params,
-    interaction: Interaction | None,
+    episode_setup: EpisodeSetup | None,
     sampler: Sampler | None = None,
     trainer_state: TrainerState | None = None,
     interrupt: Callable[[], None] = lambda: None,
@@ -175,7 +175,7 @@ def evaluate_encoded(
                 prompt_indices=np.array(indices),
                 prompt_length=config.padded(longest),
                 evaluation=True,
-                interaction=interaction,
+                episode_setup=episode_setup,
                 sampler=sampler,
                 interrupt=interrupt,
             ).head(min(batch_size, count - start))

@@ -11,8 +11,8 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.credit import in_units_of_rewards, turn_advantages
 from grpo_jax.rewards.calls import Rewards
 from grpo_jax.rewards.outcomes import place_rewards
+from grpo_jax.rollout.episode_setup import EpisodeSetup
 from grpo_jax.rollout.episodes import Episodes
-from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import AnswerTurn
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
@@ -24,7 +24,7 @@ _jit_turn_advantages = jax.jit(
 
 
 def sample_episodes(
-    interaction: Interaction,
+    episode_setup: EpisodeSetup,
     complete: Callable[[Prompts, AnswerTurn], Completions],
     data: EncodedPrompts,
     rows: Sequence[int],
@@ -33,9 +33,9 @@ def sample_episodes(
 ) -> RolloutResult:
     """Reset environments and sample multi-turn completions for `rows` of `data`. `complete` samples from prompts."""
     reset_rows = [data.rows[i] for i in rows]
-    with Episodes(interaction, reset_rows, num_generations, rows) as episodes:
+    with Episodes(episode_setup, reset_rows, num_generations, rows) as episodes:
         reset_rows = episodes.reset(reset_rows)
-        prompts = episode_prompts(interaction, data, rows, reset_rows, length=prompt_length)
+        prompts = episode_prompts(episode_setup, data, rows, reset_rows, length=prompt_length)
         episodes.set_prompts(reset_rows, prompts)
         completions = complete(prompts, episodes)
         tokens, mask = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (completions.tokens, completions.mask))
@@ -45,7 +45,7 @@ def sample_episodes(
 
 
 def episode_prompts(
-    interaction: Interaction, data: EncodedPrompts, rows: Sequence[int], reset_rows: Sequence[Row], *, length: int
+    episode_setup: EpisodeSetup, data: EncodedPrompts, rows: Sequence[int], reset_rows: Sequence[Row], *, length: int
 ) -> Prompts:
     """Return prompts for `reset_rows`, padded to at least `length` tokens. Changed prompts are encoded again."""
     ids = []
@@ -54,15 +54,15 @@ def episode_prompts(
         if row is not data.rows[i]:
             encoded = encode_prompts(
                 [row],
-                interaction.tokenizer,
-                max_prompt_length=interaction.config.max_prompt_length,
-                chat_template_kwargs=interaction.config.chat_template_kwargs,
-                tools=[interaction.schemas(row)],
+                episode_setup.tokenizer,
+                max_prompt_length=episode_setup.config.max_prompt_length,
+                chat_template_kwargs=episode_setup.config.chat_template_kwargs,
+                tools=[episode_setup.schemas(row)],
                 processor=None if data.image_encoder is None else data.image_encoder.processor,
                 argument="after reset,",
             ).token_ids[0]
         ids.append(encoded)
-    longest = interaction.config.padded(max(map(len, ids)))
+    longest = episode_setup.config.padded(max(map(len, ids)))
     return data.prompts(rows, length=max(length, longest), token_ids=ids)
 
 

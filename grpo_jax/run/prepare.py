@@ -41,7 +41,7 @@ from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 
 if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
-    from grpo_jax.rollout.interaction import Interaction
+    from grpo_jax.rollout.episode_setup import EpisodeSetup
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.teacher import Scorer
 
@@ -79,16 +79,16 @@ def prepare(
     for name, held_out in named_datasets(eval_dataset).items():
         argument = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         rows[argument] = errors.check(functools.partial(load_rows, held_out, argument=argument))
-    interaction = errors.check(prepare_interaction, policy, config, rows, tools, environment_factory)
-    failed = fns is None or (interaction is None and environment_factory is not None)  # rewards cannot be checked
+    episode_setup = errors.check(prepare_episode_setup, policy, config, rows, tools, environment_factory)
+    failed = fns is None or (episode_setup is None and environment_factory is not None)  # rewards cannot be checked
     if sampler is not None:
         from grpo_jax.run.sampler import check_sampler
 
-        errors.check(check_sampler, sampler, interaction, ends)
+        errors.check(check_sampler, sampler, episode_setup, ends)
     errors.check(check_text_only, rows, "sampler", sampler)
     errors.check(check_text_only, rows, "teacher", teacher)
     if fns is not None and (fns or not failed):
-        fns, config = check_functions(fns, rows, config, interaction, errors, required=teacher is None)
+        fns, config = check_functions(fns, rows, config, episode_setup, errors, required=teacher is None)
     if teacher is not None or config.distillation_coef > 0:
         from grpo_jax.run.teacher import check_teacher
 
@@ -99,7 +99,7 @@ def prepare(
 
         errors.check(check_surrogate, surrogate, config)
         checked_fn = errors.check(check_advantage_fn, advantage_fn, config, len(fns or ()) or 1)
-    encode = functools.partial(encode_rows, policy, config, interaction)
+    encode = functools.partial(encode_rows, policy, config, episode_setup)
     num_fns = len(fns or ()) or len(errors[:1])  # invalid functions are already reported
     policy, config, mesh, encoded = encode_and_place(policy, config, rows, encode, errors, num_reward_fns=num_fns)
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
@@ -111,7 +111,7 @@ def prepare(
         derive_run(policy, config, data, mesh=mesh, optimizer=optimizer, surrogate=surrogate, teacher=teacher),
         eval_data=join_prompts(dict(zip(named_datasets(eval_dataset), eval_data, strict=True))) if eval_data else None,
         reward_fns=fns or (),
-        interaction=interaction,
+        episode_setup=episode_setup,
         sampler=sampler,
         advantage_fn=None if checked_fn is None else dataclasses.replace(checked_fn, config=config),
     )
@@ -218,7 +218,7 @@ def check_functions(
     reward_fns: list[RewardFn],
     rows: Mapping[str, Sequence[Row] | None],
     config: GRPOConfig,
-    interaction: Interaction | None,
+    episode_setup: EpisodeSetup | None,
     errors: ErrorList,
     *,
     required: bool,
@@ -228,10 +228,10 @@ def check_functions(
     Returns the functions and the config, with the rewards and reward weights of environments added.
     """
     environment_columns: Sequence[str] = ()
-    if interaction is not None:
-        from grpo_jax.rollout.interaction import REWARD_COLUMNS, environment_weights, with_environments
+    if episode_setup is not None:
+        from grpo_jax.rollout.episode_setup import REWARD_COLUMNS, environment_weights, with_environments
 
-        reward_fns, environment_columns = with_environments(reward_fns, interaction), REWARD_COLUMNS
+        reward_fns, environment_columns = with_environments(reward_fns, episode_setup), REWARD_COLUMNS
         config = dataclasses.replace(config, reward_weights=environment_weights(config.reward_weights, reward_fns))
         if config.rollout_ahead:  # prefetched completions have no environments
             environment_columns = [name for name in environment_columns if name != "environments"]
@@ -243,23 +243,23 @@ def check_functions(
     return reward_fns, config
 
 
-def prepare_interaction(
+def prepare_episode_setup(
     policy: Policy,
     config: GRPOConfig,
     rows: Mapping[str, Sequence[Row] | None],
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: Environments | None,
-) -> Interaction | None:
+) -> EpisodeSetup | None:
     """Build the tools and environments for multi-turn completions. Returns None if neither is given."""
     if not tools and environment_factory is None:
         return None
-    from grpo_jax.rollout.interaction import make_interaction
+    from grpo_jax.rollout.episode_setup import make_episode_setup
 
     if not is_builtin(policy.model):
         raise ValueError(
             "tools and environment_factory need a model with a KV cache; use a model loaded by from_pretrained"
         )
-    return make_interaction(
+    return make_episode_setup(
         policy.tokenizer,
         policy.eos_token_ids,
         [row for part in rows.values() for row in part or ()],
@@ -270,7 +270,7 @@ def prepare_interaction(
 
 
 def encode_rows(
-    policy: Policy, config: GRPOConfig, interaction: Interaction | None, rows: Sequence[Row], argument: str
+    policy: Policy, config: GRPOConfig, episode_setup: EpisodeSetup | None, rows: Sequence[Row], argument: str
 ) -> EncodedPrompts:
     """Tokenize a dataset's prompts and check their token ids."""
     data = encode_prompts(
@@ -279,7 +279,7 @@ def encode_rows(
         max_prompt_length=config.max_prompt_length,
         on_long_prompt=config.on_long_prompt,
         chat_template_kwargs=config.chat_template_kwargs,
-        tools=None if interaction is None else [interaction.schemas(row) for row in rows],
+        tools=None if episode_setup is None else [episode_setup.schemas(row) for row in rows],
         processor=load_processor_if_needed(policy, rows, argument),
         argument=argument,
     )

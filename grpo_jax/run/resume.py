@@ -101,12 +101,12 @@ def _hash_prompts(datasets: Iterable[EncodedPrompts]) -> Json:
 def _function_names(run: BaseRun) -> dict[str, list[str]]:
     """Return the names of the caller's functions, tools and environments for each argument to `train`."""
     advantage_fn = None if run.advantage_fn is None else run.advantage_fn.function
-    kinds = {} if run.interaction is None else run.interaction.environment_classes
+    kinds = {} if run.episode_setup is None else run.episode_setup.environment_classes
     return {
         "reward_fns": reward_names(run.reward_fns),
         "advantage_fn": [] if advantage_fn is None else [function_name(advantage_fn)],
         "surrogate": [] if run.updater.surrogate is None else [function_name(run.updater.surrogate)],
-        "tools": [] if run.interaction is None else [*run.interaction.tools],
+        "tools": [] if run.episode_setup is None else [*run.episode_setup.tools],
         "environment_factory": [x.__name__ if key is None else f"{key}: {x.__name__}" for key, x in kinds.items()],
     }
 
@@ -121,7 +121,7 @@ def _model_settings(model: Model) -> Json:
 
 
 def _describe_teacher(run: BaseRun) -> str:
-    """Identify the teacher by its params or, for a scorer, by its class."""
+    """Return a string that identifies the teacher: by its params, or by its class if it is a scorer."""
     if run.distillation is None:
         return "none"
     if run.distillation.teacher is None:

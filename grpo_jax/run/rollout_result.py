@@ -21,13 +21,13 @@ from grpo_jax.types import Batch, Completions, Prompts, RewardFn, Row
 from grpo_jax.watch.writer import to_json
 
 if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
-    from grpo_jax.rollout.interaction import EpisodeRecord
+    from grpo_jax.rollout.episode_setup import EpisodeRecord
 
 _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
 
 
 class RolloutResult(NamedTuple):
-    """Completions [B, G, T] for B dataset rows, as NumPy arrays. `metrics` are from the sampling engine, if any.
+    """Completions [B, G, T] for B dataset rows, as NumPy arrays.
 
     The prompts in `rows` include text that environments added. `episodes` are the records of B·G multi-turn
     completions, prompt-major. `environments` are the environments of this process's completions, or None if
@@ -40,7 +40,7 @@ class RolloutResult(NamedTuple):
     episodes: Sequence[EpisodeRecord] | None = None
     environments: Sequence[object] | None = None
     process_rows: range | None = None
-    metrics: Mapping[str, float] = {}
+    engine_metrics: Mapping[str, float] = {}
 
     @property
     def present(self) -> np.ndarray:
@@ -53,7 +53,7 @@ class RolloutResult(NamedTuple):
         sampled = np.asarray(self.completions.mask)
         if self.episodes is None:
             return np.where(sampled, np.int32(0), np.int32(-1))
-        from grpo_jax.rollout.interaction import turn_ids
+        from grpo_jax.rollout.episode_setup import turn_ids
 
         return turn_ids(sampled.reshape(-1, sampled.shape[-1]), self.episodes).reshape(sampled.shape)
 
@@ -69,7 +69,7 @@ class RolloutResult(NamedTuple):
         """Metrics of the episodes, empty for single-turn completions."""
         if self.episodes is None:
             return {}
-        from grpo_jax.rollout.interaction import metrics_of
+        from grpo_jax.rollout.episode_setup import metrics_of
 
         observed = (self.present & ~np.asarray(self.completions.mask)).sum(axis=-1)
         return metrics_of(self.episodes) | {"completions/observation_tokens": float(observed.mean())}
@@ -89,7 +89,9 @@ class RolloutResult(NamedTuple):
         episodes = self.episodes
         if episodes is not None:
             episodes = [episodes[b * g + i] for b in groups for i in range(g)]
-        return RolloutResult([self.rows[b] for b in groups], prompts, completions, episodes, metrics=self.metrics)
+        return RolloutResult(
+            [self.rows[b] for b in groups], prompts, completions, episodes, engine_metrics=self.engine_metrics
+        )
 
     def join(self, other: RolloutResult) -> RolloutResult:
         """Concatenate two rollouts, without environments. Prompts are padded to the longer of the two lengths."""
@@ -105,7 +107,7 @@ class RolloutResult(NamedTuple):
         episodes = None
         if self.episodes is not None and other.episodes is not None:
             episodes = [*self.episodes, *other.episodes]
-        return RolloutResult(self.rows + other.rows, prompts, completions, episodes, metrics=self.metrics)
+        return RolloutResult(self.rows + other.rows, prompts, completions, episodes, engine_metrics=self.engine_metrics)
 
 
 # Rewards --------------------------------------------------------------------------------------------------------------

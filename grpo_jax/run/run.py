@@ -23,7 +23,7 @@ from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.step import Updater
 
 if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
-    from grpo_jax.rollout.interaction import Interaction
+    from grpo_jax.rollout.episode_setup import EpisodeSetup
     from grpo_jax.run.custom import CheckedAdvantageFn
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.teacher import Distillation
@@ -51,7 +51,7 @@ class BaseRun:
     updater: Updater
     images: PromptImages | None = None
     reward_fns: Sequence[RewardFn] = ()
-    interaction: Interaction | None = None  # the tools and environments of multi-turn rollouts
+    episode_setup: EpisodeSetup | None = None  # the tools and environments of multi-turn rollouts
     sampler: Sampler | None = None
     advantage_fn: CheckedAdvantageFn | None = None
     distillation: Distillation | None = None

@@ -25,8 +25,8 @@ from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import accepts_any_keyword, arguments_of
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
+from grpo_jax.rollout.episode_setup import EpisodeSetup
 from grpo_jax.rollout.generate import generate
-from grpo_jax.rollout.interaction import Interaction
 from grpo_jax.rollout.turns import AnswerTurn
 from grpo_jax.run.placement import vocab_size
 from grpo_jax.run.rollout_result import RolloutResult
@@ -35,7 +35,7 @@ from grpo_jax.update.objective import sampler_correction_weights
 from grpo_jax.update.step import Updater
 
 ARGUMENTS = tuple(
-    name for name in inspect.signature(generate).parameters if name not in ("answer_turn", "on_tokens", "on_host")
+    name for name in inspect.signature(generate).parameters if name not in ("answer_turn", "on_tokens", "as_numpy")
 )
 """Names of `generate`'s arguments that a sampler can take."""
 ROUNDING = 1e-2
@@ -74,7 +74,7 @@ class Sampler(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...
 
 
-def check_sampler(sampler: object, interaction: Interaction | None = None, ends: TurnEnds = BY_EOS) -> None:
+def check_sampler(sampler: object, episode_setup: EpisodeSetup | None = None, ends: TurnEnds = BY_EOS) -> None:
     """Raise ValueError unless `sampler` takes the keyword arguments to `generate` that the run requires."""
     fix = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
     if not callable(sampler):
@@ -86,12 +86,12 @@ def check_sampler(sampler: object, interaction: Interaction | None = None, ends:
     for name, value in (("stop", ends.stop), ("max_turn_length", ends.max_turn_length)):
         if value and name not in parameters and not accepts_any_keyword(sampler):
             raise ValueError(f"sampler must take the argument {name}, which is set in the config; pass such a sampler")
-    if interaction is not None and "answer_turn" not in parameters:
+    if episode_setup is not None and "answer_turn" not in parameters:
         raise ValueError(
             "tools and environment_factory need a sampler with an argument `answer_turn`; pass one, such as"
             " engines.vllm, or None"
         )
-    if interaction is not None and jax.process_count() > 1:
+    if episode_setup is not None and jax.process_count() > 1:
         raise ValueError(
             "sampler cannot be combined with tools or environment_factory in a run with several processes; omit sampler"
         )
@@ -106,7 +106,7 @@ def generate_with_engine(
     key: jax.Array,
     *,
     answer_turn: AnswerTurn | None = None,
-    on_host: bool = True,
+    as_numpy: bool = True,
     **settings: Any,
 ) -> Completions:
     """Call an engine like `generate`, and validate its completions. All processes return process 0's result."""

@@ -109,6 +109,7 @@ class Session:
 
     def start(self, state: TrainState, resume: str, *, donate: bool) -> Restored:
         """Restore the latest checkpoint (if none, use `state`) and start logging. Arguments are as in `train`."""
+        # With `donate`, the caller's policy shares the params, which must stay intact if the restore fails.
         restored = self.checkpoints.restore(state, resume, keep_params=donate)
         self.progress = restored.progress or self.progress
         data = self.run.data
@@ -225,9 +226,9 @@ class Session:
     def save_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
         """Write a checkpoint if one is due, and push its policy to the Hub if the checkpoint is scheduled."""
         step = self.progress.step
-        if self.checkpoints.due(step):
+        if self.checkpoints.should_save(step):
             self.save(state, batch)
-            if self.publisher is not None and self.checkpoints.is_scheduled(step):
+            if self.publisher is not None and self.checkpoints.is_save_step(step):
                 self.publisher.checkpoint_saved(step, state.params, last=self.run.total_steps)
 
     def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:

@@ -45,7 +45,7 @@ class PrefetchedRollouts(RolloutSource):
         """Return completions for the next prompts, sampling them first if they were not prefetched."""
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._num_prompts
         result, self._unconsumed = self._unconsumed, None
-        # A restored rollout has no environments. They are dropped in every iteration, so that results are identical.
+        # Drop the environments in every iteration, because a rollout restored from a checkpoint has none.
         return (self.sample_at(state, start) if result is None else result)._replace(environments=None)
 
     @contextlib.contextmanager
@@ -71,7 +71,7 @@ class PrefetchedRollouts(RolloutSource):
         """Return the prefetched completions, and their metrics, episodes and reset texts as JSON values."""
         if self.prefetched is None:
             return None, None
-        metrics = {name: float(value) for name, value in self.prefetched.metrics.items()}
+        metrics = {name: float(value) for name, value in self.prefetched.engine_metrics.items()}
         stored: dict[str, object] = {"metrics": gather_objects(metrics)[0]}  # only process 0 has an engine's metrics
         if self.prefetched.episodes is not None:
             from grpo_jax.rollout.episodes import appended_text
@@ -185,15 +185,15 @@ def _restored(run: Run, cursor: int, completions: Completions, metadata: Json | 
     rows = [data.rows[i] for i in indices]
     stored = metadata or {}
     metrics = stored.get("metrics", {})
-    if run.interaction is None or "episodes" not in stored:
+    if run.episode_setup is None or "episodes" not in stored:
         prompts = data.prompts(indices, length=run.prompt_length)
-        return RolloutResult(rows, prompts, completions, metrics=metrics)
+        return RolloutResult(rows, prompts, completions, engine_metrics=metrics)
+    from grpo_jax.rollout.episode_setup import EpisodeRecord
     from grpo_jax.rollout.episodes import with_appended_text
-    from grpo_jax.rollout.interaction import EpisodeRecord
     from grpo_jax.run.multi_turn import episode_prompts
 
     pairs = zip(rows, stored["reset_texts"], strict=True)
     rows = [{**row, "prompt": with_appended_text(row["prompt"], text)} if text else row for row, text in pairs]
-    prompts = episode_prompts(run.interaction, data, indices, rows, length=run.prompt_length)
+    prompts = episode_prompts(run.episode_setup, data, indices, rows, length=run.prompt_length)
     episodes = [EpisodeRecord.from_json(episode) for episode in stored["episodes"]]
-    return RolloutResult(rows, prompts, completions, episodes, metrics=metrics)
+    return RolloutResult(rows, prompts, completions, episodes, engine_metrics=metrics)

@@ -58,8 +58,8 @@ class Distillation:
             old = batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
             return batch.replace(teacher_log_probs=np.where(batch.tokens == clipped, l, old))
         assert self.scorer is not None
-        on_host = jax.tree.map(np.asarray, completions)
-        result = _read_result(self.scorer.score(batch.prompts, on_host), on_host.mask, config)
+        as_numpy = jax.tree.map(np.asarray, completions)
+        result = _read_result(self.scorer.score(batch.prompts, as_numpy), as_numpy.mask, config)
         log_probs, ids, top = (None if x is None else x[:, :, : batch.mask.shape[2]] for x in result)
         if config.distillation_mode == "sampled_token":
             return batch.replace(teacher_log_probs=log_probs)

@@ -224,7 +224,7 @@ def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) 
         run.reward_fns,
         run.config,
         params=params,
-        interaction=run.interaction,
+        episode_setup=run.episode_setup,
         trainer_state=run.trainer_state(session.progress.step, session.progress.cursor),
         interrupt=session.signals.interrupt,
     )[0]

@@ -57,7 +57,10 @@ def reward_inputs(
     decoded = tokenizer.batch_decode(
         [[*before[i // group].tokens, *completion] for i, completion in enumerate(ids)], skip_special_tokens=True
     )
-    texts = [before[i // group].prefill + continuation(before[i // group].text, text) for i, text in enumerate(decoded)]
+    texts = [
+        before[i // group].assistant_prefill + continuation(before[i // group].text, text)
+        for i, text in enumerate(decoded)
+    ]
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     return RewardInputs(
         prompts=[_without_prefill(prompt) for prompt in prompts for _ in range(group)],
@@ -76,7 +79,7 @@ class PrecedingText(NamedTuple):
 
     tokens: list[int]
     text: str
-    prefill: str
+    assistant_prefill: str
 
 
 def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> PrecedingText:

@@ -216,7 +216,7 @@ def _harmony_call(recipient: str, body: str, end: str) -> ToolCall:
     """Parse a message to a tool. Raises ValueError if the message is not a valid call."""
     namespace, _, name = recipient.partition(".")
     if namespace != "functions" or not name:
-        raise ValueError(f"unknown recipient {recipient!r}; address tools as functions.tool")
+        raise ValueError(f"unknown recipient {recipient!r}; address a tool as functions.NAME")
     if end != "<|call|>":
         raise ValueError("it is not closed by <|call|>")
     return ToolCall(name, parse_json(body) if body.strip() else {})

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from grpo_jax.hub.vision import ImageProcessor, Size
 
 
-def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = None, on_host: bool = False) -> Prompts:
+def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = None, as_numpy: bool = False) -> Prompts:
     """Stack lists of token ids with padding on the right.
 
     Args:
       token_ids: B non-empty lists of token ids.
       length: padded length P. If None, the length of the longest prompt is used.
-      on_host: whether to return NumPy arrays instead of JAX arrays.
+      as_numpy: whether to return NumPy arrays instead of JAX arrays.
 
     Returns:
       `Prompts` with tokens [B, P] int32, padded with 0, and lengths [B] int32.
@@ -57,7 +57,7 @@ def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = Non
     tokens = np.zeros((len(rows), length or longest), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
-    array: Any = np.asarray if on_host else jnp.asarray
+    array: Any = np.asarray if as_numpy else jnp.asarray
     return Prompts(tokens=array(tokens), lengths=array(lengths))
 
 
@@ -100,7 +100,7 @@ class EncodedPrompts:
         If `token_ids` is given, it replaces the token ids of these rows. The images remain the same.
         """
         ids = [self.token_ids[i] for i in indices] if token_ids is None else token_ids
-        prompts = make_prompts(ids, length=length, on_host=True)
+        prompts = make_prompts(ids, length=length, as_numpy=True)
         if self.image_encoder is not None:
             prompts = self.image_encoder(prompts, [() if self.images is None else self.images[i] for i in indices])
         return prompts

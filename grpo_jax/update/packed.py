@@ -51,7 +51,7 @@ from grpo_jax.models.threads import (
 )
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
-from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic, router_coef_of, sampling_of
+from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic, router_coef_of
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
 
@@ -241,7 +241,7 @@ class PackedUpdater(Updater):
 
     def shapes(self, params: Params, batch_shape: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences, for a `batch_shape` of (B, G, T), largest first."""
-        t, cpu_tokens = batch_shape[-1], CPU_MATRIX_TOKENS if self.model.config.uses_float32_sums else CPU_TOKENS
+        t, cpu_tokens = batch_shape[-1], CPU_MATRIX_TOKENS if self.model.config.accumulates_in_float32 else CPU_TOKENS
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
         tokens = min(micro_tokens, cpu_tokens if cpu else max(t, ACCELERATOR_TOKENS))
@@ -286,10 +286,10 @@ def _loss(
     """Compute the loss and metric sums for the i-th sequence, given the policy's and the teacher's prompt states."""
     model, config, teacher, lengths = updater.model, updater.config, updater.teacher, part.batch.prompts.lengths
     sequence, key = part.sequence(i), dropout_key(model, state, part.index, i + 1)
-    batch = jax.tree.map(sequence.take, part.batch.replace(prompts=None))
+    batch = jax.tree.map(sequence.gather, part.batch.replace(prompts=None))
     batch = batch.replace(mask=batch.mask & sequence.mask)
     router_coef, teacher_states = router_coef_of(model, config), None
-    top_ids, top_log_probs = jax.tree.map(sequence.by_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
+    top_ids, top_log_probs = jax.tree.map(sequence.per_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_builtin(teacher.model):
         clipped = sequence.replace(tokens=teacher.clip_ids(sequence.tokens))
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, clipped)
@@ -302,7 +302,7 @@ def _loss(
         prompt_states,
         lengths,
         sequence,
-        sampling_of(config),
+        updater.sampling,
         router_mask=batch.mask if router_coef else None,
         rngs=None if key is None else {"dropout": key},
         statistic=statistic_fn,
@@ -315,7 +315,7 @@ def _loss(
         config=config,
         on_policy=updater.on_policy,
         surrogate=updater.surrogate,
-        selected=None if part.selected is None else sequence.take(part.selected),
+        selected=None if part.selected is None else sequence.gather(part.selected),
         router_coef=router_coef,
     )
 
@@ -369,13 +369,13 @@ def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | 
 def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""
     model, prompts, mask = updater.model, part.batch.prompts, part.batch.mask
-    states, sampling = _prefill(model, params, prompts, updater.mesh, None), sampling_of(updater.config)
+    states, sampling = _prefill(model, params, prompts, updater.mesh, None), updater.sampling
 
     def add(i: jax.Array, scores: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         sequence = part.sequence(i)
         new = score_packed(model, params, states, prompts.lengths, sequence, sampling, with_entropy=with_entropy)
         # A segment without tokens refers to the first completion and adds zeros to it.
-        return jax.tree.map(lambda x, y: sequence.add_to(x, jnp.where(sequence.take(mask), y, 0)), scores, new[:2])
+        return jax.tree.map(lambda x, y: sequence.add_to(x, jnp.where(sequence.gather(mask), y, 0)), scores, new[:2])
 
     zeros = constrain(jnp.zeros(mask.shape), updater.mesh)
     return jax.lax.fori_loop(0, part.num_used, add, (zeros, zeros))

@@ -107,7 +107,7 @@ def test_each_device_packs_its_own_prompts(longest):
     assert padding_share(together) == pytest.approx(1 - mask.sum() / (len(together) * 3 * 64))
     for sequence in together:
         assert sequence.mask.shape[2] == (longest or 40)
-        values = jnp.where(sequence.take(jnp.asarray(mask)), sequence.take(jnp.asarray(tokens, jnp.float32)), 0)
+        values = jnp.where(sequence.gather(jnp.asarray(mask)), sequence.gather(jnp.asarray(tokens, jnp.float32)), 0)
         back = sequence.add_to(jnp.zeros(mask.shape), jnp.where(sequence.mask, values, 0))
         there = np.asarray(back) > 0
         np.testing.assert_array_equal(np.asarray(back)[there], tokens[there])

@@ -21,7 +21,7 @@ ADAPTED = add_lora(POLICY, jax.random.key(7), rank=2)
 
 
 def draws(engine, policy=POLICY, params=None, prompts=("ab", "c"), key=0, **settings):
-    encoded = make_prompts([policy.tokenizer(text)["input_ids"] for text in prompts], on_host=True)
+    encoded = make_prompts([policy.tokenizer(text)["input_ids"] for text in prompts], as_numpy=True)
     every = {
         "num_generations": G, "max_completion_length": T, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None,
     }  # fmt: skip

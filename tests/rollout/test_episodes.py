@@ -12,8 +12,8 @@ from test_completions import sentencepiece
 from tiny import tiny_tokenizer
 
 from grpo_jax import GRPOConfig
+from grpo_jax.rollout.episode_setup import EpisodeRecord, make_episode_setup, metrics_of, turn_ids, with_environments
 from grpo_jax.rollout.episodes import EnvironmentFailure, Episode, Episodes, appended_text, with_appended_text
-from grpo_jax.rollout.interaction import EpisodeRecord, make_interaction, metrics_of, turn_ids, with_environments
 from grpo_jax.rollout.turns import TRUNCATED
 from grpo_jax.text.calls import Parsed, ToolCall, assistant_message
 from grpo_jax.text.completions import preceding_text
@@ -68,33 +68,33 @@ class Sums:
         return float(self.total)
 
 
-def interaction_of(factory=None, rows=(ROW,), tokenizer=None, eos=(1,), tools=None, **settings):
+def setup_of(factory=None, rows=(ROW,), tokenizer=None, eos=(1,), tools=None, **settings):
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
     config = GRPOConfig(**settings)
-    return make_interaction(tokenizer, eos, rows, config, tools=tools, environment_factory=factory)
+    return make_episode_setup(tokenizer, eos, rows, config, tools=tools, environment_factory=factory)
 
 
-def chat_interaction(factory=Sums, name="hermes", **settings):
+def chat_episode_setup(factory=Sums, name="hermes", **settings):
     tokenizer, ends = family(name)
-    return interaction_of(factory, rows=(CHAT,), tokenizer=tokenizer, eos=ends, **settings)
+    return setup_of(factory, rows=(CHAT,), tokenizer=tokenizer, eos=ends, **settings)
 
 
-def shown_with(interaction, rows):
+def shown_with(episode_setup, rows):
     """Render the prompts of rows, with their tools, as text."""
-    data = encode_prompts(rows, interaction.tokenizer, tools=[interaction.schemas(row) for row in rows])
-    return [interaction.tokenizer.decode(x) for x in data.token_ids]
+    data = encode_prompts(rows, episode_setup.tokenizer, tools=[episode_setup.schemas(row) for row in rows])
+    return [episode_setup.tokenizer.decode(x) for x in data.token_ids]
 
 
-def begun(interaction, row=ROW):
-    episode = Episode(interaction, row, "row 3 of the dataset, completion 1")
+def begun(episode_setup, row=ROW):
+    episode = Episode(episode_setup, row, "row 3 of the dataset, completion 1")
     episode.reset(row)
     return episode
 
 
 def test_turns_reach_the_environment_and_a_cut_last_turn_is_recorded():
-    interaction = interaction_of(Guess)
-    tokenizer = interaction.tokenizer
-    with Episodes(interaction, [ROW], 1, [0]) as episodes:
+    episode_setup = setup_of(Guess)
+    tokenizer = episode_setup.tokenizer
+    with Episodes(episode_setup, [ROW], 1, [0]) as episodes:
         episodes.reset([ROW])
         tokens, sampled = [], []
         for text in ("5", "6"):
@@ -116,7 +116,7 @@ def test_turn_is_decoded_in_context():
     rows = [{"prompt": "Once upon", "target": 7}]
     one, two, three = (ids(tokenizer, text) for text in ("a", "time", "there was"))
 
-    with Episodes(interaction_of(Guess, rows=rows, tokenizer=tokenizer), rows, 1, [0]) as episodes:
+    with Episodes(setup_of(Guess, rows=rows, tokenizer=tokenizer), rows, 1, [0]) as episodes:
         episodes.reset(rows)
         episodes.set_prompts(rows, make_prompts(encode_prompts(rows, tokenizer).token_ids))
         for turn in (one, two, three):
@@ -126,14 +126,14 @@ def test_turn_is_decoded_in_context():
 
 def test_first_turn_includes_the_prefill():
     """The first turn includes the prefill, so that a tool call opened there is complete."""
-    interaction = chat_interaction()
-    tokenizer = interaction.tokenizer
+    episode_setup = chat_episode_setup()
+    tokenizer = episode_setup.tokenizer
     prompt = [*CHAT["prompt"], {"role": "assistant", "content": "<tool_call>"}]
     row = {**CHAT, "prompt": prompt}
-    episode = begun(interaction, row)
+    episode = begun(episode_setup, row)
     episode.preceding = preceding_text(tokenizer, prompt, encode_prompts([row], tokenizer).token_ids[0])
     call = '{"name": "add", "arguments": {"n": 4}}</tool_call>'
-    episode.answer(np.append(ids(tokenizer, call), interaction.eos_token_ids[0]), 400)
+    episode.answer(np.append(ids(tokenizer, call), episode_setup.eos_token_ids[0]), 400)
     episode.record_turn(ids(tokenizer, "4"))
     assert episode.environment.total == 4
     assert [text for own, text in episode.record.turns if own] == ["<tool_call>" + call, "4"]
@@ -151,11 +151,11 @@ def test_respond_may_return_a_turn_reward(last, end):
         def get_reward(self):
             return last
 
-    episode = begun(interaction_of(Scored))
+    episode = begun(setup_of(Scored))
     said = [episode.answer(np.array([5, 1]), 50) for _ in range(3)]
     assert [None if tokens is None else len(tokens) for tokens in said] == [2, 2, None]
     assert episode.reward() == [1.0, 0.0, end]
-    cut = begun(interaction_of(Scored))
+    cut = begun(setup_of(Scored))
     cut.answer(np.array([5, 1]), 50)
     cut.record_turn(np.array([5]))  # a last turn cut by the length limit
     assert cut.reward() == [1.0, last or 0.0]
@@ -174,8 +174,8 @@ def test_invalid_responses_and_turn_rewards_are_refused(answer, message):
             return answer
 
     with pytest.raises(EnvironmentFailure, match=message):
-        begun(interaction_of(Odd)).answer(np.array([5, 1]), 50)
-    episode = begun(interaction_of(Odd, on_environment_error="end"))
+        begun(setup_of(Odd)).answer(np.array([5, 1]), 50)
+    episode = begun(setup_of(Odd, on_environment_error="end"))
     assert episode.answer(np.array([5, 1]), 50) is None
     assert episode.record.errors == 1
 
@@ -193,11 +193,11 @@ def test_environment_error_ends_the_run_or_its_episode(where, kind):
         respond = lambda self, text: at("respond", ("x", 1.0) if where == "get_reward" else "x")
         get_reward = lambda self: at("get_reward", 0.5)
 
-    raising, ending = (interaction_of(Bad, on_environment_error=on_error) for on_error in ("raise", "end"))
+    raising, ending = (setup_of(Bad, on_environment_error=on_error) for on_error in ("raise", "end"))
     Bad.__init__ = lambda self: at("the call")
 
-    def played(interaction):
-        episode = begun(interaction)
+    def played(episode_setup):
+        episode = begun(episode_setup)
         return episode.answer(np.array([5, 1]), 50), episode.reward(), episode.record.errors
 
     message = f"{where} raised {kind.__name__}: gone, for row 3 .*on_environment_error"
@@ -220,8 +220,8 @@ def turn(tokenizer, *calls, text=""):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tool_calls_are_parsed_in_the_template_format(name):
-    interaction = chat_interaction(name=name)
-    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
+    episode_setup = chat_episode_setup(name=name)
+    episode, tokenizer = begun(episode_setup, CHAT), episode_setup.tokenizer
     said = episode.answer(turn(tokenizer, ("add", {"n": 4})), 400)
     assert "4" in tokenizer.decode(said)
     episode.answer(turn(tokenizer, ("add", {"n": 3})), 400)
@@ -236,8 +236,8 @@ def test_tool_calls_are_parsed_in_the_template_format(name):
 
 
 def test_call_errors_become_tool_results():
-    interaction = chat_interaction()
-    episode, tokenizer = begun(interaction, CHAT), interaction.tokenizer
+    episode_setup = chat_episode_setup()
+    episode, tokenizer = begun(episode_setup, CHAT), episode_setup.tokenizer
     for call, told in (
         (("sub", {"n": 1}), "unknown tool 'sub'"),
         (("add", {"m": 1}), "m"),
@@ -247,21 +247,21 @@ def test_call_errors_become_tool_results():
         assert episode.record.messages[-1]["content"].startswith("Error: ")
         assert told in episode.record.messages[-1]["content"]
     broken = '<tool_call>\n{"name": "add", "argum'
-    assert episode.answer(np.append(ids(tokenizer, broken), interaction.eos_token_ids[0]), 400) is not None
+    assert episode.answer(np.append(ids(tokenizer, broken), episode_setup.eos_token_ids[0]), 400) is not None
     assert (episode.record.calls, episode.record.failures, episode.record.errors) == (4, 4, 0)
 
 
 def test_turn_without_a_call_is_the_last_and_calls_are_limited():
-    interaction = chat_interaction(max_tool_calling_iterations=2)
-    tokenizer = interaction.tokenizer
-    episode = begun(interaction, CHAT)
+    episode_setup = chat_episode_setup(max_tool_calling_iterations=2)
+    tokenizer = episode_setup.tokenizer
+    episode = begun(episode_setup, CHAT)
     said = [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(3)]
     assert [x is None for x in said] == [False, False, True]
     assert episode.environment.total == 2
     assert episode.record.clipped == 1
     played = [episode.record, *[EpisodeRecord()] * 3]
     assert metrics_of(played)["turns/clipped_ratio"] == 0.25
-    episode = begun(interaction, CHAT)
+    episode = begun(episode_setup, CHAT)
     for _ in range(2):
         episode.answer(turn(tokenizer, ("add", {"n": 1})), 400)
     assert episode.answer(turn(tokenizer, text="It is 3."), 400) is None
@@ -270,7 +270,7 @@ def test_turn_without_a_call_is_the_last_and_calls_are_limited():
     class Talks(Sums):
         respond = lambda self, text: "go on"
 
-    episode = begun(chat_interaction(Talks, max_tool_calling_iterations=1), CHAT)
+    episode = begun(chat_episode_setup(Talks, max_tool_calling_iterations=1), CHAT)
     said = [episode.answer(turn(tokenizer, text="Hello."), 400)]
     said += [episode.answer(turn(tokenizer, ("add", {"n": 1})), 400) for _ in range(2)]
     assert [x is None for x in said] == [False, False, True], "turns without calls must not count"
@@ -278,12 +278,12 @@ def test_turn_without_a_call_is_the_last_and_calls_are_limited():
 
 def test_turn_cut_at_the_maximum_length_truncates_a_completion_without_an_answer():
     for factory, said in ((Sums, TRUNCATED), (type("Ends", (Sums,), {"respond": lambda self, text: None}), None)):
-        interaction = chat_interaction(factory, max_turn_length=5)
-        episode = begun(interaction, CHAT)
-        answer = episode.answer(ids(interaction.tokenizer, "abcdefghijkl")[:5], 400)
+        episode_setup = chat_episode_setup(factory, max_turn_length=5)
+        episode = begun(episode_setup, CHAT)
+        answer = episode.answer(ids(episode_setup.tokenizer, "abcdefghijkl")[:5], 400)
         assert (answer, episode.record.cut_short) == (said, 1)
-    short = np.append(ids(interaction.tokenizer, "abc")[:1], interaction.eos_token_ids[0])
-    assert begun(chat_interaction(max_turn_length=5), CHAT).answer(short, 400) is None
+    short = np.append(ids(episode_setup.tokenizer, "abc")[:1], episode_setup.eos_token_ids[0])
+    assert begun(chat_episode_setup(max_turn_length=5), CHAT).answer(short, 400) is None
 
 
 def double(n: int) -> int:
@@ -297,18 +297,18 @@ def double(n: int) -> int:
 
 def test_tools_are_functions_and_environment_methods():
     for factory in (None, Sums):
-        interaction = chat_interaction(factory, tools=[double])
-        episode = begun(interaction, CHAT)
-        episode.answer(turn(interaction.tokenizer, ("double", {"n": 21})), 400)
+        episode_setup = chat_episode_setup(factory, tools=[double])
+        episode = begun(episode_setup, CHAT)
+        episode.answer(turn(episode_setup.tokenizer, ("double", {"n": 21})), 400)
         assert episode.record.messages[-1]["content"] == "42"
-        (shown,) = shown_with(interaction, [CHAT])
+        (shown,) = shown_with(episode_setup, [CHAT])
         assert '"double"' in shown
         assert ('"add"' in shown) == (factory is not None)
 
 
 def test_reset_text_ends_the_prompt_and_is_the_same_within_a_group():
     rows = [ROW, {"prompt": "again: ", "target": 2}]
-    with Episodes(interaction_of(Guess, rows=rows), rows, 3, [0, 1]) as episodes:
+    with Episodes(setup_of(Guess, rows=rows), rows, 3, [0, 1]) as episodes:
         assert [row["prompt"] for row in episodes.reset(rows)] == ["find it: (1 to 14) ", "again: (1 to 4) "]
 
     numbers = itertools.count()
@@ -318,7 +318,7 @@ def test_reset_text_ends_the_prompt_and_is_the_same_within_a_group():
             return f"{next(numbers)} "
 
     with (
-        Episodes(interaction_of(Moody), [ROW], 2, [5]) as episodes,
+        Episodes(setup_of(Moody), [ROW], 2, [5]) as episodes,
         pytest.raises(ValueError, match=r"row 5 .*same text for all completions of a prompt; got '\d ' and '\d '"),
     ):
         episodes.reset([ROW])
@@ -339,7 +339,7 @@ def test_reset_text_is_separated_from_a_prompt_with_images(content):
 def test_episodes_that_share_an_environment_are_rejected():
     shared = Guess()
     with (
-        Episodes(interaction_of(lambda: shared), [ROW], 2, [0]) as episodes,
+        Episodes(setup_of(lambda: shared), [ROW], 2, [0]) as episodes,
         pytest.raises(ValueError, match="environment_factory must return a new object at each call"),
     ):
         episodes.reset([ROW])
@@ -355,7 +355,7 @@ def test_each_episode_has_its_own_copy_of_the_row():
             return None
 
     rows = [{"prompt": "play: ", "cards": ["a", "b", "c"]}]
-    with Episodes(interaction_of(Deck, rows=rows), rows, 3, [0]) as episodes:
+    with Episodes(setup_of(Deck, rows=rows), rows, 3, [0]) as episodes:
         assert episodes.reset(rows)[0]["prompt"] == "play: ['a', 'b'] "
     assert rows[0]["cards"] == ["a", "b", "c"]
 
@@ -363,12 +363,12 @@ def test_each_episode_has_its_own_copy_of_the_row():
 def test_a_column_selects_the_environment_and_its_reward():
     rows = [{**CHAT, "environment": "sums"}, {**CHAT, "environment": "guess"}]
     tokenizer, ends = family("hermes")
-    interaction = interaction_of({"sums": Sums, "guess": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
-    shown = shown_with(interaction, rows)
+    episode_setup = setup_of({"sums": Sums, "guess": Guess}, rows=rows, tokenizer=tokenizer, eos=ends)
+    shown = shown_with(episode_setup, rows)
     assert ["add" in text for text in shown] == [True, False]
-    fns = with_environments([], interaction)
+    fns = with_environments([], episode_setup)
     assert [fn.__name__ for fn in fns] == ["Sums", "Guess"]
-    with Episodes(interaction, rows, 1, [0, 1]) as episodes:
+    with Episodes(episode_setup, rows, 1, [0, 1]) as episodes:
         episodes.reset(rows)
         episodes(1, ids(tokenizer, "5"), 100).result()
         played = episodes.end(np.zeros((2, 1), np.int32), np.ones((2, 1), bool))
@@ -376,7 +376,7 @@ def test_a_column_selects_the_environment_and_its_reward():
     given = {"environment_rewards": rewards, "environment": [row["environment"] for row in rows]}
     assert [fn(**given) for fn in fns] == [[0.0, None], [None, 1.0]]
     rows = [{**ROW, "environment": name} for name in ("guess", "harder")]
-    fns = with_environments([], interaction_of({"guess": Guess, "harder": type("Harder", (Guess,), {})}, rows=rows))
+    fns = with_environments([], setup_of({"guess": Guess, "harder": type("Harder", (Guess,), {})}, rows=rows))
     given = {"environment_rewards": [1.0, 2.0], "environment": ["guess", "harder"]}
     assert [fn(**given) for fn in fns] == [[1.0, None], [None, 2.0]], "each reward must count once"
 
@@ -411,7 +411,7 @@ class Untold(Sums):
 ])  # fmt: skip
 def test_invalid_environments_are_refused_at_once(given, message):
     with pytest.raises(ValueError, match=message):
-        interaction_of(**given)
+        setup_of(**given)
 
 
 def test_turn_ids_of_adjacent_empty_and_unrecorded_turns():

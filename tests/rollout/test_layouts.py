@@ -9,7 +9,7 @@ from tiny import tiny_model
 
 from grpo_jax.hub.quantize import quantized_shape
 from grpo_jax.models.config import StepCost
-from grpo_jax.rollout.layouts import BURST, MAX_SMALLER, MIN_COMPLETIONS, Layouts, decode_step_cost
+from grpo_jax.rollout.layouts import BURST, MAX_SMALLER, MIN_COMPLETIONS, DecodeLayouts, decode_step_cost
 from grpo_jax.types import as_jit_argument
 
 pytestmark = pytest.mark.quick
@@ -18,7 +18,7 @@ SMALL = StepCost(weights=0.0, prompt=0.5, own=1.0, products=1.0)
 
 
 def layouts_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
-    return Layouts.of(groups, width, length, step, fixed=fixed, **how)
+    return DecodeLayouts.of(groups, width, length, step, fixed=fixed, **how)
 
 
 @pytest.mark.parametrize(

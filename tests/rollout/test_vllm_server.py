@@ -123,7 +123,7 @@ def test_adapters_are_synchronized(server):
 def test_a_teacher_scores_completions(server):
     """A server scores completions like the local model; one at a time, as the server runs with `--enable-lora`."""
     teacher = from_pretrained(server.model)
-    prompts = make_prompts(teacher.tokenizer([row["prompt"] for row in ROWS])["input_ids"], on_host=True)
+    prompts = make_prompts(teacher.tokenizer([row["prompt"] for row in ROWS])["input_ids"], as_numpy=True)
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, 512, (4, 2, 24)).astype(np.int32)
     mask = np.arange(24) < rng.integers(1, 25, (4, 2, 1))

@@ -176,7 +176,7 @@ def test_when_a_save_is_due(tmp_path, monkeypatch):
         with Checkpoints(tmp_path / str(pause), GRPOConfig(**settings)) as checkpoints:
             for seconds, is_due in ((pause - 1, False), (2, True)):
                 clock[0] += seconds
-                assert checkpoints.due(1) is is_due
+                assert checkpoints.should_save(1) is is_due
 
 
 def test_donating_a_state_while_it_is_saved(tmp_path):
@@ -286,9 +286,9 @@ def test_several_processes_decide_together(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, GRPOConfig(save_steps=None, save_minutes=1)) as checkpoints:
         monkeypatch.setattr(checkpoint, "gather_objects", lambda own: [False, own])
         monkeypatch.setattr(checkpoints, "_saved_at", time.monotonic() - 90)
-        assert not checkpoints.due(5)
+        assert not checkpoints.should_save(5)
         monkeypatch.setattr(checkpoint, "gather_objects", lambda own: [own, False])
-        assert checkpoints.due(5)
+        assert checkpoints.should_save(5)
         reading = []
         monkeypatch.setattr(checkpoints, "_load", lambda step, *x: reading.append(step) or load(checkpoints, step, *x))
         broken = lambda own: [own, "OSError: disk failed on one host" if reading and reading.pop() == 4 else ""]

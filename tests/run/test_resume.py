@@ -158,14 +158,14 @@ def test_signal_finishes_the_update_saves_and_exits_with_143(whole, tmp_path, mo
 
 # fmt: off
 def about(token_ids=((5, 6), (7,)), reward_fns=(vowels,), steps=10, optimizer=None, shape=(2, 3), model=None, eos=(1,),
-          eval_ids=None, interaction=None, advantage_fn=None, surrogate=None, config=None, **settings):
+          eval_ids=None, episode_setup=None, advantage_fn=None, surrogate=None, config=None, **settings):
     def encoded(ids):
         return ids and EncodedPrompts(rows=[{}] * len(ids), token_ids=list(map(list, ids)), dropped=[])
 
     config = config or GRPOConfig(**{"lr_scheduler_type": "constant", **settings})
     state = create_state({"w": np.zeros(shape, np.float32)}, optimizer or optax.adam(0.1), jax.random.key(0))
     run = SimpleNamespace(
-        config=config, data=encoded(token_ids), eval_data=encoded(eval_ids), interaction=interaction,
+        config=config, data=encoded(token_ids), eval_data=encoded(eval_ids), episode_setup=episode_setup,
         policy=tiny_policy().replace(model=model or tiny_policy().model, generation_config={"eos_token_id": list(eos)}),
         total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1), reward_fns=reward_fns,
         sampler=None, distillation=None, optimizer=optimizer, updater=SimpleNamespace(surrogate=surrogate),
@@ -174,10 +174,10 @@ def about(token_ids=((5, 6), (7,)), reward_fns=(vowels,), steps=10, optimizer=No
     return json.loads(json.dumps(run_identity(run, state)))
 
 
-def interaction(tools=(), classes=()):
-    """Return the parts of an `Interaction` that are compared; `classes` are environments by name."""
+def episode_setup(tools=(), classes=()):
+    """Return the parts of an `EpisodeSetup` that are compared; `classes` are environments by name."""
     named = {tool.__name__: tool for tool in tools}
-    return {"interaction": SimpleNamespace(tools=named, environment_classes=dict(classes))}
+    return {"episode_setup": SimpleNamespace(tools=named, environment_classes=dict(classes))}
 # fmt: on
 
 
@@ -257,11 +257,11 @@ COMPARED = "; metric_for_best_model = 'eval/vowels' requires all evaluations of 
 
 
 DIFFERENCES += [
-    (interaction([vowels]), interaction([vowels]), []),
-    (interaction([vowels]), {}, ["tools = [], but the run has ['vowels']"]),
-    (interaction(classes={"a": Game}), interaction(classes={"a": Game, "b": Game}),
+    (episode_setup([vowels]), episode_setup([vowels]), []),
+    (episode_setup([vowels]), {}, ["tools = [], but the run has ['vowels']"]),
+    (episode_setup(classes={"a": Game}), episode_setup(classes={"a": Game, "b": Game}),
         ["environment_factory = ['a: Game', 'b: Game'], but the run has ['a: Game']"]),
-    (interaction(classes={None: Game}), interaction(classes={None: Cut}),
+    (episode_setup(classes={None: Game}), episode_setup(classes={None: Cut}),
         ["environment_factory = ['Cut'], but the run has ['Game']"]),
     (BEST, BEST, []), (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, but the run has 2{COMPARED}"]),
     (BEST, BEST | {"eval_ids": [[8], [7]]}, 

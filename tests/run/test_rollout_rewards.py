@@ -10,7 +10,7 @@ from tiny import tiny_tokenizer
 from grpo_jax.rewards.calls import Rewards, means_of
 from grpo_jax.rewards.contract import RewardError
 from grpo_jax.rewards.outcomes import RewardParts
-from grpo_jax.rollout.interaction import EpisodeRecord
+from grpo_jax.rollout.episode_setup import EpisodeRecord
 from grpo_jax.run import rollout_result as gathering
 from grpo_jax.run.collect import call_reward_fns
 from grpo_jax.run.rollout_result import RolloutResult, completion_records, gather_rewards

@@ -187,7 +187,7 @@ def test_old_log_probs_are_padded_to_full_length():
     updater = choose_updater(Pairs(), config, micro_shape=(1, G))
     short = canned(b=1).replace(tokens=np.ones((1, G, 3), int))
     whole = read_completions(short, (1, G, 32), vocab_size=4, pad_token_id=0)
-    rollout = RolloutResult([{}], make_prompts([[1, 2]], on_host=True), whole)
+    rollout = RolloutResult([{}], make_prompts([[1, 2]], as_numpy=True), whole)
     found = with_old_log_probs(rollout, updater, params).completions
     assert updater.padded_length(3) < 32
     assert found.old_log_probs.shape == (1, G, 32)

@@ -42,7 +42,7 @@ def test_make_prompts_pads_on_the_right():
     chex.assert_trees_all_equal(prompts.tokens, jnp.array([[5, 6, 7], [8, 0, 0], [9, 10, 0]], jnp.int32))
     chex.assert_trees_all_equal(prompts.lengths, jnp.array([3, 1, 2], jnp.int32))
     assert prompts.tokens.dtype == prompts.lengths.dtype == jnp.int32
-    tokens = lib.make_prompts([[1, 2, 3], [4]], length=5, on_host=True).tokens
+    tokens = lib.make_prompts([[1, 2, 3], [4]], length=5, as_numpy=True).tokens
     assert tokens.tolist() == [[1, 2, 3, 0, 0], [4, 0, 0, 0, 0]]
 
 

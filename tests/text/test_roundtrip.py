@@ -8,8 +8,8 @@ from chat_families import CALL, FAMILIES, HERMES, LLAMA, add, family, tokenizer_
 from tokenizers import normalizers
 
 from grpo_jax import GRPOConfig
+from grpo_jax.rollout.episode_setup import make_episode_setup
 from grpo_jax.rollout.episodes import Episode
-from grpo_jax.rollout.interaction import make_interaction
 from grpo_jax.rollout.tools import read_tools
 from grpo_jax.text import calls as lib
 from grpo_jax.text.formats import FORMATS
@@ -64,7 +64,7 @@ def test_call_of_each_family_is_parsed_back(name, tool, kwargs):
 def test_unsupported_call_format_is_refused_with_the_difference():
     tokenizer = tokenizer_of(FUNCTIONARY, "<|eot_id|>")
     with pytest.raises(ValueError, match="the chat template renders a call") as caught:
-        make_interaction(tokenizer, (tokenizer.eos_token_id,), [CHAT], GRPOConfig(), tools=[add])
+        make_episode_setup(tokenizer, (tokenizer.eos_token_id,), [CHAT], GRPOConfig(), tools=[add])
     message = str(caught.value)
     assert "to add with {'a': 3, 'b': 3} as '<function=add>{\"a\": 3, \"b\": 3}</function>" in message
     assert "'llama3' parser finds no call (A tool call could not be read: it is enclosed in <function=" in message
@@ -95,14 +95,14 @@ def test_only_markers_among_special_tokens_reach_the_parser(name):
     tokenizer = tokenizer_of(template, eos)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<think>", "</think>"]})
     (end,) = tokenizer.convert_tokens_to_ids([eos])
-    interaction = make_interaction(tokenizer, (end,), [CHAT], GRPOConfig(), tools=[add])
+    episode_setup = make_episode_setup(tokenizer, (end,), [CHAT], GRPOConfig(), tools=[add])
     text, _ = ChatTemplate(tokenizer, tools=schemas(add)).turn_of(CALL)
     turn = np.array(tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"], np.int32)
     assert turn[-1] == end
     assert "<tool_call>" not in tokenizer.decode(turn, skip_special_tokens=True)  # each call would be silently lost
-    read = lib.turn_text(turn, tokenizer.decode, interaction.hidden)
+    read = lib.turn_text(turn, tokenizer.decode, episode_setup.removed_token_ids)
     assert read + eos == text.removesuffix("\n")
-    episode = Episode(interaction, CHAT, "row 0 of the dataset, completion 0")
+    episode = Episode(episode_setup, CHAT, "row 0 of the dataset, completion 0")
     episode.reset(CHAT)
     assert "\n3\n</tool_response>" in tokenizer.decode(episode.answer(turn, 200))
     assert (episode.record.calls, episode.record.failures) == (1, 0)

@@ -24,8 +24,8 @@ REWARD_COLUMNS = ("environments", "environment_rewards")
 
 
 @dataclasses.dataclass(frozen=True)
-class Interaction:
-    """A run's tools and environments, and the settings for parsing turns.
+class EpisodeSetup:
+    """What a run's episodes have in common: its tools and environments, and the settings for parsing turns.
 
     Factories, classes and methods are keyed by the values in the column `environment`, or by None if one factory is
     used for all rows.
@@ -40,8 +40,8 @@ class Interaction:
     methods: Mapping[Hashable, Mapping[str, Tool]]  # public methods of each environment
     tools: Mapping[str, Tool]  # functions available to all rows
     format: Format | None  # the chat template's format for tool calls
-    thinking: bool  # whether the generation prompt opens a thinking block, so that turns start inside it
-    hidden: tuple[int, ...] = ()  # special tokens to remove from the text before parsing
+    starts_in_thinking: bool  # whether the generation prompt opens a thinking block, so that turns start inside it
+    removed_token_ids: tuple[int, ...] = ()  # special tokens to remove from the text before parsing
 
     def factory_key(self, row: Row) -> Hashable:
         """Return the key that selects a row's environment factory."""
@@ -74,7 +74,7 @@ class EnvironmentReward:
         return [reward if name in self._factories else None for name, reward in pairs]
 
 
-def make_interaction(
+def make_episode_setup(
     tokenizer: Tokenizer,
     eos_token_ids: Sequence[int],
     rows: Sequence[Row],
@@ -82,8 +82,8 @@ def make_interaction(
     *,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
-) -> Interaction | None:
-    """Build a run's `Interaction` from arguments of `train`.
+) -> EpisodeSetup | None:
+    """Build a run's `EpisodeSetup` from arguments of `train`.
 
     Returns None if there are neither tools nor environments. Each factory is called once. Raises ValueError if a tool,
     an environment, a row or the chat template is invalid.
@@ -128,7 +128,7 @@ def make_interaction(
         for schemas in all_schemas:
             problems += _template_problems(ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids), form, roles)
     raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
-    return Interaction(
+    return EpisodeSetup(
         tokenizer=tokenizer,
         eos_token_ids=tuple(eos_token_ids),
         config=config,
@@ -138,8 +138,8 @@ def make_interaction(
         methods=methods,
         tools=functions,
         format=form,
-        thinking=is_chat and template.opens_thinking,
-        hidden=() if form is None else hidden_ids(tokenizer, form),
+        starts_in_thinking=is_chat and template.opens_thinking,
+        removed_token_ids=() if form is None else hidden_ids(tokenizer, form),
     )
 
 
@@ -153,9 +153,9 @@ def _template_problems(template: ChatTemplate, form: Format | None, roles: Seque
         return [str(error)]
 
 
-def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction | None) -> list[RewardFn]:
+def with_environments(reward_fns: Sequence[RewardFn], episode_setup: EpisodeSetup | None) -> list[RewardFn]:
     """Append a reward function for each environment class that has `get_reward`."""
-    classes = {} if interaction is None else interaction.environment_classes
+    classes = {} if episode_setup is None else episode_setup.environment_classes
     added = [
         EnvironmentReward(kind.__name__, None if None in classes else [n for n in classes if classes[n] is kind])
         for kind in dict.fromkeys(classes.values())
@@ -165,7 +165,7 @@ def with_environments(reward_fns: Sequence[RewardFn], interaction: Interaction |
 
 
 def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[RewardFn]) -> list[float] | None:
-    """Append a weight of 1 for each `EnvironmentReward` if `weights` has one weight for each other function."""
+    """Append a weight of 1 for each `EnvironmentReward`, if `weights` has exactly one weight per other function."""
     added = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
     return None if weights is None else [*weights, *[1.0] * (added if len(weights) == len(reward_fns) - added else 0)]
 
