@@ -124,7 +124,7 @@ def kl_term(inputs: SurrogateInputs, d: jax.Array, settings: LossSettings) -> ja
     """Compute the per-token KL term from d = l − l_ref, without the factor beta."""
     w = inputs.ratio
     if settings.kl_placement == "reward":
-        # The term is w_t·Σ_{s≥t} d_s with a constant sum. With an unclipped ratio, it is equivalent to
+        # The term is w_t·Σ_{s≥t} d_s, with no gradient through the sum. With an unclipped ratio, it is equivalent to
         # A_t ← A_t − beta·Σ_{s≥t} d_s at the current params.
         return w * sg(jax.lax.cumsum(d, axis=d.ndim - 1, reverse=True))
     k = KL_ESTIMATORS[settings.kl_estimator](d)
@@ -314,7 +314,7 @@ class LossSettings:
     vespo_lambda_neg: Scalar = 2.0
     top_entropy_quantile: Scalar = 1.0  # fraction of tokens to keep, by highest entropy
     off_policy_mask_threshold: Scalar | None = None
-    kl_correction_level: str = "token"  # level of the ratio w in the KL term
+    kl_correction_level: str = "token"  # for sequence-level importance sampling, the level of w in the KL term
     surrogate: Surrogate | None = None
 
     def __post_init__(self) -> None:

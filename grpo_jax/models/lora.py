@@ -3,7 +3,7 @@
 An adapted projection computes y = x W + s (x A) B, with W [in, out] frozen and s = alpha / rank. For each kernel path,
 such as layers_0/self_attn/q_proj/kernel, adapters have arrays A [in, rank] and B [rank, out] at …/q_proj/a and
 …/q_proj/b. B is initialized to 0, so the policy initially equals the base. A reference consists of adapters from one or
-several syncs (`reference_of`), so the base is stored only once.
+several syncs (`reference_adapters`), so the base is stored only once.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ FADED = 1e-6
 """Weight up to which adapters from old syncs are dropped from a reference."""
 
 
-def reference_of(adapters: Params, alpha: float) -> Params:
+def reference_adapters(adapters: Params, alpha: float) -> Params:
     """Create float32 reference adapters for `sync_adapters`, initially equivalent to the policy's adapters.
 
     A weighted sum of products A B differs from the product of averaged factors. Therefore, the factors from the last n
@@ -120,7 +120,7 @@ def reference_of(adapters: Params, alpha: float) -> Params:
 
 
 def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every: int, alpha: float) -> Params:
-    """Update a reference from `reference_of` like `maths.reference.sync_reference`, but average products, not factors.
+    """Update a reference from `reference_adapters` like `sync_reference`, but average products instead of factors.
 
     A_ref B_ref ← alpha·A B + (1 − alpha)·A_ref B_ref   if step % every == 0
     """

@@ -35,13 +35,13 @@ class PackedSequence(flax.struct.PyTreeNode):
     starts: jax.Array  # [A, S] int32 index of the first token of each segment
     lengths: jax.Array  # [A, S] int32 number of tokens in each segment; 0 for unused segments
 
-    def per_segment(self, x: jax.Array) -> jax.Array:
+    def split(self, x: jax.Array) -> jax.Array:
         """Convert per-token values [A, N] to [A, S, longest]. Values past a segment's end belong to other segments."""
         index = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
         return jax.vmap(lambda x, index: x[index])(x, jnp.minimum(index, x.shape[1] - 1))
 
-    def per_token(self, x: jax.Array) -> jax.Array:
-        """Convert per-segment values [A, S, longest, ...] to [A, N, ...], 0 in padding. Inverts `per_segment`."""
+    def concatenate(self, x: jax.Array) -> jax.Array:
+        """Convert per-segment values [A, S, longest, ...] to [A, N, ...], 0 in padding. Inverts `split`."""
         number, position = self.segments.number, self.segments.position
         values = jax.vmap(lambda x, number, position: x[number, position])(x, number, position)
         return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)

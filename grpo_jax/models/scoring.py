@@ -270,7 +270,7 @@ def score_packed(
         chunk=states.shape[0] * max(CHUNK, min(2 * CHUNK, states.shape[1] // 10)),
         statistic=statistic,
     )
-    return _masked(jax.tree.map(sequence.per_segment, scores), sequence.mask, aux)
+    return _masked(jax.tree.map(sequence.split, scores), sequence.mask, aux)
 
 
 def packed_states(
@@ -286,7 +286,7 @@ def packed_states(
     """Compute states [A, N, D] and router loss like `predicting_states`, with the arguments of `score_packed`."""
     chex.assert_equal_shape_prefix((prompt_states.last, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
-    router_mask = None if router_mask is None else sequence.per_token(router_mask)
+    router_mask = None if router_mask is None else sequence.concatenate(router_mask)
     prefix = Prefix(prompt_states.layers, lengths)
     hidden, aux = _hidden(model, params, tokens, prefix, router_mask, segments=segments, rngs=rngs)
     hidden = hidden[:, 0]

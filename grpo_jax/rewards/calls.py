@@ -65,11 +65,11 @@ class Rewards(NamedTuple):
     """
 
     values: np.ndarray
-    stats: dict[str, float]
-    parts: list[RewardParts]
-    logged_metrics: dict[str, list[float]]
-    logged_columns: list[Row]
-    completions: list[str | Messages]
+    stats: Mapping[str, float] = {}
+    parts: Sequence[RewardParts] = ()
+    logged_metrics: Mapping[str, list[float]] = {}
+    logged_columns: Sequence[Row] = ()
+    completions: Sequence[str | Messages] = ()
 
 
 def compute_rewards(

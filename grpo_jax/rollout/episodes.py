@@ -87,6 +87,7 @@ class Episode:
             with contextlib.suppress(_Failed):
                 observation = self._observation(parsed)
         if observation is None:
+            # A turn that was cut short may lack a tool call, so without a response the completion is truncated.
             unanswered = cut and not self.record.clipped and not hasattr(self.environment, "respond")
             return TRUNCATED if unanswered else None
         tokens = self._encode(observation, int(ids[-1]))
@@ -123,18 +124,18 @@ class Episode:
                 return last
             if isinstance(last, list):
                 problem = f"must return a number or None if respond returns rewards; got {show(last)}"
-                raise self._failure("get_reward", problem)
+                raise self._environment_error("get_reward", problem)
         except _Failed:
             return None
         by_turn = [self.turn_rewards.get(turn, 0.0) for turn in range(len(self.record.lengths))]
         return [*by_turn[:-1], by_turn[-1] + (last or 0.0)]
 
     def _extend_context(self, ids: Iterable[int]) -> None:
-        """Keep the last 32 tokens as context for decoding the next turn. Conversations do not need context."""
+        """Keep the last 32 tokens as context for detokenizing the next turn. Conversations do not need context."""
         self.preceding = PrecedingText([] if self._is_chat else [*self.preceding.tokens, *map(int, ids)][-32:], "", "")
 
     def _text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
-        """Decode a turn as the continuation of the preceding text."""
+        """Detokenize a turn as the continuation of the preceding text."""
         before, decode = self.preceding.tokens, self._episode_setup.tokenizer.decode
         text_before, text = (
             decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in (before, [*before, *map(int, ids)])
@@ -152,26 +153,26 @@ class Episode:
             return None
         self.record.calls += len(calls) + len(problems)
         results = [tool_message(call.name, self._call(call)) for call in calls]
-        return results + [tool_message("", self._error(problem)) for problem in problems]
+        return results + [tool_message("", self._failed_call(problem)) for problem in problems]
 
     def _call(self, call: ToolCall) -> str:
         """Call a tool and return its result or the error message as text."""
         tool = self.tools.get(call.name)
         if tool is None:
-            return self._error(f"unknown tool {call.name!r}; available tools: {', '.join(self.tools)}")
+            return self._failed_call(f"unknown tool {call.name!r}; available tools: {', '.join(self.tools)}")
         arguments = bind_arguments(tool, call.arguments)
         if isinstance(arguments, str):
-            return self._error(arguments)
+            return self._failed_call(arguments)
         begin = time.monotonic()
         try:
             call_tool = functools.partial(tool.function, **arguments)
             return as_text(call_within(self._episode_setup.config.environment_timeout, call_tool))
         except (Exception, SystemExit) as error:
-            return self._error(f"{type(error).__name__}: {error}")
+            return self._failed_call(f"{type(error).__name__}: {error}")
         finally:
             self.record.seconds += time.monotonic() - begin
 
-    def _error(self, problem: str) -> str:
+    def _failed_call(self, problem: str) -> str:
         """Count a failed call, and return the error message for the policy."""
         self.record.failures += 1
         return as_text(f"Error: {problem}")
@@ -185,17 +186,17 @@ class Episode:
             answer, reward = answer
             if not hasattr(self.environment, "get_reward"):
                 problem = "returned a reward, but there is no get_reward; add one that returns a number or None"
-                raise self._failure("respond", problem)
+                raise self._environment_error("respond", problem)
             number = _to_float(reward)
             if not isinstance(number, float) or not math.isfinite(number):
-                raise self._failure("respond", f"must return a finite reward; got {show(reward)}")
+                raise self._environment_error("respond", f"must return a finite reward; got {show(reward)}")
             self.turn_rewards[len(self.record.lengths) - 1] = number
         if answer is None:
             return None
         if not isinstance(answer, str):
             problem = f"must return a string, or None at the end; got {show(answer)} ({type(answer).__name__})"
-            raise self._failure("respond", problem)
-        answer = as_text(answer, limit=len(answer))  # tokenizers reject unpaired surrogates
+            raise self._environment_error("respond", problem)
+        answer = as_text(answer, limit=len(answer))  # replaces unpaired Unicode surrogates, which tokenizers reject
         return [{"role": "user", "content": answer}] if self._is_chat else answer
 
     def _encode(self, observation: str | Messages, last_token: int) -> Sequence[int]:
@@ -213,11 +214,11 @@ class Episode:
         try:
             return call_within(self._episode_setup.config.environment_timeout, function, *args)
         except (Exception, SystemExit) as error:
-            raise self._failure(method, error) from error
+            raise self._environment_error(method, error) from error
         finally:
             self.record.seconds += time.monotonic() - begin
 
-    def _failure(self, method: str, problem: BaseException | str) -> Exception:
+    def _environment_error(self, method: str, problem: BaseException | str) -> Exception:
         """Count an environment error, and return the exception to raise."""
         self.record.errors, self.has_failed = self.record.errors + 1, True
         if self._episode_setup.config.on_environment_error != "raise":
@@ -282,7 +283,7 @@ class Episodes:
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]
 
     def set_prompts(self, rows: Sequence[Row], prompts: Prompts) -> None:
-        """Store the prompts (rows returned by `reset`, and their tokens) as context for decoding the first turns."""
+        """Store the prompts (rows from `reset`, and their tokens) as context for detokenizing the first turns."""
         tokens, lengths = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
         for b in self.local_rows:
             preceding = preceding_text(self._tokenizer, rows[b]["prompt"], tokens[b, : lengths[b]].tolist())

@@ -201,12 +201,12 @@ def decode_step_cost(model: BuiltinModel, params: Params, prompt_length: int, sl
     )
 
 
-def decode_threads(params: Params, groups: int, width: int, *, per_core: int = 1) -> int:
+def decode_threads(params: Params, groups: int, width: int, *, threads_per_core: int = 1) -> int:
     """Return the number of threads that decode [groups, width] completions. It divides `groups`.
 
-    `per_core` is the number of threads per core. It is larger with several turns, because some threads wait.
+    `threads_per_core` is the number of threads per core. It is larger with several turns, because some threads wait.
     """
-    limit = max(1, min(groups, groups * width // MIN_PER_THREAD, per_core * count_threads(params, groups)))
+    limit = max(1, min(groups, groups * width // MIN_PER_THREAD, threads_per_core * count_threads(params, groups)))
     return max(n for n in range(1, limit + 1) if groups % n == 0)
 
 

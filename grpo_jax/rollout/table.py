@@ -70,7 +70,8 @@ class TokenTable:
 class SamplingJob:
     """Arguments of a rollout, and the table that its tokens are written to.
 
-    Prefill uses `params`; decoding uses `decode_variables`, which `programs.make_decode_variables` returned for them.
+    Prefill uses `params`. Decoding uses `decode_variables`, a copy of the same weights that is cast or transposed for
+    single-token steps (`programs.make_decode_variables`).
     `keys` are typed PRNG keys [B, G]. `interrupt` is called before each prefill and burst, and during long waits.
     """
 

@@ -130,7 +130,7 @@ class _MultiTurnDecoder:
             active, lengths = self.active, table.lengths[self.rows]
         remaining = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
         max_new_tokens = np.where(active, remaining, 0).astype(np.int32)
-        # The device's automaton state is stale after an observation; use the host's.
+        # The device's state of the stop-string automaton is stale after an observation; use the host's.
         stop_state = None if self.device_state.stop_state is None else table.stop_state[self.rows]
         inactive, max_new_tokens, stop_state = shard((~active, max_new_tokens, stop_state), job.mesh)
         state = self.device_state.replace(ended=inactive, stop_state=stop_state)
@@ -251,7 +251,7 @@ def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_tu
     b, g = job.keys.shape
     # With several processes, all must exchange observations in the same order, so they use one thread.
     one_thread = job.mesh is not None or jax.process_count() > 1
-    threads = 1 if one_thread else decode_threads(job.params, at_once, g, per_core=2)
+    threads = 1 if one_thread else decode_threads(job.params, at_once, g, threads_per_core=2)
     size = at_once // threads
 
     def sample_groups(thread: int) -> None:

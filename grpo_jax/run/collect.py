@@ -175,9 +175,9 @@ def _sample_and_reward(
         rollout = source.next(state)
     batch = None
     if not config.dynamic_sampling:
-        with phase("reference"):  # dispatches the computation without waiting for it
+        with phase("reference"):  # on accelerators, dispatches the computation without waiting for it
             batch = _make_batch(run, state, rollout)
-    # The outer phase counts only the time that sampling needs beyond the rewards.
+    # Time in an inner phase is not counted in the outer one, so only the wait for sampling after the rewards is added.
     with phase("rollout"), source.prefetch(state, batch), phase("rewards"):
         local_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
@@ -190,7 +190,10 @@ def _sample_and_reward(
 
 
 def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
-    """Build a rollout's `Batch`, with zero advantages, without blocking. `counted` [B] is False for padding groups."""
+    """Build a rollout's `Batch`, with zero advantages, without blocking on accelerators.
+
+    `counted` [B] is False for padding groups, which fill the batch if dynamic sampling found too few groups.
+    """
     prompts, completions, config = rollout.prompts, rollout.completions, run.config
     t = run.updater.padded_length(int(lengths_of(np.asarray(completions.mask)).max()))
     tokens, mask = completions.tokens[:, :, :t], completions.mask[:, :, :t]
@@ -342,7 +345,7 @@ def call_reward_fns(
     g = np.shape(tokens)[1]
     process_rows = local_range(len(rollout.rows)) if rollout.process_rows is None else rollout.process_rows
     if not process_rows:
-        return Rewards(np.zeros((0, g, len(names)), np.float32), {}, [], {}, [], [])
+        return Rewards(np.zeros((0, g, len(names)), np.float32))
     local_rows = slice(process_rows.start, process_rows.stop)
     local_completions = slice(local_rows.start * g, local_rows.stop * g)  # this process's share of the B·G completions
     prompts = zip(
@@ -358,7 +361,8 @@ def call_reward_fns(
         inputs.columns["environments"] = list(rollout.environments[local_completions])
     if not names:  # the run has a teacher and no reward functions
         texts = list(inputs.completions)
-        return Rewards(np.zeros((len(process_rows), g, 0), np.float32), {}, [], {}, [{} for _ in texts], texts)
+        values = np.zeros((len(process_rows), g, 0), np.float32)
+        return Rewards(values, logged_columns=[{} for _ in texts], completions=texts)
     return compute_rewards(
         reward_fns,
         prompts=inputs.prompts,

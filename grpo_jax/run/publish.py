@@ -18,6 +18,7 @@ from grpo_jax.hub.huggingface import hub_endpoint
 from grpo_jax.hub.peft import write_policy
 from grpo_jax.messages import one_line
 from grpo_jax.models.lora import LoraModel
+from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Params
@@ -85,11 +86,17 @@ def push_to_hub(
     validate_repo_id(repo_id)
     if run_dir is not None and not Path(run_dir, "metrics.jsonl").is_file():
         raise FileNotFoundError(f"run_dir = {str(run_dir)!r}: metrics.jsonl is missing; pass a run directory, or None.")
-    if get_token() is None:
-        raise PermissionError("not logged in to the Hugging Face Hub; run `hf auth login` or set HF_TOKEN.")
-    name = ""
+    name, failed = "", None
     if jax.process_index() == 0:
-        name = _create(repo_id, f"repo_id = {repo_id!r}", private, revision)
+        try:
+            if get_token() is None:
+                raise PermissionError("not logged in to the Hugging Face Hub; run `hf auth login` or set HF_TOKEN.")
+            name = _create(repo_id, f"repo_id = {repo_id!r}", private, revision)
+        except OSError as error:
+            failed = error
+    # If process 0 fails, all processes raise. Otherwise they would wait for it in `write_policy`.
+    if (message := gather_objects(failed and str(failed))[0]) is not None:
+        raise failed or OSError(message)
     with tempfile.TemporaryDirectory(dir=run_dir) as scratch:
         directory = Path(scratch, "model")
         write_policy(directory, policy, base_name=base_model)

@@ -136,7 +136,8 @@ def rehearse(
             " per_device_train_batch_size or max_completion_length, or use compute_dtype='bfloat16'"
         )
     report = DryRun(sizes, persistent | programs, phase.take(), tuple(suspicious), rows, rollout | metrics)
-    print(report)
+    if jax.process_index() == 0:
+        print(report)
     return report
 
 

@@ -41,7 +41,7 @@ def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -
         (folder / name).write_text(json.dumps(values, indent=2), encoding="utf-8")
 
 
-def check_shared_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
+def check_processes_share_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
     """Raise ValueError unless all processes share a writable run directory or have none. Saving would deadlock."""
     if jax.process_count() == 1:
         return

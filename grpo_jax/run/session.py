@@ -20,7 +20,7 @@ from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.run.policy_checks import check_best_metric
 from grpo_jax.run.resume import run_identity
 from grpo_jax.run.run import BaseRun, Run, SFTRun
-from grpo_jax.run.run_dir import check_shared_run_dir, locked, write_policy_files
+from grpo_jax.run.run_dir import check_processes_share_run_dir, locked, write_policy_files
 from grpo_jax.run.signals import Interrupted, StopSignals
 from grpo_jax.types import Batch, Params
 from grpo_jax.update.state import TrainState
@@ -49,7 +49,7 @@ def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None
         from grpo_jax.run.publish import check_push
 
         check_push(run.policy, run_dir)
-    check_shared_run_dir(run_dir)
+    check_processes_share_run_dir(run_dir)
 
 
 @contextlib.contextmanager
@@ -176,9 +176,7 @@ class Session:
         self._warned_of_skipped = True
         cause = describe_non_finite(run.updater, state.params, minibatch, metrics, run.policy.tokenizer)
         if exceeded:
-            progress.skipped = (
-                0  # number of consecutive skipped updates; reset so that a resumed run does not fail immediately
-            )
+            progress.skipped = 0  # so that a resumed run does not fail immediately
             self.save(state, batch)
             raise FloatingPointError(
                 f"step {step}: {limit} consecutive updates were skipped, the limit set by max_skipped_updates. The loss"
@@ -224,7 +222,7 @@ class Session:
         self.checkpoints.save(state, self.progress, batch, completions, metadata)
 
     def save_if_due(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Write a checkpoint if one is due, and push its policy to the Hub if the checkpoint is scheduled."""
+        """Write a checkpoint if one is due. If it is due because of `save_steps`, push its policy to the Hub."""
         step = self.progress.step
         if self.checkpoints.should_save(step):
             self.save(state, batch)

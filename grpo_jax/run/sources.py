@@ -91,8 +91,8 @@ class PrefetchedRollouts(RolloutSource):
 class EngineRollouts(PrefetchedRollouts):
     """A source whose engine samples the next completions in the background, during rewards and updates.
 
-    The engine's params are kept in the state's `old_params`. Checkpoints do not wait for the engine. A resumed run
-    repeats the request.
+    The state's `old_params` are the params that the engine samples from. Checkpoints do not wait for the engine.
+    A resumed run repeats the request.
     """
 
     _future: Future[RolloutResult] | None = None
@@ -110,8 +110,8 @@ class EngineRollouts(PrefetchedRollouts):
         set_params(run.policy, params)
         # The shapes suffice. The engine has the values, and an update may overwrite the arrays.
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        # The key stays on one device. A background program on the mesh would break the order in which devices execute
-        # programs.
+        # Put the key on one device. Programs that the thread runs on the mesh might not start in the same order on all
+        # devices.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
         def interrupt() -> None:

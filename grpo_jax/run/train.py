@@ -3,7 +3,7 @@
 ```
 prepare ─► new or restored state ─► until the last step:
                                        collect a batch          (run.collect: rollout, rewards, advantages, log-probs)
-                                       update on a minibatch    (update.packed, which also syncs the reference)
+                                       update on a minibatch    (update.packed; also syncs the reference)
                                        log, evaluate, save      (run.session)
 ```
 """
@@ -77,7 +77,8 @@ def train(
       run_dir: directory for metrics, completions, checkpoints and the report. If None, no files are written. Only
         one run can use a directory at a time.
       resume: how to resume. "auto" resumes the run in `run_dir`, if any; the final state is bit-identical to an
-        uninterrupted run's. "must" raises an error if there is no checkpoint, and "never" if there is a run.
+        uninterrupted run's. "must" raises an error if there is no checkpoint; "never" raises one if
+        `run_dir` already contains a run.
       callbacks: functions called as `callback(step, metrics)` after every logged step (see `watch.Callback`). If one
         raises `watch.StopRun`, the run saves a checkpoint and stops.
       optimizer: optax transformation that replaces the config's AdamW, learning rate schedule and gradient clipping.
@@ -114,9 +115,9 @@ def train(
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
       SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The
-        current update or reward call is completed first. With several processes, the whole batch and one update are.
-        Then, a checkpoint is saved. The resumed run repeats an unfinished rollout and its rewards. Without `run_dir`,
-        signals are not handled.
+        current update or reward call is completed first, or with several processes, the current batch and one
+        update. Then, a checkpoint is saved. The resumed run repeats an unfinished rollout and its rewards. Without
+        `run_dir`, signals are not handled.
 
     Example:
       A bigram model with 16 parameters learns in 30 steps to start completions with "b":
@@ -178,7 +179,7 @@ def train(
             while session.running():
                 if batch is None:  # start of an iteration
                     try:
-                        source.wait_pending(state)  # the next line overwrites the params that it needs
+                        source.wait_pending(state)  # uses old_params, which the next line overwrites
                         state = _begin_iteration(state)  # old_params ← params, if the old policy is kept
                         batch, metrics, records = collect(run, state, source, phase=monitor.phase, interrupt=interrupt)
                     except Interrupted:  # SIGTERM or SIGINT; the resumed run samples this batch again

@@ -37,7 +37,6 @@ from grpo_jax.types import Batch, Json, Messages, Prompts, Row, Tokenizer
 if TYPE_CHECKING:
     from grpo_jax.hub.vision import ImageProcessor, Size
 
-_KINDS = "'prompt' and 'completion', 'messages', 'text' or 'input_ids'"
 _IGNORED = -100  # label of tokens that are excluded from the loss
 _MASKS = ("assistant_masks", "completion_mask")
 
@@ -113,10 +112,12 @@ def load_examples(
 ) -> list[Row]:
     """Read an SFT dataset. `text_field` is the name of the text column; `load_rows` documents the other arguments."""
 
+    kinds = f"'prompt' and 'completion', 'messages', {text_field!r} or 'input_ids'"
+
     def fault_of(row: Json, first: Json) -> str:
         columns = _columns_of(row, text_field)
         if not columns:
-            return f"has none of {_KINDS}; rename one of its columns {sorted(map(str, row))} or add one"
+            return f"has none of {kinds}; rename one of its columns {sorted(map(str, row))} or add one"
         if columns == ("input_ids",):
             images = "has images together with 'input_ids'; use strings or messages instead" if has_images(row) else ""
             return _ids_fault(row) or images or columns_fault(row, first)
@@ -125,7 +126,7 @@ def load_examples(
             faults.append("has a string and a list of messages as 'prompt' and 'completion'; use one type for both")
         return next(filter(None, faults), "") or columns_fault(row, first)
 
-    return load_checked(dataset, columns, prompt, argument, max_rows, _KINDS, fault_of)
+    return load_checked(dataset, columns, prompt, argument, max_rows, kinds, fault_of)
 
 
 def encode_examples(
@@ -155,12 +156,13 @@ def encode_examples(
     if not kept:
         fix = f"increase max_length={length}" if truncated else "add rows with a completion"
         raise ValueError(f"{argument}: none of the {len(rows)} rows has tokens included in the loss; {fix}")
-    if truncated or dropped:
-        warnings.warn(
-            f"{argument}: {truncated} of {len(rows)} examples are longer than max_length={length} and were truncated;"
-            f" {len(dropped)} examples without tokens in the loss were dropped",
-            stacklevel=2,
-        )
+    changes = []
+    if truncated:
+        changes.append(f"{truncated} of {len(rows)} examples are longer than max_length={length} and were truncated")
+    if dropped:
+        changes.append(f"{len(dropped)} of {len(rows)} examples have no tokens in the loss and were dropped")
+    if changes:
+        warnings.warn(f"{argument}: {'; '.join(changes)}", stacklevel=2)
     token_ids = [examples[i].ids for i in kept]
     lengths = [len(ids) for ids in token_ids]
     blocks = fill_blocks(lengths, length) if packing and length else [[i] for i in range(len(kept))]

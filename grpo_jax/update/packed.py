@@ -10,7 +10,7 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── their gradient, summed over the sequences ─► + gradient of the params
 ```
 
-A minibatch is split into such parts. They share a compiled program, as the number of sequences is a runtime value.
+A minibatch is split into parts, each processed as above by one program, whose loop over sequences has a dynamic length.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_li
 CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Activations fit in cache."""
 
-CPU_MATRIX_TOKENS = 1024
-"""Like `CPU_TOKENS`, for CPUs with matrix units (`models.matmul`), which cast the weights once per sequence."""
+CPU_CAST_TOKENS = 1024
+"""Like `CPU_TOKENS`, if products are summed in float32 (`models.matmul`), which casts the weights once per sequence."""
 
 ACCELERATOR_TOKENS = 32768
 """Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Target for prompt tokens per part and device, if sequences have up to 8192 tokens. Bounds the stored activations."""
+"""Target for prompt tokens per part and device, unless N / 16 is larger. Bounds the stored activations."""
 
 
 class Part(flax.struct.PyTreeNode):
@@ -203,10 +203,10 @@ class PackedUpdater(Updater):
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
         gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
-        # All parts use the same number of sequences, an upper bound for any completion lengths.
+        # All parts have the same number of sequences, the maximum for any completion lengths.
         completions_per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // devices) // completions_per_sequence) + self.omits_zero_signal_backward
-        # Separate packing leaves more space unused. It is used only if the saved backward passes outweigh that.
+        # Packing them separately takes more sequences. Do so only if fewer backward passes make up for it.
         num_separate = len(with_grad) + len(without_grad)
         if 3 * len(mixed) <= 2 * len(with_grad) + num_separate or num_separate > max_sequences:
             with_grad, without_grad = mixed, []
@@ -241,7 +241,7 @@ class PackedUpdater(Updater):
 
     def shapes(self, params: Params, batch_shape: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences, for a `batch_shape` of (B, G, T), largest first."""
-        t, cpu_tokens = batch_shape[-1], CPU_MATRIX_TOKENS if self.model.config.accumulates_in_float32 else CPU_TOKENS
+        t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.accumulates_in_float32 else CPU_TOKENS
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
         tokens = min(micro_tokens, cpu_tokens if cpu else max(t, ACCELERATOR_TOKENS))
@@ -289,7 +289,7 @@ def _loss(
     batch = jax.tree.map(sequence.gather, part.batch.replace(prompts=None))
     batch = batch.replace(mask=batch.mask & sequence.mask)
     router_coef, teacher_states = router_coef_of(model, config), None
-    top_ids, top_log_probs = jax.tree.map(sequence.per_token, (batch.teacher_top_ids, batch.teacher_top_log_probs))
+    top_ids, top_log_probs = jax.tree.map(sequence.concatenate, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_builtin(teacher.model):
         clipped = sequence.replace(tokens=teacher.clip_ids(sequence.tokens))
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, clipped)
@@ -302,7 +302,7 @@ def _loss(
         prompt_states,
         lengths,
         sequence,
-        updater.sampling,
+        updater.sampling_settings,
         router_mask=batch.mask if router_coef else None,
         rngs=None if key is None else {"dropout": key},
         statistic=statistic_fn,
@@ -369,7 +369,7 @@ def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | 
 def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""
     model, prompts, mask = updater.model, part.batch.prompts, part.batch.mask
-    states, sampling = _prefill(model, params, prompts, updater.mesh, None), updater.sampling
+    states, sampling = _prefill(model, params, prompts, updater.mesh, None), updater.sampling_settings
 
     def add(i: jax.Array, scores: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         sequence = part.sequence(i)

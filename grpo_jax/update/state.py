@@ -14,7 +14,7 @@ import optax
 
 from grpo_jax.maths.reference import sync_reference
 from grpo_jax.models.layers import UNTRAINED
-from grpo_jax.models.lora import reference_of
+from grpo_jax.models.lora import reference_adapters
 from grpo_jax.types import Params
 
 
@@ -121,7 +121,7 @@ def create_state(
     masters = None
     if any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)
-    reference = params if adapter_mixup_alpha is None else reference_of(params, adapter_mixup_alpha)
+    reference = params if adapter_mixup_alpha is None else reference_adapters(params, adapter_mixup_alpha)
     state = TrainState(
         params=params,
         old_params=params if keep_old else None,
@@ -161,10 +161,10 @@ def apply_optimizer(
     θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
 
     Here, g is `grads` and α is `sync_alpha`. If there are master params, θ denotes them, and params are set to their
-    rounded values. If `is_finite` (of the loss
-    and the gradient) or `has_tokens` is False, params and optimizer state do not change. `step` is always incremented,
-    so that skipped updates do not affect schedule, data or keys. A `sync_every` of None freezes the reference. `sync`
-    is `lora.sync_adapters` for a reference from `lora.reference_of`.
+    rounded values. If `is_finite` (of the loss and the gradient) or `has_tokens` is False, params and optimizer
+    state do not change. `step` is always incremented, so that skipped updates do not affect schedule, data or keys. A
+    `sync_every` of None freezes the reference. `sync` is `lora.sync_adapters` for a reference from
+    `lora.reference_adapters`.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update

@@ -68,7 +68,7 @@ class Updater(flax.struct.PyTreeNode):
     skip_zero_signal: bool = flax.struct.field(pytree_node=False, default=True)
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling_settings(self) -> Sampling:
         """The distribution that completions were sampled from, which also defines their log-probs."""
         return sampling_settings(self.config)
 
@@ -163,7 +163,8 @@ def train_step(
 def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
     """Compute a minibatch's gradient and metric sums, like `train_step` without the optimizer step."""
     model, config = updater.model, updater.config
-    sampling, dropout_rng, router_coef = updater.sampling, dropout_key(model, state), router_coef_of(model, config)
+    sampling, dropout_rng = updater.sampling_settings, dropout_key(model, state)
+    router_coef = router_coef_of(model, config)
     micro_batches, selected = split_batch(batch, updater.micro_shape), None
 
     if config.top_entropy_quantile < 1:
@@ -277,7 +278,7 @@ def compute_log_probs(
     updater: Updater, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array
 ) -> jax.Array:
     """Return log-probs [B, G, T] of completions under `params`, computed one micro-batch at a time."""
-    model, sampling = updater.model, updater.sampling
+    model, sampling = updater.model, updater.sampling_settings
     batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
 
     def score(part: Batch) -> jax.Array:

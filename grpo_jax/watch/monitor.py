@@ -261,9 +261,10 @@ class Monitor:
         if self._writer.run_dir is not None:
             self.display.say(f"report: {self._writer.path('report.html')}")
         if step < total_steps:
-            self.display.say(
-                f"stopped after step {step} of {total_steps} and saved; to resume, call train with the same run_dir"
+            resume = (
+                " and saved; to resume, call train with the same run_dir" if self._writer.run_dir is not None else ""
             )
+            self.display.say(f"stopped after step {step} of {total_steps}{resume}")
 
     def write_report(self) -> None:
         """Write the report for the steps so far."""

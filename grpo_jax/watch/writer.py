@@ -7,6 +7,7 @@
 | `completions.jsonl` | one JSON object per completion; see `CompletionRow` |
 | `images/` | thumbnails of the images in prompts, as JPEG files |
 | `warnings.jsonl` | one JSON object per warning: step, category, message |
+| `trackers.json` | the trackers' run ids; see `watch.trackers` |
 | `report.html`, `report.png` | the report, written by `page.write_report` |
 
 Metrics that TRL also logs have TRL's names. Other metrics include `kl_initial`, `seconds/<phase>` (time since

@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, SFTConfig, from_pretrained, push_to_hub, train
+from grpo_jax.run import publish
 from grpo_jax.run.publish import MARK, Publisher, check_push, model_card
 from grpo_jax.types import Params
 from grpo_jax.watch.writer import RunWriter
@@ -206,5 +207,10 @@ def test_invalid_manual_push_is_rejected_before_sending(run_dir, monkeypatch):
             push_to_hub(policy.replace(model=object()), "me/sums")
         monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
         with pytest.raises(PermissionError, match="logged in to the Hugging Face Hub; run `hf auth login` or set"):
+            push_to_hub(policy, "me/sums", run_dir=run_dir)
+        # Other processes raise the error of process 0.
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+        monkeypatch.setattr(publish, "gather_objects", lambda local: [f"not logged in, {local}"])
+        with pytest.raises(OSError, match="not logged in, None"):
             push_to_hub(policy, "me/sums", run_dir=run_dir)
         assert hub.requests == []

@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from grpo_jax.run.run_dir import check_shared_run_dir, locked
+from grpo_jax.run.run_dir import check_processes_share_run_dir, locked
 
 pytestmark = pytest.mark.quick
 
@@ -62,4 +62,4 @@ def test_directory_that_one_process_cannot_write_to_is_rejected(tmp_path, monkey
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(pathlib.Path, "touch", refuse)
     with pytest.raises(ValueError, match=r"process 1: run_dir = '.*' cannot be written to \(Permission denied\)"):
-        check_shared_run_dir(tmp_path)
+        check_processes_share_run_dir(tmp_path)

@@ -151,11 +151,15 @@ def test_assistant_tokens_are_found_if_only_the_last_turn_has_an_eos():
 def test_invalid_rows_are_refused(row, said):
     with pytest.raises(ValueError, match=f"dataset row 0 {said}"):
         load_examples([row, {"text": "a"}])
+    with pytest.raises(ValueError, match="has none of 'prompt' and 'completion', 'messages', 'body' or 'input_ids'"):
+        load_examples([{"text": "a"}], text_field="body")
 
 
 def test_long_examples_are_truncated_and_empty_ones_dropped():
     rows = [{"prompt": "abcdef", "completion": "g"}, {"prompt": "a", "completion": "bcdef"}]
-    with pytest.warns(UserWarning, match="2 of 2 examples are longer than max_length=4 .* 1 examples without tokens"):
+    with pytest.warns(
+        UserWarning, match="2 of 2 examples are longer than max_length=4 .*; 1 of 2 examples have no tokens"
+    ):
         assert learned(rows, max_length=4) == [("abcd", "bcd")]
     with pytest.raises(ValueError, match="none of the 1 rows has tokens included in the loss; increase max_length=4"):
         learned(rows[:1], max_length=4)

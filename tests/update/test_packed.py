@@ -35,7 +35,7 @@ def small_blocks(monkeypatch):
     """Use blocks of 4 and sequences of 16 tokens, so that completions of 12 span blocks and batches span sequences."""
     monkeypatch.setattr(packing, "BLOCK", 4)
     monkeypatch.setattr(packed, "CPU_TOKENS", 16)
-    monkeypatch.setattr(packed, "CPU_MATRIX_TOKENS", 16)  # the size for bfloat16 on CPUs with matrix units
+    monkeypatch.setattr(packed, "CPU_CAST_TOKENS", 16)  # the size for bfloat16 on CPUs with matrix units
 
 
 def batch(seed=0, **changes) -> Batch:
