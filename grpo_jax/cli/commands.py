@@ -85,7 +85,7 @@ def _run_file(run_dir: Path) -> Path:
 
 
 def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> RunFile:
-    """Read the run in a directory from its RUN.yaml or, if it was started from Python, from run.json and its policy."""
+    """Read the run in a directory from run.yaml or, if it was started from Python, from run.json and its policy files."""
     policy_dir = run_dir / POLICY
     if (run_dir / NAME).is_file() or not (policy_dir / "config.json").is_file():
         return read_run(_run_file(run_dir), keys, load=load)
@@ -142,7 +142,7 @@ def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None
 def _train_sft(
     run: RunFile, policy: Policy, resume: str, callback: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Run or resume SFT, unless GRPO has a checkpoint. Returns the initial policy and the `resume` mode for GRPO."""
+    """Run or resume SFT, unless GRPO has a checkpoint. Returns the policy that GRPO starts from and its `resume` mode."""
     if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
         return policy, resume
     state = sft(
@@ -168,9 +168,9 @@ def _last_dir(run: RunFile, run_dir: Path) -> Path:
 
 
 def _keep_run_file(run: RunFile) -> Callable[[int, Mapping[str, float]], None]:
-    """Copy the RUN.yaml into the run directory for later commands. Returns a callback for `train`.
+    """Write the run's keys to run.yaml in the run directory, for later commands. Returns a callback for `train`.
 
-    If the directory already contains a RUN.yaml, the callback replaces the file after the first logged step, since
+    If the directory already contains this file, only the callback replaces it, after the first logged step, since
     `train` may reject the new settings.
     """
     if run.run_dir is None or jax.process_index() > 0:

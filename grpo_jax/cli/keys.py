@@ -10,16 +10,16 @@ from grpo_jax.config.config import GRPOConfig
 RUN_KEYS = {
     "model": "a name on the hub, a directory, or `module:function` that returns one of these or a Policy",
     "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` for a list of rows or a "
-    "function that returns one, a mapping with `path` or `name` and optionally `config`, `split` and `rows` (use only "
-    "the first rows), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
+    "function that returns one, a mapping with `path` or `name` and optionally `config`, `split` and `rows` (the "
+    "number of first rows to use), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
     "eval_data": "data for evaluations before the first step, every `eval_steps` steps, and at the end; see `data`",
     "columns": "a mapping that renames columns: `{answer: solution}` renames `solution` to `answer`, and "
     "`{answer: reward_model.ground_truth}` extracts a nested column",
     "prompt": "a template for the prompts: a string or a list of messages, in which `{question}` is replaced with the "
     "row's column `question`",
     "rewards": "a list of reward functions: `module:function`, `file.py:function` or the name of a built-in function; "
-    "`{number_reward: answer}` calls a function with arguments and uses its result; `suite`, the default for a suite "
-    "of tasks, is replaced with the suite's reward functions",
+    "`{number_reward: answer}` calls a function with arguments and uses the reward function that it returns; `suite`, "
+    "the default for a suite of tasks, is replaced with the suite's reward functions",
     "stages": "`[sft, grpo]` for SFT followed by GRPO, or `[sft]` alone (default `[grpo]`)",
     "sft": "a mapping for the SFT stage: fields of `SFTConfig`, and its `data`, `eval_data`, `columns` and `prompt`",
     "tools": "a list of functions that the policy can call, as `module:function`",

@@ -144,7 +144,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command. If this package raises an error, the process prints its message and exits with status 1."""
+    """Run a command. If this package raises an error, prints the error's message and exits with status 1."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     from grpo_jax.cli import commands
     from grpo_jax.rewards.contract import RewardError

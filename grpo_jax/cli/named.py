@@ -67,7 +67,7 @@ def _import_module(name: str, folder: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as module `path.stem`, so that worker processes can import it. If taken, another name is used."""
+    """Import a file as the module `path.stem`, so that workers can import it, or under another name if that is taken."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -117,7 +117,7 @@ def _call(factory: Callable[..., _Server], name: object, arguments: object) -> _
 
 
 def server_of(entry: object, factory: Callable[..., _Server]) -> _Server:
-    """Call `factory` with the arguments in an entry `{vllm: {base_url: ..., ...}}` or `{vllm: ADDRESS}`."""
+    """Return `factory`'s result for the arguments in an entry `{vllm: {base_url: ..., ...}}` or `{vllm: ADDRESS}`."""
     if not isinstance(entry, dict) or [*entry] != ["vllm"]:
         raise ValueError("use {vllm: {base_url: http://HOST:PORT}}, or module:name")
     arguments = entry["vllm"] if isinstance(entry["vllm"], dict) else {"base_url": entry["vllm"]}
@@ -158,7 +158,7 @@ def in_folder(name: str, folder: Path) -> str:
 
 
 def from_current_directory(value: object) -> object:
-    """Make paths in a command-line value absolute if they exist in the current directory.
+    """Make paths in a command-line value absolute if they exist relative to the current directory.
 
     Only strings that contain a slash or end in a file suffix are treated as paths.
     """

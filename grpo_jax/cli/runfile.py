@@ -95,19 +95,21 @@ class RunFile:
 
 
 class _Problems(list[str]):
+    """Error messages of a run file."""
+
     def call(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
         """Call a function and return its result, or None if the function raises ValueError or OSError.
 
-        The error is appended as "key = value: message", where the value is the first argument. If `key` is empty, only
+        The error is appended as "key = value: message", where the value is the function's first argument. If `key` is empty, only
         the message is appended. Values of samplers and teachers are omitted: a server's URL may contain a password.
         """
         try:
             return function(*args)
         except (ValueError, OSError) as error:
-            head = f"{key}: " if key else ""
+            prefix = f"{key}: " if key else ""
             if key not in ("", "sampler", "teacher"):
-                head = f"{key} = {show(next(iter(args)))}: "
-            self.extend(head + line for line in problems_of(error))
+                prefix = f"{key} = {show(next(iter(args)))}: "
+            self.extend(prefix + line for line in problems_of(error))
             return None
 
 
@@ -193,7 +195,7 @@ def _read_stages(specified: Json) -> tuple[str, ...]:
     if stages not in (["sft"], ["grpo"], ["sft", "grpo"]):
         raise ValueError(f"stages must be [sft, grpo], [sft] or [grpo]; got {show(stages)}")
     if "sft" in stages and not isinstance(specified.get("sft"), dict):
-        raise ValueError("stages includes sft, but sft is missing; set it to a mapping with data and SFTConfig fields")
+        raise ValueError("stages includes sft, but sft is not a mapping; set it to one with data and SFTConfig fields")
     if "sft" not in stages and "sft" in specified:
         raise ValueError("sft is set, but stages does not include it; set stages: [sft, grpo], or remove sft")
     return tuple(stages)

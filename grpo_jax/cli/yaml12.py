@@ -33,12 +33,12 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.v
 def dump_yaml(values: Json) -> str:
     """Serialize a mapping to YAML, with one line per key. The values are written as JSON, which is valid YAML 1.2."""
     text = "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
-    # In YAML, unlike JSON, these are not printable or are line breaks.
+    # In YAML, unlike in JSON, these characters are line breaks or not allowed.
     return re.sub("[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse a command-line value as YAML. Unquoted strings, and values of keys that expect strings, are not parsed."""
+    """Parse the value of key `name` as YAML. Unquoted strings, and values of keys that expect strings, are unchanged."""
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:
@@ -55,7 +55,7 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a mapping from a YAML file. Raises ValueError if the file does not contain a YAML mapping."""
+    """Read a YAML file. Raises FileNotFoundError if it does not exist, and ValueError if it is not a YAML mapping."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; pass the path of a RUN.yaml")
     try:
@@ -63,5 +63,5 @@ def read_file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError is raised for invalid UTF-8
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must be a mapping, such as model: Qwen/Qwen3-0.6B; got {show(values)}")
+        raise ValueError(f"{path} must contain a mapping, such as model: Qwen/Qwen3-0.6B; got {show(values)}")
     return {str(name): value for name, value in values.items()}

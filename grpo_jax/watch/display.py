@@ -23,7 +23,7 @@ _METRICS = (
     ("completions/mean_length", "length", 1),
     ("tokens_per_second", "tokens/s", None),
 )
-"""Displayed metrics as (name, label, decimals); None means three significant digits. Loss is shown if no reward is."""
+"""Displayed metrics as (name, label, decimals); None means three significant digits. A reward replaces the loss."""
 
 SILENCE = 30
 """Seconds without output after which the current activity is printed."""
@@ -37,9 +37,9 @@ def escape_controls(text: str) -> str:
 
 
 def format_metrics(metrics: Mapping[str, float], iterations: float = 1) -> tuple[str, str]:
-    """Format a logged step's metrics and the time per iteration, split by phase.
+    """Return two strings: a logged step's metrics, and its seconds per iteration, in total and by phase.
 
-    The times in `metrics` are totals over `iterations`. The second string is empty if no times were logged.
+    The times in `metrics` are totals over `iterations`. The second string is empty if no phase was timed.
     """
     entries = [entry for entry in _METRICS if entry[0] in metrics and (entry[0] != "loss" or "reward" not in metrics)]
     values = [f"{label} {_format(metrics[name], decimals)}" for name, label, decimals in entries]

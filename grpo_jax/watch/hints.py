@@ -31,7 +31,7 @@ The largest gap measured in models with 2 to 8 layers is 4e-5 in float32, 0.02 w
 GPUs), 0.1 with operands rounded to bfloat16 (as on TPUs), and 0.54 in bfloat16.
 """
 ENGINE_DIFFERENCE = 0.1
-"""Mean |log π_old − log π_sampler| per token, in nats, above which a hint is triggered. It reaches 0.01 in bfloat16."""
+"""Mean |log π_old − log π_sampler| per token, in nats, above which a hint is triggered (bfloat16: up to 0.01)."""
 ENGINE_WEIGHT = 0.5
 """Mean importance weight of an engine's completions below which a hint is triggered."""
 ONE_TURN = 1.02
@@ -46,7 +46,7 @@ def sampler_gap_limit(compute_dtype: str) -> float:
 
 
 def equal_rewards(history: History, config: GRPOConfig) -> str | None:
-    """Report that almost all groups have equal rewards, so their advantages are 0."""
+    """Return a hint if almost all groups have equal rewards, and therefore advantages of 0."""
     fraction, unscored = _mean(history, "frac_reward_zero_std"), _mean(history, "rewards/unscored") or 0.0
     if fraction is None or fraction < 0.95:
         return None
@@ -58,28 +58,28 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
     if config.distillation_coef > 0:  # the divergence from the teacher has a gradient, also without reward functions
         return None
     return (
-        f"{100 * fraction:.0f}% of the groups in the last {WINDOW} logged steps had equal rewards and zero gradient. If"
-        " all completions are correct, the task is learned. Otherwise, use rewards that distinguish completions, raise"
-        f" num_generations (now {config.num_generations}) or temperature (now {config.temperature:g}), or set"
-        " dynamic_sampling=True to sample other prompts instead"
+        f"{100 * fraction:.0f}% of the groups in the last {WINDOW} logged steps had equal rewards, and thus"
+        " group-relative advantages of 0. If all completions are correct, the task is learned. Otherwise, use rewards"
+        f" that distinguish completions, raise num_generations (now {config.num_generations}) or temperature (now"
+        f" {config.temperature:g}), or set dynamic_sampling=True to sample other prompts instead"
     )
 
 
 def truncated(history: History, config: GRPOConfig) -> str | None:
-    """Report that almost all completions are truncated, so rewards are computed from incomplete text."""
+    """Return a hint if almost all completions are truncated, so that rewards are computed from incomplete text."""
     fraction, turns = _mean(history, "completions/clipped_ratio"), _mean(history, "turns/mean") or 0.0
     if fraction is None or fraction < (0.9 if turns > ONE_TURN else 0.995):
         return None
     return (
         f"{100 * fraction:.0f}% of the completions in the last {WINDOW} logged steps were truncated at"
-        f" max_completion_length = {config.max_completion_length} tokens, a limit that includes observations. Raise it,"
-        " limit the number of turns, or check that the model was trained with this chat template and EOS."
+        f" max_completion_length = {config.max_completion_length} tokens, which include observations. Raise this limit,"
+        " limit the number of turns, or check that the model was trained with this chat template and EOS token."
         " mask_truncated_completions=True leaves truncated completions out of the loss"
     )
 
 
 def kl_rising(history: History, config: GRPOConfig) -> str | None:
-    """Report that the KL to a frozen reference keeps rising. Runs that update their reference are not checked."""
+    """Return a hint if the KL to a frozen reference keeps rising. Runs that update the reference are not checked."""
     values = finite_values(history, "kl")[-KL_WINDOW:]
     if config.sync_ref_model or len(values) < KL_WINDOW:
         return None
@@ -95,7 +95,7 @@ def kl_rising(history: History, config: GRPOConfig) -> str | None:
 
 
 def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
-    """Report that the policy is almost deterministic, so the completions in a group are nearly identical."""
+    """Return a hint if the policy is almost deterministic, so that a group's completions are nearly identical."""
     values = finite_values(history, "entropy")
     if len(values) < 2 * WINDOW:
         return None
@@ -111,7 +111,7 @@ def entropy_collapse(history: History, config: GRPOConfig) -> str | None:
 
 
 def engine_fault(metric: Callable[[str], float | None], config: GRPOConfig) -> str | None:
-    """Return a message if the `sampler/…` metrics show that a custom sampler does not match the policy, else None.
+    """Return a hint if the `sampler/…` metrics show that a custom sampler does not match the policy.
 
     `metric` maps a metric's name to its value, or to None if it was not logged.
     """
@@ -133,7 +133,7 @@ def engine_fault(metric: Callable[[str], float | None], config: GRPOConfig) -> s
 
 
 def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
-    """Report that the sampler and the trainer compute different log-probs for the same tokens."""
+    """Return a hint if the sampler and the trainer compute different log-probs for the same tokens."""
     if finite_values(history, "sampler/log_prob_difference_mean"):
         return engine_fault(lambda name: _mean(history, name), config)
     gap = _mean(history, "sampler_gap")
@@ -148,7 +148,7 @@ def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
 
 
 def few_turns(history: History, config: GRPOConfig) -> str | None:
-    """Report that almost no completion has a second turn, or that most completions exceed the limit on tool calls."""
+    """Return a hint if almost no completion has a second turn, or if at least half exceed the limit on tool calls."""
     turns, fraction = _mean(history, "turns/mean"), _mean(history, "turns/clipped_ratio")
     if fraction is not None and fraction >= 0.5:
         return (
@@ -167,7 +167,7 @@ def few_turns(history: History, config: GRPOConfig) -> str | None:
 
 
 def failing_tools(history: History, config: GRPOConfig) -> str | None:
-    """Report that almost all tool calls fail."""
+    """Return a hint if almost all tool calls fail."""
     lines = [line for line in history if finite_values([line], "tools/calls")][-WINDOW:]
     calls, failures = sum(finite_values(lines, "tools/calls")), sum(finite_values(lines, "tools/failures"))
     if len(lines) < WINDOW or calls == 0 or failures / calls < 0.9:

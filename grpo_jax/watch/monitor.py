@@ -26,18 +26,18 @@ MAX_WARNINGS = 200
 """Maximum number of distinct warnings and hints in `warnings.jsonl`."""
 
 Callback = Callable[[int, Mapping[str, float]], object]
-"""A function called as `callback(step, metrics)` after each logged step and each evaluation, with their metrics.
+"""A function called as `callback(step, metrics)` with the metrics of each logged step and of each evaluation.
 
 ```python
 callbacks = [lambda step, metrics: wandb_run.log(metrics, step=step)]
 ```
 
-If a callback raises `StopRun`, `train` saves a checkpoint if `run_dir` is set, and returns. Other exceptions propagate.
+If a callback raises `StopRun`, `train` saves a checkpoint (with a `run_dir`) and returns. Other exceptions propagate.
 """
 
 
 class StopRun(Exception):
-    """Exception that a callback raises to end the run after this step. `train` then returns the state."""
+    """Exception that a callback raises to end the run after the current step. `train` then returns the state."""
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class Progress:
     """A run's counters, as JSON values. A checkpoint stores them with the `TrainState` and a partly used batch.
 
     Attributes:
-      cursor: number of prompts sampled since the start of the run; `tokens` is the number of tokens sampled for them.
+      cursor: number of prompts sampled since the start of the run; `tokens` is the length of all their completions.
       updates_done: number of updates made on the current batch; 0 between iterations.
       evaluated: step of the last evaluation; −1 before the first.
       skipped: current number of consecutive updates skipped because the loss or gradient was not finite.
@@ -72,7 +72,7 @@ class Progress:
         self._add(metrics)
 
     def count_update(self, metrics: Mapping[str, float]) -> None:
-        """Increment the counters of optimizer steps and add the metrics of a step."""
+        """Count an optimizer step and add its metrics."""
         self.step += 1
         self.updates_done += 1
         self.skipped = self.skipped + 1 if metrics.get("update_skipped") else 0
@@ -91,7 +91,7 @@ class Progress:
                 total[1] += 1
 
     def log_line(self) -> dict[str, float]:
-        """Return totals, and metrics' means since the last call. `ratio_max` is the mean of per-update maxima."""
+        """Return the totals so far, and each metric's mean since the last call (`ratio_max`: the mean of maxima)."""
         means = {name: total / count if count else math.nan for name, (total, count) in self.window.items()}
         self.window = {}
         return {**means, "num_tokens": self.tokens, "num_prompts": self.cursor}
@@ -145,8 +145,9 @@ class Monitor:
     """A run's log files, callbacks, trackers, stopwatch, hints and display.
 
     Inside the context, Python warnings are also written to `warnings.jsonl`. Exiting the context writes the report and
-    closes the trackers. `hints` maps a line of metrics to its new hints (see `watch.hints`). `quiet=True`, for
-    processes that do not log, disables display and trackers. `stopped` is True once a callback raised `StopRun`.
+    closes the trackers. `hints` is called with each line of metrics and returns new hints (see `watch.hints`).
+    `quiet=True`, for processes that do not log, disables the display and the trackers. `stopped` is True once a
+    callback has raised `StopRun`.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Monitor:
                 raise TypeError(f"callbacks[{i}] must be a function of (step, metrics); got {callback!r}")
         self._trackers: list[Tracker] = []
         self.display = Display(quiet=quiet, activity=lambda: self.phase.current)
-        self._tokens = 0.0
+        self._tokens = 0.0  # `num_tokens` in the last logged line
         self._step: int | None = None  # None until `start` has truncated the files
         self._updates, self._total_steps = 1, 0  # per iteration, and in the run
         self._warned: set[tuple[str, str]] = set()
@@ -199,7 +200,7 @@ class Monitor:
         resumed: bool = False,
         updates: int = 1,
     ) -> None:
-        """Open a run's files and trackers and print the run's sizes. On resume, drop lines after the checkpoint."""
+        """Open a run's files and trackers, drop logged lines after the checkpoint, and print the run's sizes."""
         self._writer.truncate(progress.step if resumed else -1, evaluated=progress.evaluated == progress.step)
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
         self._writer.config(self._config, prompts=num_rows, param_dtype=max(dtypes, default="float32"))
@@ -251,7 +252,7 @@ class Monitor:
             self._keep("hint", message)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log evaluation metrics, with names that start with `eval/`."""
+        """Log evaluation metrics under the names `eval/<name>`."""
         self._emit(step, {f"eval/{name}": value for name, value in metrics.items()})
 
     def end(self, step: int, total_steps: int, *, best: tuple[int, float] | None = None) -> None:
@@ -261,10 +262,8 @@ class Monitor:
         if self._writer.run_dir is not None:
             self.display.say(f"report: {self._writer.path('report.html')}")
         if step < total_steps:
-            resume = (
-                " and saved; to resume, call train with the same run_dir" if self._writer.run_dir is not None else ""
-            )
-            self.display.say(f"stopped after step {step} of {total_steps}{resume}")
+            saved = " and saved; to resume, repeat the call with the same run_dir" if self._writer.run_dir else ""
+            self.display.say(f"stopped after step {step} of {total_steps}{saved}")
 
     def write_report(self) -> None:
         """Write the report for the steps so far."""

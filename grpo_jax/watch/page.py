@@ -26,10 +26,10 @@ from grpo_jax.watch.summary import changed_settings, finite_values, headline, me
 from grpo_jax.watch.writer import Line, read_lines, read_settings, replace_file
 
 RUN_COLUMNS = ("step", "prompt", "images", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
-"""Columns in `completions.jsonl` that the run writes. Others were logged by reward functions."""
+"""Columns in `completions.jsonl` that the run writes itself. All others were logged by reward functions."""
 
 STEPS = 12
-"""Maximum number of steps whose completions are shown. They are evenly spaced and include the first and last step."""
+"""Maximum number of steps whose completions are shown: evenly spaced logged steps, including the first and last."""
 COMPLETION_BYTES = 2_000_000
 """Approximate maximum of the total size of completions and images, in bytes."""
 TEXT = 6000
@@ -119,7 +119,7 @@ def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the completions of up to `STEPS` steps, grouped by prompt, and a message with the total numbers."""
+    """Return the completions of up to `STEPS` steps, grouped by prompt, and a sentence on all logged completions."""
     if not path.exists():
         return [], "completions.jsonl does not exist"
     with open(path, "rb") as file:
@@ -138,7 +138,7 @@ def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str
 
 
 def _add_row(groups: list[dict[str, Any]], row: dict[str, Any], num_generations: int | None, run_dir: Path) -> int:
-    """Add a completion to the last group, or to a new one. Returns the completion's size in bytes."""
+    """Add a completion to the last group, or to a new one. Returns the number of bytes added."""
     size = len(_embedded(row))
     prompt = row.pop("prompt")
     images = [_data_url(run_dir, image) for image in row.pop("images", ()) if isinstance(image, dict)]

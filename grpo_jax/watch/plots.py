@@ -34,10 +34,11 @@ COLORS = {
     "reward2": ("#7f5539", "#c29a7b"),
     "reward3": ("#9b1d64", "#f06aae"),
 }
-"""Maps meanings to (color on a light page, color on a dark page). The palette is Okabe and Ito's, with darker tones.
+"""Maps meanings to (color on a light page, color on a dark page). The palette is based on Okabe and Ito's.
 
 `policy` is the trained policy, `start` the initial policy, and `reference` the reference. `high` and `low` are for
-values beyond a bound, `nothing` for groups without a learning signal, and `reward0` … for reward functions.
+maxima and minima and for values above and below a range, `nothing` for zero-signal groups, and `reward0` … for reward
+functions.
 """
 
 
@@ -99,7 +100,7 @@ If the label is empty, group 1 of the match is used. If the meaning is empty, th
 """
 
 _HIDDEN_AT_ZERO = ("KL divergence", "Clip fraction")
-"""Panels that omit all-zero curves, which occur without a reference and with one update per batch."""
+"""Panels that omit curves whose values are all 0, such as clip fractions with one update per batch."""
 
 
 def color(meaning: str, *, dark: bool = False) -> str:

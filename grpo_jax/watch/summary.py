@@ -14,7 +14,7 @@ from grpo_jax.watch.writer import JSON, Line
 
 _NOT_REWARDS = {"mean_length", "min_length", "max_length", "clipped_ratio"}
 _NOT_REWARDS |= {"seconds", "std", "missing", "errors", "unscored"}
-"""Last name components of `eval/` metrics that are not rewards."""
+"""Last components of the names of `eval/` metrics that are not rewards."""
 
 
 def finite_values(lines: Iterable[Line], name: str) -> list[float]:
@@ -36,7 +36,7 @@ def held_out(name: str) -> str | None:
 
 
 def held_out_scores(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict that maps metrics of held-out rewards to labels. Omits `eval/reward` if there is only one other."""
+    """Return a dict from names of held-out rewards to labels. Omits `eval/reward` if there is only one other reward."""
     labels = {name: label for name in names if (label := held_out(name))}
     if len(labels) == 2:
         labels.pop("eval/reward", None)

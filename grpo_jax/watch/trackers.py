@@ -26,7 +26,7 @@ from grpo_jax.watch.writer import read_settings, replace_file
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 RUNS = "trackers.json"
-"""File in the run directory with the trackers' run ids, which a resumed run continues."""
+"""File in the run directory with the ids or names of the trackers' runs, which a resumed run continues."""
 
 
 class Tracker:
@@ -34,7 +34,7 @@ class Tracker:
 
     Args:
       log: function called as `log(step, metrics)` with the finite metrics of each logged step.
-      close: function called once, without arguments, at the end.
+      close: function called once, without arguments, when the context exits.
     """
 
     def __init__(self, log: Callable[[int, dict[str, float]], object], close: Callable[[], object]):
@@ -120,7 +120,7 @@ def _open_tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Trac
 
 
 def _open_service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
-    """Open a wandb or trackio run. `runs` maps trackers' names to runs to continue, and is updated in place."""
+    """Open a wandb or trackio run. `runs` maps trackers to the ids or names of their runs, and is updated in place."""
     package = import_extra(name, name)
     settings = config.to_dict()
     if name == "trackio":  # trackio identifies a run by its name

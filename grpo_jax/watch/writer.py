@@ -10,8 +10,8 @@
 | `trackers.json` | the trackers' run ids; see `watch.trackers` |
 | `report.html`, `report.png` | the report, written by `page.write_report` |
 
-Metrics that TRL also logs have TRL's names. Other metrics include `kl_initial`, `seconds/<phase>` (time since
-the previous line), and `eval/<function>` and `eval/reward` for held-out prompts.
+Metrics that TRL also logs have TRL's names. Other metrics include `kl_initial`, `seconds/<phase>` (time in the phase
+since the previous line), and `eval/<function>` and `eval/reward` for held-out prompts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_settings(run_dir: str | os.PathLike[str], name: str = "run.json") -> dict[str, Any]:
-    """Return the content of a JSON file, or {} if it does not exist or a power failure left it empty or incomplete."""
+    """Return the content of a JSON file, or {} if the file is missing, empty or incomplete (after a power failure)."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads((pathlib.Path(run_dir) / name).read_text("utf-8"))
     return {}
@@ -102,10 +102,10 @@ def package_versions() -> dict[str, str]:
 
 
 class RunWriter:
-    """Writer for the files in a run directory. If `run_dir` is None, its methods do nothing.
+    """Writer for the files in a run directory. If `run_dir` is None, nothing is written.
 
-    Every line is flushed. When a run resumes, `truncate` drops the lines after its checkpoint, so that no step is
-    logged twice.
+    Lines are written immediately. When a run resumes, `truncate` drops the lines after its checkpoint, so that no step
+    is logged twice.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None):
