@@ -30,7 +30,7 @@ class Printer:
         self._tokenizer, self._preceding, self.text = tokenizer, preceding or PrecedingText([], "", ""), ""
 
     def __call__(self, tokens: np.ndarray, mask: np.ndarray, *, complete: bool = False) -> None:
-        """Print the new part of a completion. `tokens` and `mask` are [1, 1, T]. `complete` means that no tokens follow."""
+        """Print the new part of a completion. `tokens` and `mask` are [1, 1, T]. If `complete`, no tokens follow."""
         ids = [*self._preceding.tokens, *tokens[0, 0][mask[0, 0]].tolist()]
         text = continuation(self._preceding.text, self._tokenizer.decode(ids, skip_special_tokens=True))
         text = text if complete else text.rstrip("\ufffd")
@@ -67,9 +67,9 @@ def attach_images(lines: Iterable[str]) -> Iterator[tuple[str, list[Json]]]:
 def run_chat(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
     """Complete the prompts one by one, printing each completion as it is sampled at `config.eval_temperature`.
 
-    With a chat template, the prompts form a conversation, and an empty prompt starts a new one. Without a template, each
-    prompt is completed on its own. `/image PATH` adds an image to the next prompt, which must contain the image token if
-    there is no template.
+    With a chat template, the prompts form a conversation, and an empty prompt starts a new one. Without a template,
+    each prompt is completed on its own. A prompt `/image PATH` adds an image to the next prompt, which must contain the
+    image token if there is no template.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)

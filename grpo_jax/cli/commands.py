@@ -85,7 +85,7 @@ def _run_file(run_dir: Path) -> Path:
 
 
 def _run_at(run_dir: Path, keys: Mapping[str, str], load: Sequence[Part]) -> RunFile:
-    """Read the run in a directory from run.yaml or, if it was started from Python, from run.json and its policy files."""
+    """Read the run in a directory from run.yaml or, if it was started from Python, from run.json and policy files."""
     policy_dir = run_dir / POLICY
     if (run_dir / NAME).is_file() or not (policy_dir / "config.json").is_file():
         return read_run(_run_file(run_dir), keys, load=load)
@@ -142,7 +142,7 @@ def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None
 def _train_sft(
     run: RunFile, policy: Policy, resume: str, callback: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Run or resume SFT, unless GRPO has a checkpoint. Returns the policy that GRPO starts from and its `resume` mode."""
+    """Run or resume SFT, unless GRPO has a checkpoint. Returns GRPO's initial policy and its `resume` mode."""
     if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
         return policy, resume
     state = sft(

@@ -67,7 +67,7 @@ def _import_module(name: str, folder: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as the module `path.stem`, so that workers can import it, or under another name if that is taken."""
+    """Import a file as the module `path.stem`, which workers can also import. If the name is taken, use another."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")

@@ -38,7 +38,7 @@ def dump_yaml(values: Json) -> str:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse the value of key `name` as YAML. Unquoted strings, and values of keys that expect strings, are unchanged."""
+    """Parse the value of key `name` as YAML. Unquoted strings and values of string keys are returned unchanged."""
     if name == "prompt" and not text.startswith("["):  # a colon in a template does not start a mapping
         return text
     try:

@@ -71,7 +71,7 @@ def test_sft_alone_needs_no_rewards_and_uses_the_seed_of_the_run(tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize(("changes", "message"), [
     ({"stages": ["grpo", "sft"]}, "stages must be .sft, grpo., .sft. or .grpo.; got"),
-    ({"sft": None}, "sft is not a mapping; set it to one with data and SFTConfig fields"),
+    ({"sft": None}, "sft must be a mapping with data and SFTConfig fields; got None"),
     ({"stages": None}, "sft is set, but stages does not include it"),
     ({"sft": {**SFT, "beta": 0.1}}, "sft.beta: no such field"),
     ({"sft": {**SFT, "max_length": 1}}, "sft.max_length = 1: must be at least 2"),

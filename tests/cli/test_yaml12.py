@@ -26,7 +26,7 @@ def test_scalars_follow_yaml_1_2(text, value):
 @pytest.mark.parametrize(("text", "message"), [
     ("a: [", "is not valid YAML"),
     ("- a", r"must contain a mapping, such as model: .*; got \['a'\]"),
-    ("", "must be a mapping, .*; got None"),
+    ("", "must contain a mapping, .*; got None"),
 ], ids=["syntax", "list", "empty"])  # fmt: skip
 def test_errors_name_the_file(text, message, tmp_path):
     path = tmp_path / "my_run.yaml"
