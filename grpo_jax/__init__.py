@@ -77,7 +77,7 @@ _NAMES_OF = {
     "update.state": "TrainState create_state",
     "update.step": "train_step",
 }
-_HOME = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names.split()}
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names.split()}
 
 
 # `config` uses the TRL field table from `compat` in error messages but must not import it, so it is registered here.
@@ -86,8 +86,8 @@ foreign_names.append(lambda: importlib.import_module("grpo_jax.compat.trl_fields
 if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept any name
 
     def __getattr__(name: str) -> object:
-        if name in _HOME:
-            value = getattr(importlib.import_module(_HOME[name]), name)
+        if name in _MODULE_OF:
+            value = getattr(importlib.import_module(_MODULE_OF[name]), name)
             setattr(sys.modules[__name__], name, value)
             return value
         if name == "__version__":  # defined in pyproject.toml

@@ -42,10 +42,10 @@ def vllm(
     Args:
       base_url: URL of the server, such as "http://host:port".
       model: name of the base model on the server. If "", the server's only model is used.
-      directory: directory for the weights, which the server must be able to read under the same path. If None, the
-        system's temporary directory is used. Pass "/dev/shm" to keep the weights in memory.
-      tolerance: maximum mean absolute difference of the probe's log-probs, in nats per token. If None, it is 1e-4 for
-        float32 models and 0.05 for others. With `--dtype bfloat16`, the difference is about 0.01.
+      directory: directory that weights are written to. The server must be able to read it under the same path. If None,
+        the system's temporary directory is used. Pass "/dev/shm" to keep the weights in memory.
+      tolerance: maximum mean absolute difference between the probe's log-probs, in nats per token. If None, it is 1e-4
+        for float32 models and 0.05 for others. With `--dtype bfloat16`, the difference is about 0.01.
       timeout: timeout in seconds for one complete response, such as a completion.
       patience: seconds for which requests to a busy server are retried, and for which the engine waits for an
         unavailable server.

@@ -13,7 +13,7 @@ _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 foreign_names: list[Callable[[], Mapping[str, str]]] = []
-"""Functions that return names from other libraries with advice for their users. Called for unknown names."""
+"""Functions that return advice, keyed by names from other libraries, for errors about unknown names."""
 
 
 def show(value: object, limit: int = 100) -> str:

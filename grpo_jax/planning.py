@@ -1,4 +1,4 @@
-"""The compiler's estimates of a run's memory and FLOPs, without weights or devices.
+"""The compiler's estimates of a run's memory and FLOPs, which require neither weights nor devices.
 
 For devices that are not available on this machine (`models.devices`), programs are compiled in a separate process.
 """
@@ -320,7 +320,7 @@ def _derive(policy: Policy, config: Config, mesh: jax.sharding.Mesh, prompt_leng
     if isinstance(config, GRPOConfig):
         if prompt_length is None or prompt_length < 1:
             raise ValueError(
-                f"prompt_length must be a positive integer, the prompts' padded length; got {prompt_length}."
+                f"prompt_length must be a positive integer, such as the longest prompt's length; got {prompt_length}."
             )
         rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
         return derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh)

@@ -52,7 +52,7 @@ class ImageTiles(flax.struct.PyTreeNode):
 
     Attributes:
       inputs: dict of arrays [B, num_tiles, ...]; unused tiles are zeros.
-      feature_index: [B, N] int32, index of each image token's feature in the flattened features of the prompt's tiles.
+      feature_index: [B, N] int32, indices of N image tokens' features in the flattened features of the prompt's tiles.
     """
 
     inputs: dict[str, jax.Array]
@@ -105,7 +105,7 @@ class Completions(flax.struct.PyTreeNode):
       mask: [B, G, T] bool; True for sampled tokens up to and including the first EOS. In multi-turn completions, it is
         True for the sampled tokens in all turns and False for observations.
       log_probs: [B, G, T] float32 log-probs under the distribution that was sampled from; 0 where `mask` is False.
-      ended: [B, G] bool, as recorded by the sampler; False if the completion was truncated at T.
+      ended: [B, G] bool, as recorded by the sampler; False if the completion was truncated, for example at T.
       present: [B, G, T] bool; True for sampled and observed tokens. None (single-turn) means `mask`.
       old_log_probs: [B, G, T] float32 log-probs under the sampling policy, recomputed by the trainer; 0 where `mask` is
         False. None for the built-in sampler: its `log_probs` are the old log-probs.
@@ -146,7 +146,7 @@ class Batch(flax.struct.PyTreeNode):
         with samples from the current policy), neither is used and the ratio is 1, with the gradient of the log-probs.
       ref_log_probs: [B, G, T] float32 log-probs under the reference policy, computed by `run.collect` before the first
         update (`Updater.log_probs`), or None if beta is 0.
-      initial_log_probs: [B, G, T] float32 log-probs under the initial policy, or None if it is the reference policy.
+      initial_log_probs: [B, G, T] float32 log-probs under the initial policy. None unless the reference is synced.
       counted: [B] bool; False for padding groups, whose mask is also False. If None, there are no padding groups.
       old_log_probs: [B, G, T] float32 log-probs under the sampling policy if an engine samples, otherwise None.
       teacher_log_probs: [B, G, T] float32 teacher log-probs for the sampled tokens, or None if not used.
@@ -288,9 +288,9 @@ class RewardFn(Protocol):
     """A reward function with the same interface as in TRL.
 
     It is called once per batch with the keyword arguments in its signature: `prompts`, `completions`, `completion_ids`,
-    and other dataset columns. Each is a list with one entry per completion, in prompt-major order (the G completions
-    for the first prompt come first). Lists, dicts, sets and arrays in them are copies that may be modified. Other
-    objects are shared with the dataset.
+    and the other dataset columns. Each is a list with one entry per completion, in prompt-major order (the G
+    completions for the first prompt come first). Lists, dicts, sets and arrays in them are copies that may be modified.
+    Other objects are shared with the dataset.
 
     It returns one float or None per completion. None means "not scored", which differs from a reward of 0. Instead of a
     float, it may return a list of rewards per turn or an array of rewards per token. The reward is then their sum, and
@@ -310,9 +310,10 @@ Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Tasks from an external package. Pass each field to `train` as the argument with the same name.
+    """Tasks from an external package, with the `train` arguments for them.
 
-    `rows` contains a dict with a `prompt` for each task. `reward_fns` is empty if environments return the rewards.
+    `rows` is the dataset, a dict with a `prompt` for each task, and `reward_weights` a config field. The other fields
+    are arguments with the same names. `reward_fns` is empty if environments return the rewards.
     """
 
     rows: list[Row]

@@ -164,7 +164,7 @@ def test_importing_the_package_does_no_work():
 def test_type_checkers_and_programs_see_the_same_names():
     (guarded,) = [node for node in modules()["grpo_jax"][1].body if isinstance(node, ast.If)][:1]
     read = {alias.name: node.module for node in guarded.body for alias in node.names}
-    assert read == grpo_jax._HOME
+    assert read == grpo_jax._MODULE_OF
     assert sorted(read) == grpo_jax.__all__
 
 

@@ -49,7 +49,7 @@ class GRPOConfig(Settings):
     num_generations: Annotated[int, In("[2, inf)", "a group of one completion has no baseline; use 2 or more")] = 8
     """G, number of completions per prompt."""
     max_completion_length: Count = 512
-    """T, maximum number of tokens in a completion. A completion that reaches it without an EOS is truncated."""
+    """T, maximum number of tokens in a completion. A completion that reaches it without ending is truncated."""
     max_prompt_length: Count | None = None
     """Maximum number of tokens in a prompt. If None, only the model's context limits it. Not in TRL."""
     on_long_prompt: Literal["error", "drop"] = "error"
@@ -57,7 +57,7 @@ class GRPOConfig(Settings):
     temperature: Annotated[float, In("(0, inf)", "greedy decoding is supported in evaluation only")] = 1.0
     """Divisor of the logits, both for sampling and for the log-probs in the loss."""
     top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
-    """Probability mass of the smallest set of most likely tokens to sample from. 1.0 keeps all tokens."""
+    """Sample only from the smallest set of most likely tokens with this probability mass. 1.0 keeps all tokens."""
     top_k: Annotated[int, In("[0, inf)", "use 0 to keep every token")] = 0
     """Number of most likely tokens to sample from. 0 keeps all tokens."""
     min_p: Annotated[float, In("[0, 1]", "use None to keep every token")] | None = None
@@ -69,13 +69,13 @@ class GRPOConfig(Settings):
     """Additional token ids that, like an EOS, end a turn. Not in TRL."""
     max_turn_length: Count | None = None
     """Maximum number of tokens in a turn. None uses `max_completion_length`. A turn that reaches it is passed to the
-    environment and counted in `turns/cut_short`. Without a response, the completion is truncated. Not in TRL."""
+    environment and counted in `turns/cut_short`. If there is no response, the completion is truncated. Not in TRL."""
 
     # Batches (see `Sizes`).
     steps_per_generation: Count | None = setting(None, resume="rounding")
     """Micro-batches per generation batch. None uses `gradient_accumulation_steps`, for one update per pass."""
     generation_batch_size: Count | None = setting(None, resume="rounding")
-    """Completions per iteration across all devices. An alternative to `steps_per_generation`; set at most one."""
+    """Completions per iteration across all devices. Set this or `steps_per_generation`, or neither."""
     num_iterations: Count = 1
     """μ, number of passes over an iteration's completions."""
     rollout_batch_size: Count | None = setting(None, resume="rounding")
@@ -91,7 +91,7 @@ class GRPOConfig(Settings):
     max_tool_calling_iterations: Count | None = None
     """Maximum number of turns with tool calls per completion. None disables the limit."""
     on_environment_error: Literal["raise", "end"] = "raise"
-    """Whether an environment error ends the run or only the episode. `get_reward` is then still called. Not in TRL."""
+    """Whether an environment error ends the run, or only the episode, which `get_reward` still scores. Not in TRL."""
     shuffle_dataset: bool = True
     """Whether to shuffle the prompts in each epoch."""
     dynamic_sampling: bool = False
@@ -102,18 +102,18 @@ class GRPOConfig(Settings):
     reward_weights: Annotated[Sequence[float] | None, read_weights] = None
     """Weight of each reward function. None uses 1.0 for each."""
     on_reward_error: Literal["raise", "none"] = setting("raise", resume="to none")
-    """Whether a reward function's error ends the run, or is counted and its rewards are missing. Not in TRL."""
+    """Whether an error in a reward function ends the run, or is counted and treated as missing rewards. Not in TRL."""
     advantage_estimator: Literal["grpo", "rloo", "maxrl", "opo", "reinforce_pp"] = "grpo"
-    """Baseline and scale; see `compute_advantages`. All except "grpo" need scale_rewards="none". Not in TRL."""
+    """Advantage formula; see `compute_advantages`. All except "grpo" need scale_rewards="none". Not in TRL."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], read_scale] = "group"
     """Scope of the standard deviation that advantages are divided by. True and False mean "group" and "none"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Whether weighted rewards are summed before normalization, or after it (GDPO, arXiv 2601.05242)."""
     turn_credit: Literal["episode", "to_go"] = "episode"
     """Whether a turn is credited with all rewards of its completion or only with rewards from this turn on
-    (`turn_advantages`). Turn rewards are lists from reward functions, or returned by `respond`. Not in TRL."""
+    (`turn_advantages`). Reward functions return turn rewards as lists, `respond` one at a time. Not in TRL."""
     mask_truncated_completions: bool = False
-    """Whether to exclude completions without an EOS from the loss (DAPO, arXiv 2503.14476)."""
+    """Whether to exclude truncated completions from the loss (DAPO, arXiv 2503.14476)."""
 
     # The policy loss.
     loss_type: LossType = "dapo"
@@ -166,7 +166,7 @@ class GRPOConfig(Settings):
     entropy_coef_delta: Positive = 0.005
     """Change in the adaptive coefficient per optimizer step."""
     entropy_target: NotNegative = 0.2
-    """Target entropy in nats per token, near the initial entropy. The adaptive bonus applies at or below the target."""
+    """Target entropy in nats per token, best near the initial entropy. The adaptive bonus applies at or below it."""
     beta: Annotated[float, In("[0, inf)", "use 0 to disable the KL (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
     """Weight of the KL to the reference policy. With 0, no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -204,7 +204,7 @@ class GRPOConfig(Settings):
 
     # Optimizer, memory and devices.
     gradient_checkpointing: bool | None = setting(None, resume="rounding")
-    """Whether to recompute activations in the backward pass, which makes updates slower by a seventh to a third. None
+    """Whether to recompute activations in the backward pass, which makes updates 14% to 33% slower. None
     recomputes them only on GPUs and TPUs, if they do not fit in memory (TRL: True)."""
 
     # Evaluation, logging, checkpoints.
@@ -252,7 +252,7 @@ class GRPOConfig(Settings):
         )
 
     def max_prompts(self) -> int | None:
-        """Return the maximum number of prompts, with refills, in `max_steps` steps, or None if `max_steps` is −1."""
+        """Return the most prompts that `max_steps` steps can use, with refills, or None if `max_steps` is −1."""
         if self.max_steps <= 0:
             return None
         sizes = self.sizes()
@@ -302,6 +302,6 @@ class GRPOConfig(Settings):
             )
         if self.rollout_batch_size is not None and self.rollout_batch_size < shards * group:
             yield (
-                f"{shown(self, 'rollout_batch_size')}: must be at least num_generations = {group} × {shards} (the"
-                f" devices that prompts are sharded over); use {shards * group} or more, or None"
+                f"{shown(self, 'rollout_batch_size')}: must be at least {shards * group}, num_generations times"
+                f" the number of devices that prompts are sharded over ({group} × {shards}); increase it, or use None"
             )

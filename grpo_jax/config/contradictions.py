@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from grpo_jax.config.settings import Settings, shown
 
-_CAP = "in cispo this is the cap on the ratio itself, not 1 + ε_high"
+_CAP = "in cispo, the cap on the ratio is epsilon_high itself, not 1 + epsilon_high"
 _PAPER = "(ScaleRL, arXiv 2510.13786: 5.0)"
 
 # Fields that the condition reads (the message starts with the first one), the condition, and the rest of the message.
@@ -15,7 +15,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "epsilon_high loss_type",
         lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
-        f"{_CAP}; None would scale every gradient down to epsilon; set a value {_PAPER}",
+        f"{_CAP}; None would use epsilon as the cap and scale every gradient down; set a value {_PAPER}",
     ),
     (
         "epsilon_high loss_type",
@@ -45,7 +45,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "turn_credit advantage_estimator",
         lambda c: c.turn_credit == "to_go" and c.advantage_estimator == "opo",
-        'advantage_estimator = "opo" weights whole completions by length; change it, or use turn_credit="episode"',
+        'advantage_estimator = "opo" weights whole completions by length; use another one or turn_credit="episode"',
     ),
     (
         "importance_sampling_level loss_type",
@@ -122,7 +122,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
             and (c.metric_for_best_model or "").startswith("eval/")
             and (c.eval_steps is None or c.save_steps % c.eval_steps != 0)
         ),
-        "not evaluated at every checkpoint; set save_steps to a multiple of eval_steps",
+        "not evaluated at every checkpoint; set eval_steps, and set save_steps to a multiple of it",
     ),
     (
         "load_best_model_at_end metric_for_best_model",

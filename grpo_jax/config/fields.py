@@ -48,7 +48,7 @@ unchanged or does not affect learning rates. "to none": only to "none", which wo
 
 
 def setting(default: _Default, *, resume: Resume | None = None, hash: bool | None = None) -> _Default:
-    """Return a dataclass field with a rule for changing it on resume (see `Resume`). None forbids changes."""
+    """Return a dataclass field with a rule for changing it on resume. A `resume` of None forbids changes."""
     return dataclasses.field(default=default, hash=hash, metadata={"resume": resume})
 
 
@@ -102,9 +102,9 @@ def _read_name(names: tuple[str, ...], value: object) -> Read:
 
 def _read_number(is_integer: bool, bounds: In | None, value: object) -> Read:
     """Convert a number, which may be a NumPy scalar, to a Python int or float."""
-    noun, article = ("integer", "an integer") if is_integer else ("number", "a number")
+    noun, with_article = ("integer", "an integer") if is_integer else ("number", "a number")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return value, f"must be {article}, not {type(value).__name__}"
+        return value, f"must be {with_article}, not {type(value).__name__}"
     try:
         number = float(value)
     except OverflowError:
@@ -199,7 +199,7 @@ def read_mesh(value: object) -> Read:
 
 
 def read_trackers(value: object) -> Read:
-    """Validate tracker names. Returns "none", "all" or a single name as a string, several names as a tuple."""
+    """Validate tracker names. Returns "none", "all" or one name as a string, and several names as a tuple."""
     names = ("tensorboard", "wandb", "trackio")
     listed = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (value,)
     if listed in ((), (None,), ("none",)):

@@ -63,7 +63,7 @@ OTHER_NAMES = {
     "group_size": "use num_generations",
     "batch_size": "use per_device_train_batch_size (completions)",
 }
-"""Advice on setting names from other libraries."""
+"""Advice for users of other libraries, keyed by the names of those libraries' settings."""
 
 
 def hints() -> dict[str, str]:
@@ -134,7 +134,7 @@ class Settings:
     logging_first_step: bool = setting(True, resume="free")
     """Whether to also log the first optimizer step, so that curves start at step 1 (TRL: False)."""
     save_steps: Count | None = setting(500, resume="free")
-    """Optimizer steps between two checkpoints. None saves only at the end. A run always saves at the end."""
+    """Optimizer steps between two checkpoints. None disables these checkpoints. A run always saves at the end."""
     save_minutes: Positive | None = setting(5.0, resume="free")
     """Also write a checkpoint after an optimizer step if the last one is at least this many minutes old, according to
     the clock of process 0. None disables it. Not in TRL."""
@@ -149,23 +149,23 @@ class Settings:
     greater_is_better: bool | None = setting(None, resume="free")
     """Whether greater values of `metric_for_best_model` are better. None means yes, unless its name ends in "loss"."""
     load_best_model_at_end: bool = setting(False, resume="free")
-    """Whether to return the state from the checkpoint with the best `metric_for_best_model`, not the last state."""
+    """Whether to return the state from the checkpoint with the best `metric_for_best_model`, not the last one."""
 
     # Trackers and the hub.
     report_to: Annotated[str | Sequence[str] | None, read_trackers] = setting("none", resume="free")
-    """Trackers to report to: "tensorboard", "wandb", "trackio", a list of these, "all" installed ones, or "none"."""
+    """Trackers: "tensorboard", "wandb", "trackio", a list of these, "all" (all that are installed), or "none"."""
     run_name: str | None = setting(None, resume="free")
     """Name of the run in the trackers. If None, each tracker generates a name."""
     project: str = setting("huggingface", resume="free")
     """Project name in trackio, and in Weights & Biases unless the environment variable WANDB_PROJECT is set."""
     push_to_hub: bool = setting(False, resume="free")
-    """Whether to push the policy to the hub at every `save_steps` checkpoint and at the end."""
+    """Whether to push the policy to the hub at the end and (see `hub_strategy`) at every `save_steps` checkpoint."""
     hub_model_id: str | None = setting(None, resume="free")
     """Repository on the hub, "name" or "owner/name". None uses the name of the run directory."""
     hub_private_repo: bool | None = setting(None, resume="free")
     """Whether a new repository is private. None uses its owner's default, usually public."""
     hub_strategy: Literal["end", "every_save"] = setting("every_save", resume="free")
-    """When to push the policy. TRL's "checkpoint" and "all_checkpoints" are not supported."""
+    """When to push the policy ("every_save": also at the end). TRL's other strategies are not supported."""
     hub_revision: str | None = setting(None, resume="free")
     """Branch to push to. None uses the main branch."""
 

@@ -32,7 +32,7 @@ def _ste_clip_jvp(
 
 
 def one_of(argument: str, value: str, known: Iterable[str]) -> str:
-    """Return `value` if it is in `known`; otherwise raise a ValueError that suggests the closest name."""
+    """Return `value` if it is in `known`; otherwise raise a ValueError that lists `known`."""
     known = list(known)
     if value in known:
         return value
@@ -42,7 +42,7 @@ def one_of(argument: str, value: str, known: Iterable[str]) -> str:
 
 
 def as_float(argument: str, value: jax.Array) -> jax.Array:
-    """Convert `value` to an array of at least float32. Raise ValueError if its dtype is not floating-point."""
+    """Convert floating-point values to float32, except float64. Raise ValueError if the dtype is not floating-point."""
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(f"{argument} has dtype {value.dtype}; expected a floating-point dtype.")

@@ -1,4 +1,4 @@
-"""Token advantages from turn and token rewards. Each token is credited with the rewards that follow it."""
+"""Token advantages from turn and token rewards. Each token is credited with the rewards at and after it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def turn_advantages(
     epsilon: float = 1e-4,
     estimator: str = "grpo",
 ) -> jax.Array:
-    """Compute token advantages from the rewards that follow each token (rewards to go).
+    """Compute token advantages from the rewards at and after each token (rewards to go).
 
         r_n = sum of rewards in turn n, from its first token to the last token before the next turn
         S_n = Σ_{m≥n} r_m
         A_n = `compute_advantages` of S_n over the completions in the group
         A_t = A_n − Σ_k w_k (rewards in turn n before token t)
 
-    The second term of A_t is 0 if a turn's only reward is at its last token. This term is in units of the reward, so it
-    is applied only if the advantages are too: with scale_rewards="none", "sum_then_normalize" and the estimator "grpo"
-    or "rloo".
+    Statistics over the batch use all turns of all completions. The second term of A_t is 0 if a turn's only reward is
+    at its last token. This term is in units of the reward, so it is subtracted only if the advantages are too: with
+    scale_rewards="none", "sum_then_normalize" and the estimator "grpo" or "rloo".
 
     Args:
       token_rewards: [B, G, T, K] float, rewards placed at tokens: a turn's reward at the last token of the turn, a
@@ -67,8 +67,8 @@ def turn_advantages(
       Rewards to go and state-dependent baselines: Williams, "Simple statistical gradient-following algorithms" (1992),
       and Greensmith, Bartlett, Baxter, "Variance reduction techniques for gradient estimates" (2004). DeepSeekMath
       (arXiv:2402.03300), section 4.1.3, normalizes each step's reward over all steps in the group, then sums over the
-      following steps. No discount is applied; see Nota, Thomas, "Is the policy gradient a
-      gradient?" (arXiv:1906.07073).
+      following steps. No discount is applied; see Nota, Thomas, "Is the policy gradient a gradient?"
+      (arXiv:1906.07073).
 
     Example:
       Two completions with two turns each. Only the first turn of the first completion has a reward.
@@ -133,7 +133,7 @@ def _to_go(turn_rewards: jax.Array) -> jax.Array:
 
 
 def _earlier_in_turn(rewards: jax.Array, turn_of: jax.Array) -> jax.Array:
-    """Sum the rewards that precede each token in its turn, [B, G, T]."""
+    """Return the sum of the rewards that precede each token in its turn, [B, G, T]."""
     starts = jnp.diff(turn_of, axis=2, prepend=-1) != 0
 
     def step(sum_so_far: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

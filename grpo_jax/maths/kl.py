@@ -11,17 +11,17 @@ from grpo_jax.maths.checks import MAX_LOG_RATIO, MIN_LOG_PROB, as_float, one_of,
 
 
 def k1(log_ratio: jax.Array) -> jax.Array:
-    """Return d = log_ratio. Its value is unbiased. On-policy, its expected gradient is 0 for any reference."""
+    """Return d = log_ratio, an unbiased estimator. On-policy, its expected gradient is 0 for any reference."""
     return log_ratio
 
 
 def k2(log_ratio: jax.Array) -> jax.Array:
-    """Return d²/2 with d = log_ratio. Its value is biased. On-policy, its expected gradient is ∇KL(π‖π_ref)."""
+    """Return d²/2, d = log_ratio, a biased estimator. On-policy, its expected gradient is ∇KL(π‖π_ref)."""
     return log_ratio**2 / 2
 
 
 def k3(log_ratio: jax.Array) -> jax.Array:
-    """Return e^{−d} − 1 + d, d = log_ratio. Its value is unbiased. On-policy, its expected gradient is ∇KL(π_ref‖π)."""
+    """Return e^{−d} − 1 + d, d = log_ratio, an unbiased estimator. On-policy, its expected gradient is ∇KL(π_ref‖π)."""
     d = ste_clip(log_ratio, -MAX_LOG_RATIO, jnp.inf)
     # Evaluating e^{−d} − 1 + d directly would lose all digits near d = 0, where d usually is.
     return jnp.expm1(-d) + d

@@ -23,7 +23,7 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
       temperature: unitless divisor of the logits, > 0.
 
     Returns:
-      [...] float32, nats ≤ 0.
+      [...] float32 ≤ 0, in nats.
 
     Raises:
       ValueError: if the shapes do not match, `tokens` are not integers, or `temperature` is not positive.
@@ -38,7 +38,7 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers; got dtype {tokens.dtype}.")
     if not temperature > 0:
-        raise ValueError(f"temperature must be > 0; got {temperature!r}. For greedy decoding, use 1.0.")
+        raise ValueError(f"temperature must be > 0; got {temperature!r}. For greedy completions, use temperature=1.0.")
     return log_probs_of(process_logits(logits, Sampling(temperature)), tokens)
 
 
@@ -57,7 +57,7 @@ def _is_token(tokens: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _in_passes(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the results in several vectorized passes, which is faster on CPUs."""
+    """Compute the results of `reduce_logits` in several vectorized passes, which is faster on CPUs."""
     largest = logits.max(axis=-1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     log_z = jnp.log(jnp.exp(logits - largest[..., None]).sum(axis=-1)) + largest

@@ -73,7 +73,7 @@ def grpo_loss_terms(
     num_selected_tokens: Scalar | None = None,
     selected: jax.Array | None = None,
 ) -> tuple[jax.Array, MetricSums]:
-    """Compute the contribution of a part of a minibatch to `grpo_loss`, with metrics that merge exactly.
+    """Compute the contribution of a part of a minibatch to `grpo_loss`, and its metric sums.
 
     If counts over the whole minibatch are passed, the parts' losses and gradients sum to the minibatch's loss and
     gradient, for any split along the leading axes:
@@ -270,14 +270,14 @@ def grpo_loss(
       entropy_coef: weight of the entropy bonus; may be traced.
       top_entropy_quantile: ρ in [0, 1]. If ρ is 1, m' = m. Otherwise, p is kept only where m' = 1: at tokens with an
         entropy of at least the linearly interpolated (1−ρ)-quantile.
-      sampling_log_probs: [..., T] float, log-probs l_sampling from the sampler for the off-policy mask, in nats. NaN
-        marks tokens that were not scored. Defaults to old_log_probs.
-      off_policy_mask_threshold: threshold in nats. p is kept where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold. None
-        keeps all tokens.
+      sampling_log_probs: [..., T] float, log-probs l_sampling under the sampler, for the off-policy mask, in nats. NaN
+        marks tokens that the sampler did not score. Defaults to old_log_probs.
+      off_policy_mask_threshold: threshold in nats. p is kept where A ≥ 0 or the mean of l_sampling − l over
+        the completion's tokens with mask 1 is ≤ threshold. None keeps all tokens.
       kl_correction_level: w for the KL correction at importance sampling level "sequence": "token" uses exp(l − l_old),
         and "importance_sampling_level" uses the ratio from the policy term, as in TRL. Not used at other levels.
-      importance_weights: [...] or [..., T] float ≥ 0, weights π_old / π_sampler that multiply p (in vespo, part of s).
-        Defaults to 1.
+      importance_weights: [...] or [..., T] float ≥ 0, weights π_old / π_sampler that multiply p (vespo adds their logs
+        to s instead). Defaults to 1.
       surrogate: function of `SurrogateInputs` and `LossSettings` that returns p [..., T]. It replaces `loss_type`'s p,
         but not the reduction. Metrics do not count its clipping.
 
@@ -287,9 +287,9 @@ def grpo_loss(
         tokens with mask 1: `kl` (k3 for any `kl_estimator`; 0 without ref_log_probs), `entropy`, `ratio_mean`,
         `approx_kl_old` (k3 estimate of KL(old‖new) from token log-ratios), `clip_fraction` = `clip_fraction_low`
         (w < 1−ε, A < 0) + `clip_fraction_high` (w > 1+ε_high, A > 0; in cispo w > ε_high), `clip_fraction_delta`
-        (w > delta, A < 0), and `off_policy_fraction` if its threshold is set. Others: `ratio_max`, `kl_bounded_tokens`
-        (tokens with d < −20), `tokens`, `rows`; with entropies also `selected_tokens` (Σ m') and `selected_entropy`
-        (mean over m'). For parts of a minibatch, use `grpo_loss_terms`.
+        (w > delta, A < 0), and `off_policy_fraction` (masked out) if its threshold is set. Others: `ratio_max`,
+        `kl_bounded_tokens` (number with d < −20), `tokens`, `rows`; with entropies also `selected_tokens` (Σ m') and
+        `selected_entropy` (mean over m'). For parts of a minibatch, use `grpo_loss_terms`.
 
     Raises:
       ValueError: if a shape or dtype is wrong, a name is unknown, or an array that a term requires is missing.

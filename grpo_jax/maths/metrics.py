@@ -1,4 +1,4 @@
-"""Loss metrics as sums that merge exactly across the parts of a batch, and entropy-based token selection."""
+"""Loss metrics as sums that can be added over the parts of a batch, and entropy-based token selection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MetricSums(NamedTuple):
 
 
 def token_totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
-    """Return Σ m·x over all tokens for each metric [..., T], without gradient.
+    """Return the sum over tokens with mask True of each metric [..., T], without gradient.
 
     The tokens in a row are added pairwise, since a sequential float32 sum of thousands of values loses its last digits
     on CPU. Summing in two stages does not help: XLA merges both stages, and an optimization barrier between them
@@ -50,7 +50,7 @@ def top_entropy_mask(entropies: jax.Array, mask: jax.Array, quantile: Scalar) ->
     """Return a mask [..., T] that selects tokens with an entropy of at least the (1 − quantile)-quantile.
 
     Compute this mask once per minibatch and pass it as `selected`. Two programs may compute entropies that differ in
-    the last bit, so a threshold from a different program could exclude all tokens with equal entropy.
+    the last bit, so a threshold from a different program could exclude every token if all entropies are equal.
     """
     return mask & (entropies >= top_entropy_threshold(entropies, mask, quantile))
 
@@ -116,7 +116,7 @@ def empty_sums(like: MetricSums) -> MetricSums:
 
 
 def finalize_metrics(metrics: MetricSums) -> dict[str, jax.Array]:
-    """Convert merged sums to metrics. Each `x_sum` becomes `x`, a mean over (selected) tokens. Others are unchanged."""
+    """Convert sums to metrics. Each `x_sum` becomes `x`, the mean over tokens (`selected_entropy`: selected tokens)."""
     sums = dict(metrics.sums)
     result = dict(metrics.maxes)
     if "selected_entropy_sum" in sums:

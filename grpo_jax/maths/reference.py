@@ -11,7 +11,7 @@ from grpo_jax.types import Params
 def _check_alpha(alpha: float | jax.Array) -> None:
     """Raise ValueError for a Python number outside [0, 1]. Traced values are not checked."""
     if isinstance(alpha, int | float) and not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must be in [0, 1]; got {alpha}. It is the weight of the new params.")
+        raise ValueError(f"alpha must be in [0, 1]; got {alpha}. Pass the weight of the new params.")
 
 
 def _check_trees(ref_params: Params, params: Params) -> None:

@@ -115,7 +115,7 @@ def draw_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Draw a token from softmax(logits) for each row, from two uniform random numbers u [..., 2] in [0, 1).
 
-    Returns tokens [...] int32 and their log-probs [...] float32. Logits of −inf are never drawn. `axis` is the
+    Returns tokens [...] int32 and their log-probs [...] float32. Tokens with logit −inf are never drawn. `axis` is the
     vocabulary axis. If this axis is sharded, pass `all_gather`, a function that all-gathers a small array. Blocks are
     then selected with a masked sum, since indexing would gather the logits.
     """
@@ -182,7 +182,7 @@ def sample_tokens(
 
     Args:
       key: single PRNG key, or keys [...], one per row of logits.
-      logits: [..., V], any float dtype. Logits of −inf are never drawn. Each row needs at least one finite entry.
+      logits: [..., V], any float dtype. Tokens with logit −inf are never drawn. Each row needs a finite entry.
       temperature: divisor ≥ 0 of the logits; 0 selects the most likely token, with its log-prob at temperature 1.
       top_k: as in `Sampling`.
       top_p: as in `Sampling`.

@@ -63,7 +63,7 @@ def likelihood_loss_terms(
     loss_type: str,
     num_tokens: Scalar,
 ) -> tuple[jax.Array, MetricSums]:
-    """Compute the contribution of a part of a minibatch to `likelihood_loss`, with metrics that merge exactly.
+    """Compute the contribution of a part of a minibatch to `likelihood_loss`, and its metric sums.
 
     All arrays are [..., T]. `entropies` (nats) and `likeliest` are used for metrics only: `likeliest` is 1 where the
     target token has the largest probability, and its mean is the metric `mean_token_accuracy`.
@@ -77,7 +77,7 @@ def likelihood_loss_terms(
 
 
 FULL = -1e-7
-"""Upper bound on the log of the mass of k tokens. The other tokens then have about 1e-7, the resolution of float32."""
+"""Upper bound on the log of the mass of k tokens, which leaves about 1e-7, the resolution of float32, for the rest."""
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
@@ -131,9 +131,9 @@ def divergence(
 
 
 def with_rest(log_probs: jax.Array) -> jax.Array:
-    """Append the log-prob of all other tokens, log(1 − Σ exp(log_probs)), which is at least about log 1e-7.
+    """Append the log of the other tokens' mass, 1 − Σ exp(log_probs): [..., k] → [..., k + 1].
 
-    The shape changes from [..., k] to [..., k + 1].
+    A mass below 1e-7 is replaced with 1e-7.
     """
     mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), FULL)
     return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)
@@ -144,8 +144,8 @@ def top_k_divergence(
 ) -> jax.Array:
     """Compute `divergence` from the log-probs of k tokens, with all other tokens merged into one.
 
-    Let r and s be the mass of the merged tokens ("rest") under the policy p and the teacher q. The result is less than
-    the divergence between the full distributions by
+    Let r and s be the masses of the merged tokens ("rest") under the policy p and the teacher q. The result is smaller
+    than the divergence between the full distributions by
 
         reverse_kl: r · KL(p given the rest ‖ q given the rest)
         forward_kl: s · KL(q given the rest ‖ p given the rest)
@@ -193,8 +193,8 @@ def sampled_divergence(
       for `divergence`.
 
     References:
-      Thinking Machines, "On-Policy Distillation" (2025), with the advantage −(l_old − l_teacher). The two
-      are equal in the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's
+      Thinking Machines, "On-Policy Distillation" (2025), with the advantage −(l_old − l_teacher), which equals the
+      advantage used here in the first update after a rollout. SDPO (arXiv:2601.20802); TRL 1.16's
       `distillation_mode="sampled_token"`.
     """
     log_probs = as_float("log_probs", log_probs)

@@ -35,7 +35,7 @@ class SurrogateInputs(NamedTuple):
     ratio: jax.Array  # w, importance ratio at the importance sampling level
     advantages: jax.Array  # A
     mask: jax.Array  # bool
-    log_weights: jax.Array  # [...], sum of log sampler weights over each row (vespo only)
+    log_weights: jax.Array  # [...], sum of the logs of `importance_weights` over each row, used by vespo only
 
 
 class Counts(NamedTuple):
@@ -141,11 +141,11 @@ def kl_term(inputs: SurrogateInputs, d: jax.Array, settings: LossSettings) -> ja
 def off_policy_mask(
     inputs: SurrogateInputs, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
 ) -> jax.Array:
-    """Compute DeepSeek-V3.2's off-policy mask: True where A ≥ 0 or mean_m(l_sampling − l) ≤ threshold."""
+    """Compute DeepSeek-V3.2's off-policy mask: True where A ≥ 0 or the row mean of l_sampling − l is ≤ threshold."""
     l, l_sampling = inputs.log_probs, l_old
     if sampling_log_probs is not None:
         l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
-        # Tokens without a sampler log-prob (NaN) contribute 0.
+        # Tokens without a sampler log-prob (NaN) contribute 0 to the mean.
         l_sampling = jnp.where(jnp.isnan(l_sampling), l, l_sampling)
     return (inputs.advantages >= 0) | (row_mean(l_sampling - l, inputs.mask) <= threshold)
 
@@ -275,7 +275,7 @@ Add new settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their conflict
 
 
 def clip_events(surrogate: Surrogate, inputs: SurrogateInputs, settings: LossSettings) -> dict[str, jax.Array]:
-    """Return a mask [..., T] of clipped tokens for each metric, which is all False if the surrogate does not clip."""
+    """Return a mask [..., T] of clipped tokens for each metric. A mask is all False if the surrogate does not clip."""
     w, A = inputs.ratio, inputs.advantages
     never = jnp.zeros(w.shape, bool)
     low, high, capped = never, never, never

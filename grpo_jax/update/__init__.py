@@ -1,1 +1,1 @@
-"""Training updates: the state, the optimizer, the loss, and updates of padded and of packed sequences."""
+"""Training updates: the state, the optimizer, the loss, and optimizer steps on padded or packed sequences."""

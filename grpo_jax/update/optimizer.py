@@ -19,7 +19,7 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|
 
 
 def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
-    """Return the learning rate schedule: constant, linear or cosine decay to 0, after any linear warm-up from 0."""
+    """Return the learning rate schedule: constant, or linear or cosine decay to 0, after any warm-up from 0."""
     peak, warmup = config.learning_rate, config.total_warmup_steps(total_steps)
     rest = max(1, total_steps - warmup)
     if config.lr_scheduler_type == "linear":
@@ -34,7 +34,7 @@ def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
 
 
 def is_decayed(path: str) -> bool:
-    """Return whether weight decay applies to the parameter at `path`, which is False for norms and biases."""
+    """Return whether weight decay applies to the parameter at `path`. Returns False for norms and biases."""
     return _NOT_DECAYED.search(path.lower()) is None
 
 

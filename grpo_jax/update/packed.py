@@ -56,7 +56,7 @@ from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
 
 CPU_TOKENS = 512
-"""Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Activations fit in cache."""
+"""Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Keeps activations in cache."""
 
 CPU_CAST_TOKENS = 1024
 """Like `CPU_TOKENS`, if products are summed in float32 (`models.matmul`), which casts the weights once per sequence."""
@@ -88,7 +88,7 @@ class Part(flax.struct.PyTreeNode):
     index: jax.Array | np.int32
 
     def sequence(self, i: jax.Array | int) -> PackedSequence:
-        """Return the i-th packed sequence."""
+        """Return the i-th packed sequence of each device."""
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), self.sequences)
 
 
@@ -293,7 +293,7 @@ def _loss(
     if teacher is not None and teacher_prompts is not None and is_builtin(teacher.model):
         clipped = sequence.replace(tokens=teacher.clip_ids(sequence.tokens))
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, clipped)
-    statistic_fn = logit_statistic(  # of the logits: the teacher's divergence, or SFT's token accuracy
+    statistic_fn = logit_statistic(  # the divergence from the teacher, or the token accuracy in SFT
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )
     scores = score_packed(

@@ -56,8 +56,8 @@ class TrainState(flax.struct.PyTreeNode):
 
     def __repr__(self) -> str:
         kept = [name for name in ("old_params", "ref_params", "initial_params") if getattr(self, name) is not None]
-        deleted = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
-        step = "deleted" if deleted and self.step.is_deleted() else self.step
+        concrete = isinstance(self.step, jax.Array) and not isinstance(self.step, jax.core.Tracer)
+        step = "deleted" if concrete and self.step.is_deleted() else self.step
         count = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(self.params))
         return f"TrainState({', '.join([f'step={step}', f'{count:,} parameters', *kept])})"
 
@@ -141,7 +141,7 @@ def create_state(
 
 
 def begin_iteration(state: TrainState) -> TrainState:
-    """Copy params to old_params, the policy that this iteration samples from. Does nothing if old_params is None."""
+    """Copy params to old_params, the policy to sample from. If old_params is None, return the state unchanged."""
     return state if state.old_params is None else state.replace(old_params=jax.tree.map(jnp.copy, state.params))
 
 
@@ -161,10 +161,10 @@ def apply_optimizer(
     θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
 
     Here, g is `grads` and α is `sync_alpha`. If there are master params, θ denotes them, and params are set to their
-    rounded values. If `is_finite` (of the loss and the gradient) or `has_tokens` is False, params and optimizer
-    state do not change. `step` is always incremented, so that skipped updates do not affect schedule, data or keys. A
-    `sync_every` of None freezes the reference. `sync` is `lora.sync_adapters` for a reference from
-    `lora.reference_adapters`.
+    rounded values. Params and optimizer state do not change if `is_finite` is False (the loss or the gradient is not
+    finite) or `has_tokens` is False (no token contributes to the loss). `step` is always incremented, so that skipped
+    updates do not affect schedule, data or keys. A `sync_every` of None freezes the reference. Pass
+    `lora.sync_adapters` as `sync` for a reference from `lora.reference_adapters`.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update

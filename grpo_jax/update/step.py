@@ -39,7 +39,7 @@ from grpo_jax.update.state import TrainState, apply_optimizer
 
 
 class Updater(flax.struct.PyTreeNode):
-    """Updater for any model, which processes padded micro-batches.
+    """Updater that processes padded micro-batches and works with any model.
 
     An updater is a pytree, so that it can be passed to compiled functions. The model's and the teacher's arrays are
     leaves, and the settings are static.
@@ -74,11 +74,11 @@ class Updater(flax.struct.PyTreeNode):
 
     @property
     def omits_zero_signal_backward(self) -> bool:
-        """Whether zero-signal groups have no gradient, so that their backward pass is skipped."""
+        """Whether the backward pass of zero-signal groups is skipped, because they do not have a gradient."""
         return self.skip_zero_signal and zero_advantage_has_no_gradient(self.model, self.config, self.surrogate)
 
     def padded_length(self, longest: int) -> int:
-        """Return the smallest of T, T/2, T/4, … that holds completions of `longest` tokens and is at least 8 (or T)."""
+        """Return the smallest integer of T, T/2, T/4, … that is at least 8 and `longest`, or T if T is less than 8."""
         length = self.config.max_completion_length
         while length % 2 == 0 and length // 2 >= max(longest, 8):
             length //= 2
@@ -111,7 +111,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Run one optimizer step of GRPO or SFT.
 
-    Computes g = ∇ grpo_loss over the whole batch and θ ← optimizer(θ, g), and syncs the reference if it is due.
+    Computes the gradient g of the loss over the whole batch, sets θ ← optimizer(θ, g), and syncs the reference if due.
 
     This is a pure function. To compile it, use `jax.jit` with `static_argnames=("optimizer", "config", "on_policy",
     "micro_shape", "surrogate")` and `donate_argnames="state"`, and convert the model with `types.as_jit_argument`.
@@ -126,15 +126,16 @@ def train_step(
         and the ratio is 1. If False, it uses the batch's `old_log_probs`, or `sampling_log_probs` if they are None.
       micro_shape: (prompts, completions per prompt) in a micro-batch, which must divide (B, G). Defaults to (B, G).
       surrogate: custom surrogate to use instead of the config's `loss_type`, as in `grpo_loss`.
-      teacher: model with which the policy's distributions are compared. None without a teacher, or if
-        the teacher provides only log-probs.
+      teacher: `Teacher` whose distributions are compared with the policy's. None if there is no teacher or it provides
+        only log-probs, in `batch`.
 
     Returns:
-      The next state and the metrics: all `grpo_loss` metrics, `grad_norm` (before clipping), `update_skipped` (1 if
-      the loss or the gradient was not finite), `sampler_gap` (maximum difference between the log-probs of the policy
-      and the sampler, about 1e-5 in float32 in the first update of an iteration) and, if the batch has the initial
-      policy's log-probs, `kl_initial`. If no token contributes to the loss, all metrics except counts and
-      `update_skipped` are NaN, and only `step` changes (and the reference, if a sync is due).
+      The next state and the metrics: `grad_norm` (before clipping), `update_skipped` (1 if the loss or the gradient was
+      not finite) and, for GRPO, the `grpo_loss` metrics (KL metrics only with `ref_log_probs`), `sampler_gap` (maximum
+      difference between the log-probs of the policy and the sampler, about 1e-5 in float32 in the first update of an
+      iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token contributes to the
+      loss, all metrics except counts, `entropy_coef` and `update_skipped` are NaN, and only `step` changes (and the
+      reference, if a sync is due).
 
     Example:
       One step makes token 2 more likely after token 1 in a bigram model with nine params:
@@ -247,7 +248,7 @@ def dropout_key(model: Model, state: TrainState, *indices: jax.typing.ArrayLike)
 def apply_gradients(
     updater: Updater, state: TrainState, grads: Params, sums: MetricSums
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Return the state after the optimizer step and the metrics. Without tokens in the loss, params do not change."""
+    """Apply the gradient and return the new state and the metrics. Without tokens in the loss, params do not change."""
     assert updater.optimizer is not None, "update requires an updater with an optimizer"
     config, metrics = updater.config, finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))

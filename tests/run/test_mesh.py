@@ -73,7 +73,7 @@ def test_invalid_meshes_and_batches_are_rejected(monkeypatch):
         (lambda: make_mesh({"data": 4, "tensor": 4}), r"needs 4 × 1 × 4 devices, but 8 are available"),
         (
             lambda: run(tiny_policy(), {"data": 8}, rollout_batch_size=28),
-            "rollout_batch_size = 28: must be at least num_generations = 4 × 8 .*; use 32 or more, or None",
+            r"rollout_batch_size = 28: must be at least 32, .* \(4 × 8\); increase it, or use None",
         ),
         (
             lambda: generate(model, placed, prompts, jax.random.key(0), **few),
