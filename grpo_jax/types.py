@@ -310,10 +310,9 @@ Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Tasks from an external package, with the `train` arguments for them.
+    """Tasks from an external package. `rows` is the dataset for `train`: a dict with a `prompt` for each task.
 
-    `rows` is the dataset, a dict with a `prompt` for each task, and `reward_weights` a config field. The other fields
-    are arguments with the same names. `reward_fns` is empty if environments return the rewards.
+    `reward_weights` is a config field; the others are arguments of `train`. Environments may replace `reward_fns`.
     """
 
     rows: list[Row]

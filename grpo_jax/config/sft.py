@@ -29,8 +29,7 @@ class SFTConfig(Settings):
 
     # Data.
     max_length: Annotated[int, In("[2, inf)", "the first token is not predicted; use 2 or more")] | None = 1024
-    """Maximum number of tokens per example. Longer examples are truncated; None disables this. Examples without target
-    tokens are dropped."""
+    """Maximum number of tokens per example. None disables truncation. Examples without target tokens are dropped."""
     packing: bool = False
     """Whether to pack examples into blocks of `max_length` tokens. Batch sizes then count blocks instead of examples.
     With or without packing, examples do not attend to each other and are stored without padding."""

@@ -132,10 +132,9 @@ def train_step(
     Returns:
       The next state and the metrics: `grad_norm` (before clipping), `update_skipped` (1 if the loss or the gradient was
       not finite) and, for GRPO, the `grpo_loss` metrics (KL metrics only with `ref_log_probs`), `sampler_gap` (maximum
-      difference between the log-probs of the policy and the sampler, about 1e-5 in float32 in the first update of an
-      iteration) and, if the batch has the initial policy's log-probs, `kl_initial`. If no token contributes to the
-      loss, all metrics except counts, `entropy_coef` and `update_skipped` are NaN, and only `step` changes (and the
-      reference, if a sync is due).
+      difference between log-probs of policy and sampler, about 1e-5 in float32 in the first update of an iteration)
+      and, with `initial_log_probs`, `kl_initial`. If no token contributes to the loss, all metrics except counts,
+      `entropy_coef` and `update_skipped` are NaN, and only `step` (and the reference, if a sync is due) changes.
 
     Example:
       One step makes token 2 more likely after token 1 in a bigram model with nine params:
