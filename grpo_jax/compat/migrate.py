@@ -24,14 +24,14 @@ _SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server
 
 @dataclasses.dataclass
 class Migration:
-    """A converted TRL config: the equivalent settings, and notes on all fields that could not be copied.
+    """A converted TRL config: the equivalent settings, and notes on all fields that were not simply copied.
 
     Attributes:
       values: dict that maps fields of `GRPOConfig` to their values.
       run_dir: `run_dir` argument for `train`, from `output_dir`.
       translated: dict that maps TRL's fields to the settings that replace them.
       left_out: dict that maps TRL's fields to the reason why they are not needed, or where to set them instead.
-      missing: dict that maps unsupported TRL fields to advice. If the dict is empty, the run is equivalent.
+      missing: dict that maps unsupported TRL fields to advice. If it is empty, every setting has an equivalent.
       dtype: dtype of the params for `from_pretrained`, from `model_init_kwargs`; see `policies.load_policy` for "auto".
       sampler: arguments for `engines.vllm` with `use_vllm=True, vllm_mode="server"`; None for the built-in sampler.
     """
@@ -94,12 +94,12 @@ def from_trl(values: Json) -> Migration:
 
 
 def _translate(migration: Migration, name: str, value: Any, values: Json) -> None:
-    """Translate a TRL field that `GRPOConfig` does not have, or add a note on it."""
+    """Translate a TRL field that `grpo_jax.GRPOConfig` does not have, or add a note on it."""
     default, kind, advice, field = TRL_ONLY[name]
     if value and _translate_value(migration, name, value):
         return
     if value in (default, "<HUB_TOKEN>") or name in _SERVER or name == _CORRECTION:
-        return  # `to_dict()` replaces the token with <HUB_TOKEN>; `from_trl` translates the other two
+        return  # `to_dict()` writes <HUB_TOKEN> for the token; `from_trl` translates the server and its correction
     if field:
         if field not in values:
             migration.set_field(name, field, value)
@@ -155,7 +155,7 @@ def _translate_model(migration: Migration, name: str, value: Json) -> None:
     if dtype_name == "bfloat16":  # PyTorch computes in the dtype of the params, regardless of the field bf16
         migration.values["compute_dtype"] = "bfloat16"
     if unknown := sorted(kwargs.keys() - _PYTORCH_KWARGS.split()):
-        migration.missing[name] = f"{', '.join(unknown)}: from_pretrained accepts dtype, param_dtype and mesh"
+        migration.missing[name] = f"{', '.join(unknown)}: only dtype is supported; pass a policy from from_pretrained"
 
 
 def _translate_evaluation(migration: Migration, values: Json) -> None:

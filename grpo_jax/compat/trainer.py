@@ -105,7 +105,7 @@ class GRPOTrainer:
       train_dataset: rows with a `prompt`.
       eval_dataset: rows for evaluation, or a dict that maps names to such datasets. None disables evaluation.
       processing_class: tokenizer that replaces the checkpoint's. Its EOS token also ends completions.
-      callbacks: functions of (step, metrics), called after each logged step; see `watch.Callback`.
+      callbacks: functions of (step, metrics), called after each logged step and evaluation; see `watch.Callback`.
       optimizers: pair of an optax transformation (None for AdamW) and None, since schedulers are not supported.
       peft_config: PEFT's `LoraConfig`; see `compat.policies.with_adapters`.
       tools: functions that the policy can call; see `train`.
@@ -119,7 +119,7 @@ class GRPOTrainer:
 
     Raises:
       ValueError: if an argument is not supported.
-      AttributeError: if an attribute of TRL's trainer is not supported, or a subclass overrides a method of TRL's.
+      AttributeError: if an attribute of TRL's trainer is not supported. A subclass must not define such attributes.
     """
 
     train_state: TrainState | None = None
@@ -159,7 +159,7 @@ class GRPOTrainer:
         self._optimizer, self._tools, self._environment_factory = optimizers[0], tools, environment_factory
         self._sampler = None if args.sampler is None else vllm(**args.sampler)
         self._callbacks = list(callbacks or ())
-        self._lines: list[dict[str, float]] = []
+        self._lines: list[dict[str, float]] = []  # logged metrics, used if there is no run directory
 
     def __init_subclass__(cls) -> None:
         for name in _INSTEAD.keys() & vars(cls).keys():

@@ -50,11 +50,11 @@ _OPTIMIZER = "pass an optax transformation to train as optimizer"
 _TORCH = "it affects only PyTorch"
 _DECODED = "decoding stops for completions that have ended"
 _VLLM = "it is a `vllm serve` option"
-_TRACKIO = "call trackio.init(space_id=...) and pass its log function to train as a callback"
+_TRACKIO = "call trackio.init(space_id=...) and pass train a callback that calls trackio.log(metrics, step=step)"
 _EVALUATION = "evaluation generates completions and computes rewards; logits are not gathered"
 _LOADER = "there is no data loader; prompts are read by index"
 _LABELS = "there are no labels"
-_SCRIPTS = "it is an option for scripts, which trainers ignore; call train and evaluate"
+_SCRIPTS = "it is an option for scripts and is ignored by trainers; call train and evaluate"
 _MESH = "use mesh: there is one process per host, and XLA handles communication between devices"
 _SHARDED = "mesh determines how params are sharded"
 
@@ -109,7 +109,7 @@ TRL_ONLY: dict[str, TRLField] = {
     **_unneeded("evaluation uses compute_dtype, as training does", bf16_full_eval=False, fp16_full_eval=False),
     # Sampling.
     **_renamed("set stop, stop_token_ids, temperature, top_k, top_p and min_p as fields", generation_kwargs=None),
-    **_missing("it also changes the log-probs in the loss, which TRL ignores", repetition_penalty=1.0),
+    **_missing("log-probs in the loss would also depend on it; TRL ignores this", repetition_penalty=1.0),
     **_unneeded("sampling always uses a cache; training does not need one", cache_implementation=None, use_cache=False),
     **_unneeded(_DECODED, use_transformers_continuous_batching=False, transformers_continuous_batching_config=None),
     **_unneeded(_DECODED, use_transformers_paged=False),
@@ -121,9 +121,9 @@ TRL_ONLY: dict[str, TRLField] = {
     **_unneeded("vLLM does not share the trainer's devices", vllm_enable_sleep_mode=False),
     **_missing("grammars are not supported; use a format reward instead", vllm_structured_outputs_regex=None),
     **_renamed(_SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
-    **_renamed(_SERVER + " with patience", vllm_server_timeout=240.0),
+    **_renamed(_SERVER + ", with the argument patience", vllm_server_timeout=240.0),
     **_unneeded("the server reads weights from files on a shared file system", vllm_group_port=51216),
-    **_renamed("use sampler_correction; None means False" + _ENGINE, vllm_importance_sampling_correction=True),
+    **_renamed("use sampler_correction, with None for False" + _ENGINE, vllm_importance_sampling_correction=True),
     **_renamed("use sampler_correction" + _ENGINE, "sampler_correction", vllm_importance_sampling_mode="sequence_mask"),
     **_renamed("use sampler_correction_max" + _ENGINE, "sampler_correction_max", vllm_importance_sampling_clip_max=3.0),
     **_renamed(
@@ -147,7 +147,7 @@ TRL_ONLY: dict[str, TRLField] = {
     **_renamed("pass run_dir to train", output_dir=None),
     **_renamed("use logging_steps", logging_strategy="steps"),
     **_unneeded("only process 0 logs", log_on_each_node=True, log_level_replica="warning"),
-    **_unneeded("values that are not finite are excluded from means and counted", logging_nan_inf_filter=True),
+    **_unneeded("values that are not finite are excluded from means", logging_nan_inf_filter=True),
     **_unneeded("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
     **_external("set levels in the module logging and filters in the module warnings", log_level="passive"),
     **_unneeded("the progress bar is shown only in a terminal", disable_tqdm=None),

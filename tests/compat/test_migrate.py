@@ -101,7 +101,7 @@ def test_metric_for_best_model():
     ({"logging_strategy": "no"}, "logging cannot be disabled"),
     ({"trackio_space_id": "me/space"}, "trackio.init(space_id=...)"),
     ({"generation_kwargs": {"num_beams": 2}}, "set stop, stop_token_ids"),
-    ({"model_init_kwargs": {"revision": "v2", "attn_implementation": "sdpa"}}, "revision: from_pretrained accepts"),
+    ({"model_init_kwargs": {"revision": "v2", "attn_implementation": "sdpa"}}, "revision: only dtype is supported"),
     ({"model_init_kwargs": {"dtype": "int8"}}, "'int8': use float32, bfloat16 or auto"),
     ({"metric_for_best_model": "eval_loss"}, "'eval_loss' is not logged here; use eval_reward or"),
 ], ids=str)  # fmt: skip
