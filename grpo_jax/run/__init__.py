@@ -1,1 +1,1 @@
-"""Stages of a run: `prepare`, `collect` (rollout, rewards, advantages), `train` and `evaluate`. Dry run: `rehearse`."""
+"""Stages of a run (`prepare`, `collect`, `train` and `evaluate`), and dry runs (`rehearse`)."""

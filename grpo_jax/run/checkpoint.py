@@ -59,7 +59,8 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints in a run directory. If `run_dir` is None, nothing is written or found.
 
-    If a save fails, `save`, `wait` or the exit raises OSError. All processes in a run must call each method together.
+    If a save fails, OSError is raised by `save` or `wait`, or on exit from the context. Every method must be called in
+    all processes of the run.
     """
 
     def __init__(self, run_dir: str | Path | None, config: Config, identity: Json | None = None):
@@ -97,7 +98,7 @@ class Checkpoints:
                 self._checkpointer.close()
 
     def is_save_step(self, step: int) -> bool:
-        """Return whether `step` is a multiple of `save_steps` or the last step.
+        """Return whether `step` is scheduled: a positive multiple of `save_steps`, or the last step.
 
         Steps saved only after a stop, an error or `save_minutes` are not scheduled.
         """
@@ -105,7 +106,7 @@ class Checkpoints:
         return step == self._last_step or (every is not None and step > 0 and step % every == 0)
 
     def should_save(self, step: int) -> bool:
-        """Return whether `step` is scheduled, or `save_minutes` have passed since the last save."""
+        """Return whether `step` is scheduled or `save_minutes` have passed since the last save."""
         minutes = self._config.save_minutes
         if self.is_save_step(step) or minutes is None or self._checkpointer is None:
             return self.is_save_step(step)
@@ -120,7 +121,7 @@ class Checkpoints:
         prefetched_completions: Completions | None = None,
         prefetched_metadata: Json | None = None,
     ) -> None:
-        """Wait for the previous save, then start writing a checkpoint. Does nothing if this step is already saved."""
+        """Wait for the previous save, then start writing a checkpoint. Writes nothing if this step is already saved."""
         if self._checkpointer is None:
             return
         steps = self.steps()
@@ -158,15 +159,15 @@ class Checkpoints:
         return gather_objects(local)[0]
 
     def record_metric(self, progress: Progress) -> None:
-        """Record the value of `metric_for_best_model` at a scheduled step, if it is available."""
+        """Record the value of `metric_for_best_model` if the step is scheduled. Warns if there is no value."""
         name, step = self._config.metric_for_best_model, progress.step
         if name is None or not self.is_save_step(step):
             return
         if progress.metric is None:
             warnings.warn(
-                f"metric_for_best_model = {name!r} has no finite value for the checkpoint at step {step}, which cannot"
-                " be selected as the best. If no checkpoint has a value, the last policy is returned. Check the name"
-                " and the values in metrics.jsonl",
+                f"metric_for_best_model = {name!r} has no finite value at step {step}, so the checkpoint at this step"
+                " cannot be selected as the best. If no checkpoint has a value, the last policy is returned. Check the"
+                " name and the values in metrics.jsonl",
                 stacklevel=3,
             )
         elif not name.startswith("eval/") or progress.evaluated == step:
@@ -203,7 +204,7 @@ class Checkpoints:
         return [step in kept for step in steps]
 
     def restore_best(self, state: TrainState, progress: Progress) -> TrainState:
-        """Load the best checkpoint's state if `load_best_model_at_end` is True, else return `state`."""
+        """Return the best checkpoint's state if `load_best_model_at_end` is True and there is one, else `state`."""
         if not self._config.load_best_model_at_end:
             return state
         best = self.best(progress)
@@ -217,7 +218,8 @@ class Checkpoints:
         """Restore the newest readable checkpoint with the shardings of `state`. Returns `state` for a new run.
 
         The arrays of `state` are deleted before the checkpoint is read, except the params if `keep_params` is True.
-        Raises ValueError, with a list of all differences, if settings changed, or if no checkpoint can be read.
+        Raises ValueError if settings changed (the message lists the differences), if no checkpoint can be read, or if
+        `resume` does not fit the contents of the run directory.
         """
         steps = self.steps()
         self._check_mode(steps, resume)
@@ -227,7 +229,7 @@ class Checkpoints:
             if stored is None:
                 continue
             if self._identity is not None and (lines := differences(stored["run"], self._identity, step)):
-                heading = "contains a run with different settings. Restore these settings or use a new run_dir."
+                heading = "contains a run with different settings. Use the run's settings, or a new run_dir."
                 raise ValueError("\n  ".join([f"{self._where} {heading} Differences:", *lines]))
             _delete(state.replace(params=None) if keep_params else state)
             found, unreadable[step] = try_read_in_all_processes(functools.partial(self._load, step, like, stored))
@@ -263,7 +265,7 @@ class Checkpoints:
             )
 
     def _stored_json(self, step: int) -> Json:
-        """Read the JSON metadata directly, since `checkpointables_metadata` may hang if arrays are truncated."""
+        """Read the JSON metadata from its file; orbax's `checkpointables_metadata` may hang if arrays are truncated."""
         stored = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
         metadata = stored.get("custom_metadata")
         if not metadata or "about" not in metadata:
@@ -271,7 +273,7 @@ class Checkpoints:
         return json.loads(metadata["about"])
 
     def _load(self, step: int, like: TrainState, stored: Json) -> Restored:
-        """Read a checkpoint with the shardings of `like`. Processes read independently, since any of them may fail."""
+        """Read a checkpoint with the shardings of `like`. A process whose read fails does not block the others."""
         from orbax.checkpoint import v1 as ocp
 
         context, index = ocp.Context(), jax.process_index()
@@ -318,7 +320,7 @@ class Checkpoints:
             last = f"the last complete one is from step {max(complete)}" if complete else "no earlier one exists"
             raise OSError(
                 f"the checkpoint at step {step} could not be written to {self._directory} ({one_line(error)}); {last}."
-                " Free disk space or fix the directory, then call train again with the same run_dir to resume"
+                " Free disk space or fix the directory, then repeat the call with the same run_dir to resume"
             ) from error
 
 

@@ -24,9 +24,9 @@ Shapes = dict[str, Any] | list[Any] | None
 
 
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """Load the params at `step` (None: the latest) with the structure and shardings of `like`. Returns (step, params).
+    """Load the params in the checkpoint at `step`, with the structure and shardings of `like`. Returns (step, params).
 
-    Raises ValueError if the checkpoint is missing or does not match `like`.
+    If `step` is None, the latest checkpoint is used. Raises ValueError if it is missing or does not match `like`.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -50,7 +50,7 @@ def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> t
 def try_read(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
     """Call `read`, which may fail on truncated or invalid files. Returns (result, "") or (None, error message)."""
     with warnings.catch_warnings():
-        # After a failed load, orbax leaves coroutines that were never awaited to the garbage collector.
+        # After a failed load in orbax, some coroutines are never awaited. Python warns when it collects them.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
         try:
             return read(), ""
@@ -61,7 +61,7 @@ def try_read(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
 
 
 def try_read_in_all_processes(read: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """Call `try_read` in all processes. If any process fails, all return None and the first error."""
+    """Call `try_read` in all processes. If a read fails, all processes return None and the first error message."""
     result, error = try_read(read)
     reason = next(filter(None, gather_objects(error)), "")
     return (None, reason) if reason else (result, "")
@@ -83,7 +83,7 @@ def shapes_of(tree: Params) -> Shapes:
     return [list(tree.shape), tree.dtype.name]
 
 
-_FIELDS = {"prompts": Prompts, "images": PromptImages, "features": ImageTiles}  # classes of nested fields; or a dict
+_FIELDS = {"prompts": Prompts, "images": PromptImages, "features": ImageTiles}  # nested fields; others are dicts
 
 
 def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> Params:

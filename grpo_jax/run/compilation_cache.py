@@ -19,10 +19,10 @@ def user_cache() -> Path:
 
 
 def enable_compilation_cache() -> Path | None:
-    """Enable JAX's persistent compilation cache and return its directory, or None if this cache is not used.
+    """Enable JAX's persistent compilation cache in this package's directory. Returns the directory, or None if unused.
 
     JAX's own settings take precedence. Multi-process runs do not use the cache: on GPUs, a miss in one process would
-    block all others. The directory depends on the instruction set, since machines may share a home directory.
+    block all others. The directory depends on the instruction set, as different machines may share a home directory.
     """
     directory = user_cache() / "programs" / _processor()
     current = _setting("jax_compilation_cache_dir")
@@ -34,7 +34,7 @@ def enable_compilation_cache() -> Path | None:
         return None
     if not _make_writable(directory):
         return None
-    # Skip the many programs that compile faster: each file in the cache slows down look-ups.
+    # Programs that compile faster than this are not cached, because each file in the cache slows down look-ups.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     if _setting("jax_compilation_cache_max_size") == -1:
         jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
@@ -57,9 +57,9 @@ def _processor() -> str:
 
 
 def _make_writable(directory: Path) -> bool:
-    """Create the cache directory and delete incomplete programs of killed processes. Returns whether it is writable.
+    """Create the cache directory and delete incomplete programs. Returns whether the directory is writable.
 
-    JAX writes a program and then a file with its access time. If the second file is missing, JAX's eviction fails.
+    JAX writes a program and then a file with its access time. Eviction fails if a process is killed in between.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

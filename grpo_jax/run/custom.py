@@ -30,7 +30,7 @@ Context = dict[str, jax.Array | np.ndarray | np.integer | jax.ShapeDtypeStruct |
 
 @dataclasses.dataclass(frozen=True)
 class CheckedAdvantageFn:
-    """A validated `AdvantageFn` with its config and keywords. `per_token` is True if the result is [B, G, T]."""
+    """A validated `AdvantageFn`, its keywords, and the config. `per_token` is True if the result is [B, G, T]."""
 
     function: AdvantageFn
     config: GRPOConfig
@@ -52,7 +52,7 @@ class CheckedAdvantageFn:
     ) -> np.ndarray:
         """Compute a batch's advantages and return them as a NumPy array.
 
-        [B, G] advantages are 0 where `counted` [B] is False (padding), [B, G, T] advantages where the mask is False.
+        Advantages are 0 where `counted` [B] is False (padding) and, if they are [B, G, T], where the mask is False.
         """
         t, turns, placed = batch.mask.shape[2], rollout.turns, None
         if "token_rewards" in self.keywords:
@@ -74,8 +74,8 @@ class CheckedAdvantageFn:
         return np.where(included, advantages, np.float32(0))
 
 
-def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functions: int) -> CheckedAdvantageFn | None:
-    """Trace an advantage function for `functions` reward functions. Raises ValueError if the function is invalid."""
+def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, num_fns: int) -> CheckedAdvantageFn | None:
+    """Validate an advantage function by tracing it with abstract rewards from K = `num_fns` reward functions."""
     if function is None:
         return None
     if config.turn_credit != "episode":
@@ -87,34 +87,34 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, functio
         raise ValueError(f"advantage_fn must be a function of rewards and mask, or None; got {show(function)}")
     name, g, t = function_name(function), config.num_generations, config.max_completion_length
     b = g + 1  # differs from G, so that a function that swaps the axes fails
-    context = _abstract_context(b, g, t, functions, reference=config.beta > 0)
+    context = _abstract_context(b, g, t, num_fns, reference=config.beta > 0)
     keywords = {*context, "config"}
     if not accepts_any_keyword(function):
         keywords &= arguments_of(function).keys()
     checked = CheckedAdvantageFn(function, config, frozenset(keywords))
-    rewards, mask = jax.ShapeDtypeStruct((b, g, functions), jnp.float32), jax.ShapeDtypeStruct((b, g, t), bool)
+    rewards, mask = jax.ShapeDtypeStruct((b, g, num_fns), jnp.float32), jax.ShapeDtypeStruct((b, g, t), bool)
     arguments = f"rewards [B, G, K] = {rewards.shape} and mask [B, G, T] = {mask.shape}"
     try:
         result = jax.eval_shape(checked.program, rewards, mask, checked.select(context))
     except Exception as error:
         raise ValueError(
-            f"advantage_fn {name!r} failed on {arguments} with {one_line(error)}. It can take the keywords"
-            f" {', '.join(context)} and config"
+            f"advantage_fn {name!r} failed on {arguments} with {one_line(error)}. The function can take"
+            f" the keywords {', '.join(context)} and config"
         ) from error
     _check_result(result, f"advantage_fn {name!r}", {"[B, G]": (b, g), "[B, G, T]": (b, g, t)}, arguments)
     return dataclasses.replace(checked, per_token=result.ndim == 3)
 
 
-def _abstract_context(b: int, g: int, t: int, functions: int, *, reference: bool) -> Context:
+def _abstract_context(b: int, g: int, t: int, num_fns: int, *, reference: bool) -> Context:
     """Return the context for `CheckedAdvantageFn` as abstract arrays."""
     shape, per_token = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((b, g, t), np.float32)
     return {
-        "weights": shape((functions,), np.float32),
+        "weights": shape((num_fns,), np.float32),
         "lengths": shape((b, g), np.int32),
         "ended": shape((b, g), bool),
         "tokens": shape((b, g, t), np.int32),
         "turns": shape((b, g, t), np.int32),
-        "token_rewards": shape((b, g, t, functions), np.float32),
+        "token_rewards": shape((b, g, t, num_fns), np.float32),
         "log_probs": per_token,
         "ref_log_probs": per_token if reference else None,
         "step": shape((), np.int32),

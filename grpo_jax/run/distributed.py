@@ -71,7 +71,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
 
 
 def end_by_error(status: int = 1) -> None:
-    """Make this process exit without waiting for other processes. By default, JAX waits for five minutes."""
+    """Make this process end with `status` at exit, without waiting for others. By default, JAX waits five minutes."""
     import jax
 
     if jax.distributed.is_initialized():

@@ -56,7 +56,7 @@ def evaluate(
       policy: model, params and tokenizer.
       dataset: rows with a `prompt`, as in `train`, or a dict of such datasets keyed by name.
       reward_fns: reward functions with TRL's signature, which may differ from the training rewards.
-      params: parameters that replace the policy's params, such as `TrainState.params`.
+      params: parameters to use instead of the policy's params, such as `TrainState.params`.
       num_generations: number of completions per prompt.
       max_completion_length: T, maximum number of tokens in a completion.
       temperature: sampling temperature. 0 selects greedy decoding.
@@ -65,7 +65,7 @@ def evaluate(
       seed: seed for sampling. A prompt's PRNG keys depend only on the seed and the prompt's index in the dataset.
       tools: functions that the policy can call, as in `train`.
       environment_factory: factory of environments for multi-turn completions, as in `train`.
-      sampler: sampling engine that replaces `generate`, as in `train`. It receives `params` and one batch of prompts.
+      sampler: engine that replaces `generate`, as in `train`. Each call receives `params` and one batch of prompts.
       settings: other fields of `GRPOConfig`, such as `top_p`, `stop`, `reward_weights`, `on_reward_error`,
         `chat_template_kwargs` or `max_tool_calling_iterations`.
 
@@ -79,7 +79,7 @@ def evaluate(
         rewards, ended and, if present, images, turns, turn rewards and logged columns.
 
     Raises:
-      ValueError: if settings, rows or reward functions are invalid. Raised before sampling starts.
+      ValueError: if settings, rows or reward functions are invalid. It is raised before sampling starts.
 
     Example:
       >>> metrics, rows = evaluate(policy, [{"prompt": "1 + 1 =", "answer": "2"}], number_reward())  # doctest: +SKIP
@@ -155,7 +155,7 @@ def evaluate_encoded(
     trainer_state: TrainerState | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Run `evaluate` on encoded rows. `interrupt` is called repeatedly, and may raise to end the evaluation."""
+    """Run `evaluate` on encoded rows. `interrupt` is called repeatedly, and ends it by raising an exception."""
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
     max_prompts = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()

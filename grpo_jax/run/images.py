@@ -29,7 +29,7 @@ Tile = dict[str, np.ndarray]
 """The vision tower's inputs for one tile, without the leading axis over tiles."""
 
 MAX_INPUT_VALUES = 3 * 2**20
-"""Maximum number of input values (3 per pixel) per device in a call, unless a single tile has more."""
+"""Maximum number of input values (3 per pixel) per device in a call of the tower, unless a single tile has more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ImageEncoder:
     Attributes:
       processor: image processor of the checkpoint.
       tower: vision tower.
-      params: params of a frozen tower. None for a trainable tower, whose inputs are added to the prompts instead.
+      params: params of a frozen tower. If None, the tower is trainable, and prompts contain its inputs, not features.
       num_tokens: N, maximum number of image tokens in a prompt.
       num_tiles: maximum number of tiles in a prompt.
       num_windows: maximum number of attention windows in a tile.
@@ -59,15 +59,15 @@ class ImageEncoder:
         tokens, processor, positions = np.asarray(prompts.tokens), self.processor, list[np.ndarray]()
         is_image = tokens == processor.image_token_id
         feature_index: Any = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
-        tiles, counts = list[list[Tile]](), list[list[int]]()  # both per prompt; `counts` has features per tile
+        tiles, counts = list[list[Tile]](), list[list[int]]()  # per prompt; `counts` has the features of each tile
         for row, length, sources in zip(tokens, np.asarray(prompts.lengths), images, strict=True):
             opened = [open_image(source) for source in sources]
             sizes = [(image.height, image.width) for image in opened]
             tiles.append([])
             for inputs in map(processor.inputs, opened):
                 tiles[-1] += [dict(zip(inputs, tile, strict=True)) for tile in zip(*inputs.values(), strict=True)]
-            numbers = [(processor.num_tokens(*size), processor.count_tiles(*size)[0]) for size in sizes]
-            counts.append([features // k for features, k in numbers for _ in range(k)])
+            per_image = [(processor.num_tokens(*size), processor.count_tiles(*size)[0]) for size in sizes]
+            counts.append([features // k for features, k in per_image for _ in range(k)])
             if (by_axis := processor.positions(row[:length].tolist(), sizes)) is not None:
                 positions.append(np.pad(by_axis, ((0, 0), (0, len(row) - length))))
         features: Any = self._tiles(tiles, counts) if self.params is None else self._features(tiles, counts)
@@ -103,11 +103,11 @@ class ImageEncoder:
         return arrays
 
     def _feature_index(self, counts: Sequence[Sequence[int]], first_tile: Sequence[int], per_tile: int) -> Any:
-        """Return indices [B, N] into the tiles' flattened features. `first_tile` has each prompt's first tile index."""
+        """Return indices [B, N] into the tiles' flattened features. Each prompt's tiles start at index `first_tile`."""
         feature_index = np.zeros((len(counts), self.num_tokens), np.int32)
-        for row, numbers, start in zip(feature_index, counts, first_tile, strict=True):
-            indices = [per_tile * tile + np.arange(count) for tile, count in enumerate(numbers, start)]
-            row[: sum(numbers)] = np.concatenate([np.zeros(0, np.int32), *indices])
+        for row, used, start in zip(feature_index, counts, first_tile, strict=True):
+            indices = [per_tile * tile + np.arange(count) for tile, count in enumerate(used, start)]
+            row[: sum(used)] = np.concatenate([np.zeros(0, np.int32), *indices])
         return feature_index
 
 
@@ -117,7 +117,7 @@ def _encode(tower: nn.Module, params: Params, inputs: Mapping[str, jax.Array]) -
 
 
 def encode_call(raw: Json, dtype: str, mesh: jax.sharding.Mesh) -> functools.partial[Any]:
-    """Return `_encode` with the abstract arguments of its largest call (for Qwen2.5-VL, a single image per device)."""
+    """Bind `_encode` to the abstract arguments of its largest call (for Qwen2.5-VL, a single image per device)."""
     from grpo_jax.hub.vision import make_tower
 
     tower, params = make_tower(raw, dtype)
@@ -146,7 +146,7 @@ def without_image_token(policy: Policy) -> Policy:
 
 
 def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: bool) -> Policy:
-    """Return the policy with the vision tower (unless `freeze`), and the image token masked, if rows have images."""
+    """If rows have images, mask the image token and, unless `freeze`, add a trainable tower. Returns the policy."""
     has_images = any(part.images for part in parts.values())
     trained = isinstance(policy.params, Mapping) and "tower" in policy.params
     if freeze and trained:

@@ -39,7 +39,7 @@ COMPILED = 0.9
 
 
 def decide_checkpointing(run: Run, memory: float | None) -> Run:
-    """Choose `gradient_checkpointing` from a device's `memory` in bytes, if the config does not set it.
+    """If the config does not set `gradient_checkpointing`, choose it from a device's `memory` in bytes.
 
     Activations are kept on CPUs, where packed sequences are short. On other devices, they are kept if the compiled
     update fits in the memory of every process's device.
@@ -61,7 +61,7 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
 
 
 def compiled_peak_bytes(run: Run) -> int:
-    """Return an update's peak memory per device in bytes, as reported by the compiler."""
+    """Return an update's peak memory per device in bytes: the state, the models, and the compiler's estimate."""
     state, batch = abstract_arrays(run)
     constant_bytes = device_bytes(state) + device_bytes((as_jit_argument(run.policy.model), run.policy.params))
     if run.distillation is not None:
@@ -78,7 +78,7 @@ def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost
 
 
 def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
-    """Return the initial state and a minibatch as abstract arrays. Without a mesh, only the params have shardings."""
+    """Return the initial state and a minibatch as abstract arrays. Without a mesh, params are not converted."""
 
     def make_state(params: Params) -> TrainState:
         return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
@@ -92,7 +92,7 @@ def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
 
 
 def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
-    """Bind the largest decode program. Returns None if the model does not have a KV cache or an engine samples."""
+    """Return the largest decode program with bound arguments, or None if an engine samples or there is no KV cache."""
     config = run.config
     if run.sampler is not None:
         return None
@@ -113,7 +113,7 @@ class UpdateCalls(NamedTuple):
     """An updater's largest compiled functions, bound to abstract completions of the maximum length T."""
 
     update: functools.partial[Any]  # the gradient for one part, or the whole step if completions are padded
-    score: functools.partial[Any]  # log-probs under the reference, or else under the policy
+    score: functools.partial[Any]  # log-probs under the reference if there is one, else the policy
 
 
 def update_calls(updater: Updater, state: TrainState, batch: Batch) -> UpdateCalls:
@@ -150,7 +150,7 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
-    """Add shardings to abstract arrays: from the table or along prompts, or from `source` without a mesh."""
+    """Add shardings to abstract arrays: from the table, else along prompts. Without a mesh, use `source`'s sharding."""
     if mesh is None:
         sharding = place_of(source)
         return tree if sharding is None else jax.tree.map(lambda x: _with_sharding(x, sharding), tree)

@@ -31,7 +31,7 @@ def sample_episodes(
     num_generations: int,
     prompt_length: int,
 ) -> RolloutResult:
-    """Reset environments and sample multi-turn completions for `rows` of `data`. `complete` samples from prompts."""
+    """Reset environments and sample multi-turn completions for the rows of `data` at the indices `rows`."""
     reset_rows = [data.rows[i] for i in rows]
     with Episodes(episode_setup, reset_rows, num_generations, rows) as episodes:
         reset_rows = episodes.reset(reset_rows)

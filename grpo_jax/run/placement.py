@@ -64,7 +64,7 @@ def vocab_size(model: Model, params: Params) -> int:
 def with_settings(
     model: Model, config: Config, devices: Sequence[jax.Device] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """Set compute dtype, activation checkpointing and attention from the config and the devices."""
+    """Return the model with a run's dtype, checkpointing, attention and mesh. A custom model is returned unchanged."""
     if not isinstance(model, Transformer | LoraModel):
         return model
     dtype = compute_dtype(config.compute_dtype, devices)
@@ -83,7 +83,7 @@ def with_settings(
 
 
 def _attention(config: TransformerConfig, devices: Sequence[jax.Device]) -> str:
-    """Resolve `config.attention`. Hopper's kernels are used if they agree with a plain implementation on the device."""
+    """Return the attention implementation. Hopper's kernels, if chosen by "auto", must pass a check on the device."""
     kernels = implementation(config.attention, devices)
     local = [device for device in devices or jax.local_devices() if device in jax.local_devices()]  # of this process
     if kernels != "mosaic" or config.attention == kernels or not config.fits_mosaic or not local:

@@ -132,7 +132,9 @@ def check_best_metric(config: Config, names: Iterable[str]) -> None:
     """Raise ValueError if `metric_for_best_model` is an evaluation metric whose name is not in `names`."""
     metric, logged = config.metric_for_best_model or "", [f"eval/{name}" for name in names]
     if metric.startswith("eval/") and metric not in logged:
-        raise ValueError(f"metric_for_best_model must be an evaluation metric ({', '.join(logged)}); got {metric!r}")
+        raise ValueError(
+            f"metric_for_best_model = {metric!r} is not an evaluation metric; available: {', '.join(logged)}"
+        )
 
 
 def weight_problems(config: GRPOConfig, num_reward_fns: int) -> list[str]:
@@ -166,7 +168,7 @@ def _messages_in(row: Row) -> Messages:
 
 
 def _duplicate_special_tokens(data: EncodedPrompts, policy: Policy, argument: str) -> Iterator[str]:
-    """Yield a warning if the tokenizer adds a special token to strings that already contain it."""
+    """Yield a warning if strings have duplicate BOS or EOS tokens, or if prompts end with an EOS token."""
     bos, eos = (getattr(policy.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
     examples = data.masks is not None  # SFT examples, which must end with a single EOS
     strings = [ids for row, ids in zip(data.rows, data.token_ids, strict=True) if not _messages_in(row)]
@@ -178,7 +180,7 @@ def _duplicate_special_tokens(data: EncodedPrompts, policy: Policy, argument: st
             yield (
                 f"{argument}: {len(rows)} of {len(data.rows)} rows {problem}, because the tokenizer adds special tokens"
                 f" (add_bos_token, add_eos_token). The first is {show(policy.tokenizer.decode(rows[0]))}. Remove the"
-                " special tokens from the strings, or pass messages instead of strings"
+                " special tokens from the strings, disable these options, or pass messages instead of strings"
             )
 
 
@@ -214,6 +216,6 @@ def _current_date(data: EncodedPrompts, policy: Policy, kwargs: Json | None, arg
     if "strftime_now(" in (template or "") and "date_string" not in (kwargs or {}):
         yield (
             "dataset: the chat template writes the current date, so the run can be resumed only on the same day. Set a"
-            " date with chat_template_kwargs={'date_string': ...} (Llama 3), or with {'chat_template': ...} and a"
-            " template that contains it"
+            " date with chat_template_kwargs={'date_string': ...} (Llama 3), or write it into the template and pass"
+            " {'chat_template': ...}"
         )

@@ -225,7 +225,7 @@ def check_functions(
 ) -> tuple[list[RewardFn], GRPOConfig]:
     """Validate reward functions against the datasets, and append the errors to `errors`.
 
-    Returns the functions and the config, with the rewards and reward weights of environments added.
+    Returns the functions and the config, with reward functions and weights for environments added.
     """
     environment_columns: Sequence[str] = ()
     if episode_setup is not None:
@@ -250,7 +250,7 @@ def prepare_episode_setup(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: Environments | None,
 ) -> EpisodeSetup | None:
-    """Build the tools and environments for multi-turn completions. Returns None if neither is given."""
+    """Build the `EpisodeSetup` from tools and environments. Returns None if neither is given."""
     if not tools and environment_factory is None:
         return None
     from grpo_jax.rollout.episode_setup import make_episode_setup

@@ -117,7 +117,7 @@ def _api() -> HfApi:
 
 
 def _create(name: str, argument: str, private: bool | None, revision: str | None) -> str:
-    """Create a repository and its branch if they do not exist. Return its full name, including the owner."""
+    """Create a repository and its branch if they do not exist. Returns the full name, including the owner."""
     try:
         full = _api().create_repo(name, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
@@ -152,7 +152,9 @@ def _write_card(
 def check_publishable(policy: Policy, what: str) -> None:
     """Raise ValueError if the model cannot be written as a checkpoint."""
     if not isinstance(policy.model, Transformer | LoraModel):
-        raise ValueError(f"{what} has a custom model, which cannot be written as a checkpoint")
+        raise ValueError(
+            f"{what} has a custom model, which cannot be written as a checkpoint; use a policy from from_pretrained"
+        )
 
 
 def check_push(policy: Policy, run_dir: str | os.PathLike[str] | None) -> None:
@@ -214,8 +216,8 @@ class Publisher:
         except Exception as error:
             raise OSError(
                 f"the policy could not be pushed to {self._name!r} ({one_line(error)}). It is saved in"
-                f" {self._directory}. Call train again with the same run_dir to repeat only the upload, or call"
-                " `push_to_hub`"
+                f" {self._directory}. Repeat the call with the same run_dir to upload without further training, or"
+                " call `push_to_hub`"
             ) from error
 
 

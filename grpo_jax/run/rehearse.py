@@ -193,6 +193,6 @@ def _reward_problems(run: Run, rollout: dict[str, float], rows: list[dict[str, A
         seconds = rollout.get(f"rewards/{name}/seconds", 0.0) * run.sizes.prompts_per_iteration
         if seconds > SLOW_REWARD:
             yield (
-                f"reward function {name!r} would take about {seconds:.0f} s per iteration; make it async or run it in"
-                " worker processes with `isolated`. rollout_ahead=True samples the next completions in the meantime"
+                f"reward function {name!r} would take about {seconds:.0f} s per iteration; make it async, run it in"
+                " worker processes with `isolated`, or set rollout_ahead=True to sample in the meantime"
             )

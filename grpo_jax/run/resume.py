@@ -1,4 +1,4 @@
-"""Checks that a run can resume from a checkpoint, by comparing its description with the saved one."""
+"""Checks that a run can resume from a checkpoint, by comparing the run's description with the saved run's."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _RULES: dict[str, Resume | None] = {
 }
 
 _DERIVED = {"dtype", "remat", "remat_on_cpu", "initializer_range", "attention", "mesh", "float32_sums", "loop_layers"}
-"""Fields of a `TransformerConfig` that are derived from the settings and the devices."""
+"""Fields of a `TransformerConfig` that depend on the settings and the devices, or only affect initial weights."""
 
 
 def with_saved_gradient_checkpointing(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
-    """Replace `gradient_checkpointing=None` with the value used by the run in the directory, if there is one."""
+    """Return the config, with `gradient_checkpointing=None` replaced by the value of the run in `run_dir`, if any."""
     # The `getattr` default covers an argument that is not a config, which `prepare` rejects.
     if run_dir is None or getattr(config, "gradient_checkpointing", False) is not None:
         return config
@@ -53,7 +53,7 @@ def with_saved_gradient_checkpointing(config: GRPOConfig, run_dir: str | Path | 
 
 
 def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
-    """Describe what a resumed run must have in common with the saved run, as JSON. Functions are compared by name."""
+    """Return the description of a run that is compared on resume, as a JSON object. Functions are listed by name."""
     config, sizes, custom_optimizer = run.config, run.config.sizes(), run.schedule is None
     eval_data = run.eval_data.values() if isinstance(run, SFTRun) else [x for x in [run.eval_data] if x is not None]
     eos_token_ids = () if isinstance(run, SFTRun) else run.policy.eos_token_ids  # used only to sample completions
@@ -141,7 +141,7 @@ def fingerprint(tree: Params) -> str:
 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
-    """Return a line per difference that prevents resuming from `step`. Names in only one description are ignored."""
+    """Return a line per difference that prevents resuming from `step`. Settings that one of them lacks are ignored."""
     current_class, saved_class = (config_class(identity["config"]).__name__ for identity in (current, saved))
     if current_class != saved_class:
         return [f"config: {current_class}, but the run has {saved_class}"]
@@ -157,7 +157,7 @@ def differences(saved: Json, current: Json, step: int) -> list[str]:
 
 
 def _changed_in_both(old: Json, new: Json) -> Iterator[tuple[str, str]]:
-    """Yield each name in both dicts whose values differ, with a description."""
+    """Yield (name, line) for each name whose values differ. Names in only one dict are ignored."""
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             yield name, f"{name} = {show(new[name])}, but the run has {show(old[name])}"
@@ -177,8 +177,8 @@ def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
             yield line
         elif not same_steps and not (saved["length_is_free"] and current["length_is_free"]):
             yield (
-                f"{line}; the learning rates depend on the number of steps unless they are constant from the first step"
-                f" on (lr_scheduler_type = {show(config['lr_scheduler_type'])})"
+                f"{line}; the learning rates depend on the number of steps, unless they are constant after a warm-up of"
+                f" a fixed number of steps (lr_scheduler_type = {show(config['lr_scheduler_type'])})"
             )
         elif current["total_steps"] < step:
             yield f"{line} and is already at step {step}"

@@ -30,8 +30,9 @@ class RolloutResult(NamedTuple):
     """Completions [B, G, T] for B dataset rows, as NumPy arrays.
 
     The prompts in `rows` include text that environments added. `episodes` are the records of B·G multi-turn
-    completions, prompt-major. `environments` are the environments of this process's completions, or None if
-    prefetched. `process_rows` are this process's rows; None divides the rows equally.
+    completions, prompt-major. `environments` has an entry per completion (None if it belongs to another process), or is
+    None for prefetched and single-turn completions. `process_rows` are the indices of this process's rows. If None, the
+    rows are divided equally among processes.
     """
 
     rows: list[Row]
@@ -114,7 +115,7 @@ class RolloutResult(NamedTuple):
 
 
 def gather_rewards(process_rewards: Rewards, reward_fns: RewardFn | Sequence[RewardFn]) -> Rewards:
-    """Gather the rewards for all rows. Error counts are summed, and times are maxima over processes."""
+    """Gather the rewards from all processes. Error counts are summed, and times are maxima over processes."""
     if jax.process_count() == 1:
         return process_rewards
     names, (_, g, k) = reward_names(reward_fns), process_rewards.values.shape
@@ -156,7 +157,7 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
 
 
 def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
-    """Return a bool mask [B] that is True for groups whose rewards are all equal."""
+    """Return a bool mask [B] that is True for groups without a training signal; see `zero_signal_groups`."""
     weights, aggregation = config.reward_weights, config.multi_objective_aggregation
     return np.asarray(_jit_zero_signal(rewards, weights=weights, multi_objective_aggregation=aggregation))
 
@@ -221,9 +222,9 @@ def refill_groups(
 ) -> tuple[RolloutResult, Rewards, dict[str, float], np.ndarray]:
     """Replace zero-signal groups with groups for the next prompts from `sample_more` (DAPO's dynamic sampling).
 
-    After `MAX_REFILLS` rollouts, missing groups are padded with zero-signal groups. The last result [B] is False for
-    these groups. Metrics are from the first rollout, because rewards did not select its prompts. Only `num_tokens`,
-    error counts and times are summed over the rollouts.
+    If groups are still missing after `MAX_REFILLS` further rollouts, the batch is padded with zero-signal groups. The
+    last result [B] is False for these groups. Metrics are from the first rollout, because rewards did not select its
+    prompts. Only `num_tokens`, error counts and times are summed over the rollouts.
     """
     count, refills = len(rollout.rows), 0
     costs = [name for name in metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseRun:
-    """The constant part of a run, shared by `train` and `sft`. Fields with a default are for `train` only.
+    """The constant part of a run, shared by `train` and `sft`. Except `images`, fields with a default are for `train`.
 
     `policy.params` are the initial params, released once a `TrainState` holds them. Prompts are padded to
     `prompt_length` tokens and images to the shapes in `images`, so that each program is compiled only once. `mesh` is
@@ -62,7 +62,7 @@ class BaseRun:
         return self.sizes.prompts_per_update, self.config.num_generations
 
     def zero_batch(self, state: TrainState) -> Batch:
-        """Return a minibatch of zeros with the fields that an update reads. Use `jax.eval_shape` for shapes only."""
+        """Return a minibatch of zeros with the fields that an update reads. For shapes only, use `jax.eval_shape`."""
         (b, g), t = self.batch_shape, self.updater.config.max_completion_length
         images = jax.tree.map(lambda x: jnp.zeros((b, *x.shape[1:]), x.dtype), self.images)
         return Batch(
@@ -89,7 +89,7 @@ class Run(BaseRun):
 
     @property
     def keeps_old_params(self) -> bool:
-        """Whether the sampling policy's params are needed after the first update, for ratios or for an engine."""
+        """Whether `TrainState.old_params` is set: with several updates per iteration, or sampling in the background."""
         return self.sizes.updates_per_iteration > 1 or self.samples_in_background
 
     def row_indices(self, cursor: int, count: int) -> list[int]:
@@ -125,7 +125,8 @@ class SFTRun(BaseRun):
     """A run of `sft`, whose batches contain examples from a dataset.
 
     `sizes.prompts_per_iteration` counts blocks of examples. If all examples start with the same tokens, these are the
-    batch's prompt, which is repeated `num_groups` times (once per data shard). Otherwise, `num_groups` is None.
+    batch's prompt, which is repeated `num_groups` times (once per data shard). Otherwise, or with images or a custom
+    model, `num_groups` is None.
     """
 
     config: SFTConfig

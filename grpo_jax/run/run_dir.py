@@ -42,7 +42,7 @@ def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -
 
 
 def check_processes_share_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError unless all processes share a writable run directory or have none. Saving would deadlock."""
+    """Raise ValueError unless all processes share a writable run directory or none has one. Else, saving deadlocks."""
     if jax.process_count() == 1:
         return
     index, message = jax.process_index(), ""

@@ -50,7 +50,7 @@ class Sampler(Protocol):
     `**kwargs` receives all arguments except these two. `engines.vllm` returns a sampler.
 
     A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Log-probs are ignored where `mask` is
-    False, and tokens after the end of a completion. The fields are:
+    False, and tokens are ignored after the end of a completion. The fields are:
 
       tokens: token ids, [B, G, T] integers with T ≤ `max_completion_length`.
       mask: [B, G, T] bool, True from the first to the last token of a completion, including a sampled EOS.
@@ -62,12 +62,13 @@ class Sampler(Protocol):
         `mask` is then True only on sampled tokens.
 
     Each call receives the `params` to sample from. In a run, all training calls receive the same `key`, and all
-    evaluation calls another one. Samples should depend only on `key` and `prompt_indices`, so that a resumed run can
-    reproduce them. With `rollout_ahead`, the engine is called from a background thread. With several processes, each
-    process calls its engine, and process 0's result is used.
+    evaluation calls another one. Random numbers should depend only on `key` and `prompt_indices`, so that a resumed run
+    can reproduce the samples. With `rollout_ahead`, the engine is called from a background thread. With several
+    processes, each process calls its engine, and process 0's result is used.
 
-    Two attributes are optional. `set_params(policy, params)` sets the params for later calls. With `rollout_ahead` it
-    is called before sampling, and `params` is then a tree of `ShapeDtypeStruct`s: the arrays may be updated in place.
+    Two attributes are optional. `set_params(policy, params)` sets the params for later calls. With `rollout_ahead`, it
+    is called before each call in the background, which receives `ShapeDtypeStruct`s as `params`, because the arrays may
+    be updated in place in the meantime.
     `last_metrics` is a dict of metrics from the last call, which are logged.
     """
 
@@ -76,7 +77,7 @@ class Sampler(Protocol):
 
 def check_sampler(sampler: object, episode_setup: EpisodeSetup | None = None, ends: TurnEnds = BY_EOS) -> None:
     """Raise ValueError unless `sampler` takes the keyword arguments to `generate` that the run requires."""
-    fix = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)}, or None to use generate"
+    fix = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)} and policy, or None to use generate"
     if not callable(sampler):
         raise ValueError(f"sampler must be a function; got {show(sampler)}. {fix}")
     parameters, passed = arguments_of(sampler), (*ARGUMENTS, "policy", "answer_turn")
@@ -85,7 +86,7 @@ def check_sampler(sampler: object, episode_setup: EpisodeSetup | None = None, en
         raise ValueError(f"sampler requires arguments that are not passed: {', '.join(unknown)}. {fix}")
     for name, value in (("stop", ends.stop), ("max_turn_length", ends.max_turn_length)):
         if value and name not in parameters and not accepts_any_keyword(sampler):
-            raise ValueError(f"sampler must take the argument {name}, which is set in the config; pass such a sampler")
+            raise ValueError(f"sampler must take the argument {name}, which the config sets; add it, or unset {name}")
     if episode_setup is not None and "answer_turn" not in parameters:
         raise ValueError(
             "tools and environment_factory need a sampler with an argument `answer_turn`; pass one, such as"
@@ -109,7 +110,7 @@ def generate_with_engine(
     as_numpy: bool = True,
     **settings: Any,
 ) -> Completions:
-    """Call an engine like `generate`, and validate its completions. All processes return process 0's result."""
+    """Call an engine with arguments of `generate`, and validate its result. All processes return process 0's result."""
     size = vocab_size(model, params)
     arguments = {"model": model, "params": params, "prompts": prompts, "key": key}
     arguments |= {"answer_turn": answer_turn, "policy": policy}
@@ -155,9 +156,9 @@ def read_completions(
     present = _array(returned, "present", "b") if turns and returned.present is not None else mask
     arrays = {"mask": mask, "log_probs": log_probs, "ended": ended, "present": present}
     for name, value in arrays.items():
-        right = (b, g) if name == "ended" else (b, g, t)
-        if value.shape != right:
-            raise ValueError(f"sampler must return {name} of shape {right}; got {value.shape}")
+        expected = (b, g) if name == "ended" else (b, g, t)
+        if value.shape != expected:
+            raise ValueError(f"sampler must return {name} of shape {expected}; got {value.shape}")
     lengths = present.sum(axis=-1)
     _raise_if_any(
         (present != (np.arange(t) < lengths[..., None])) | (mask & ~present) | ~mask[..., :1],
@@ -204,13 +205,13 @@ def _array(returned: Completions, name: str, kinds: str) -> Any:
     return value
 
 
-def _raise_if_any(invalid: np.ndarray, values: np.ndarray, what: str) -> None:
+def _raise_if_any(invalid: np.ndarray, values: np.ndarray, problem: str) -> None:
     """Raise ValueError with the position of the first invalid value, if there is one."""
     if invalid.any():
         b, g, t = (int(i) for i in np.argwhere(invalid)[0])
-        raise ValueError(f"sampler returned {what}: {values[b, g, t]} at prompt {b}, completion {g}, token {t}")
+        raise ValueError(f"sampler returned {problem}: {values[b, g, t]} at prompt {b}, completion {g}, token {t}")
 
 
 def _padded(x: np.ndarray, length: int, value: Any) -> Any:
-    """Pad [B, G, T] to T = `length`."""
+    """Pad an array [B, G, T] with `value` to T = `length`."""
     return np.pad(x, ((0, 0), (0, 0), (0, length - x.shape[-1])), constant_values=value)

@@ -48,9 +48,10 @@ def sft(
 ) -> TrainState:
     """Fine-tune a policy on a dataset's completions (supervised fine-tuning).
 
-    The update and the run directory are the same as in `train`. The loss is `maths.supervised.likelihood_loss`.
-    Examples are packed without padding, and their common prefix (BOS, a system prompt, tools) is computed once per
-    batch. Without a common prefix, or with images, each example is padded to a multiple of 64 tokens.
+    The update and the run directory are the same as in `train`. The loss is `maths.supervised.likelihood_loss`. With
+    models from this package, examples are packed without padding, and their common prefix (BOS, a system prompt, tools)
+    is computed once per batch. Without a common prefix, or with images, each example is padded to a multiple of 64
+    tokens.
 
     Args:
       policy: policy from `from_pretrained`, with or without adapters (`add_lora`). Its params are copied and left
@@ -68,7 +69,7 @@ def sft(
 
     Returns:
       The final `TrainState`, or with `load_best_model_at_end` the best checkpoint's state. To continue with `train`,
-      pass it `policy.replace(params=state.params)`.
+      pass `policy.replace(params=state.params)` to it.
 
     Raises:
       ValueError: if an argument is invalid, for example if the assistant's messages cannot be located in the output of
@@ -128,7 +129,7 @@ def prepare_sft(
     eval_dataset: Dataset | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> SFTRun:
-    """Validate the arguments to `sft` and build its run. Raises one ValueError that lists all errors."""
+    """Validate the arguments to `sft` and build its run. Most errors are collected and raised as one ValueError."""
     if not isinstance(config, SFTConfig):
         raise ValueError(
             f"config must be an SFTConfig; got {type(config).__name__}. SFTConfig.from_dict converts a dict."
@@ -171,8 +172,8 @@ def derive_sft(
     repeats = -(-sizes.prompts_per_iteration // len(data.blocks)) + 1
     rows = sum(sorted(list(map(len, data.blocks)) * repeats, reverse=True)[: sizes.prompts_per_iteration])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
-    # With images, an example's prompt is all tokens before the loss. Otherwise, it is the common prefix of all
-    # examples, which a model with a cache computes only once.
+    # With images, an example's prompt is all tokens before the first one in the loss. Otherwise, it is the common
+    # prefix of all examples, which a model with a cache computes only once.
     datasets = (data, *eval_data.values())
     if images := data.image_encoder is not None:
         starts = [start for examples in datasets for start in examples.starts]

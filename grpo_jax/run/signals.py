@@ -40,7 +40,7 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self.__exit__()
-        # `print` is not reentrant: the signal may arrive during another print.
+        # `print` is not reentrant, and the signal may arrive during another print.
         name = self.received.name
         os.write(2, f"\n{name}: saving after the current update; a second signal ends the run immediately\n".encode())
 

@@ -71,7 +71,8 @@ def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_re
     if teacher is None:
         if config.distillation_coef > 0:
             raise ValueError(
-                f"distillation_coef={config.distillation_coef} needs a teacher; pass `teacher`, or set it to 0.0"
+                f"distillation_coef={config.distillation_coef} needs a teacher; pass `teacher`, or set"
+                " distillation_coef=0.0"
             )
         return
     if not isinstance(teacher, Policy) and not callable(getattr(teacher, "score", None)):

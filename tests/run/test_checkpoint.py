@@ -149,7 +149,7 @@ def test_last_state_is_kept_without_a_best_one(tmp_path):
     last = state_at(4)
     with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "load_best_model_at_end": False})) as checkpoints:
         assert checkpoints.restore_best(last, Progress()) is last
-    with pytest.warns(UserWarning, match="metric_for_best_model = 'rewrd' has no finite value for the checkpoint"):
+    with pytest.warns(UserWarning, match="metric_for_best_model = 'rewrd' has no finite value at step"):
         write(tmp_path, 2, 4, **{**BEST, "metric_for_best_model": "rewrd"})
     with Checkpoints(tmp_path, GRPOConfig(**{**BEST, "metric_for_best_model": "rewrd"})) as checkpoints:
         assert checkpoints.restore_best(last, Progress()) is last

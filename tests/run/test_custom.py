@@ -116,7 +116,7 @@ UNFIT = [
         r"advantage_fn 'lambda' must return a float array of shape \[B, G\] = \(5, 4\) or \[B, G, T\] = \(5, 4, 8\)"
         r" for rewards \[B, G, K\] = \(5, 4, 1\) and mask \[B, G, T\] = \(5, 4, 8\); got float32 \(5, 4, 1\)"),
     ({"advantage_fn": lambda rewards, mask, lenghts: 0},
-        "failed on rewards .*missing 1 required .* 'lenghts'. It can take the keywords weights, lengths, "),
+        "failed on rewards .*missing 1 required .* 'lenghts'. The function can take the keywords weights, lengths, "),
     ({"advantage_fn": lambda rewards, mask: rewards[..., 0] * mask},
         r"advantage_fn 'lambda' failed on rewards .* \(5, 4, 8\) with \w+Error: "),
     ({"advantage_fn": lambda rewards, mask: None}, r"must return a float array of shape \[B, G\] .*; got None"),

@@ -84,7 +84,7 @@ def test_failed_push_warns_during_the_run_and_raises_at_its_end(tmp_path, monkey
         hub.broken = True
         with pytest.warns(RuntimeWarning, match="the policy at step 1 could not be pushed to 'me/sums'"):
             publisher.checkpoint_saved(1, params, last=3)
-        with pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*It is saved in .*hub\. Call train"):
+        with pytest.raises(OSError, match=r"could not be pushed to 'me/sums' .*It is saved in .*hub\. Repeat the call"):
             publisher.end(moved(params))
         hub.broken = False
         for steps in (1, 2):  # the upload is repeated, and the run is resumed with more steps

@@ -115,8 +115,8 @@ def test_dry_run_reports_suspicious_numbers(monkeypatch):
     assert list(_group_problems(seen["run"], batch, rollout | slow, rows, metrics)) == [
         "all 4 completions are empty: the first sampled token ends each of them",
         "all 4 completions are identical: ''; increase temperature",
-        "reward function 'lambda' would take about 40 s per iteration; make it async or run it in worker processes "
-        "with `isolated`. rollout_ahead=True samples the next completions in the meantime",
+        "reward function 'lambda' would take about 40 s per iteration; make it async, run it in worker processes "
+        "with `isolated`, or set rollout_ahead=True to sample in the meantime",
         "the gradient is 0 despite a training signal; check masks, clipping and top_entropy_quantile",
         "the trainer's log-probs differ from the sampler's by up to 0.1 nats; check that the model computes the "
         "same logits with and without a cache",

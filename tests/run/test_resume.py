@@ -243,8 +243,8 @@ DIFFERENCES = [
     ({}, {"max_steps": 3, "steps": 3}, ["max_steps = 3, but the run has -1 and is already at step 4"]),
     (WARM | {"warmup_steps": 3}, WARM | {"warmup_steps": 3, "max_steps": 20, "steps": 20}, []),
     (WARM | {"warmup_steps": 0.1}, WARM | {"warmup_steps": 0.1, "max_steps": 20, "steps": 20},
-        ["max_steps = 20, but the run has -1; the learning rates depend on the number of steps unless they are"
-        " constant from the first step on (lr_scheduler_type = 'constant_with_warmup')"]),
+        ["max_steps = 20, but the run has -1; the learning rates depend on the number of steps, unless they are"
+        " constant after a warm-up of a fixed number of steps (lr_scheduler_type = 'constant_with_warmup')"]),
     ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.sgd(0.1), "max_steps": 20, "steps": 20}, []),
     ({"per_device_train_batch_size": 32}, {"per_device_train_batch_size": 8, "mesh": {"fsdp": 4},
         "rollout_batch_size": 32}, []),
