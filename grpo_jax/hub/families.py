@@ -28,7 +28,10 @@ from grpo_jax.types import Json
 
 
 def _late_windows(keys: Keys) -> tuple[int | None, ...] | None:
-    """Return each layer's window. Without `layer_types`, layers from `max_window_layers` on use sliding windows."""
+    """Return each layer's window, or None if `use_sliding_window` is False or no layer has a window.
+
+    Without `layer_types`, the layers from index `max_window_layers` on have sliding windows.
+    """
     on = keys["use_sliding_window"] and keys["sliding_window"] is not None
     windows = windows_of(keys, lambda i: on and i >= keys["max_window_layers"])
     return windows if on else None
@@ -42,7 +45,7 @@ def _qwen2(keys: Keys) -> Fields:
     sections, half = rotary.get("mrope_section", [16, 24, 24]), keys["hidden_size"] // keys["num_attention_heads"] // 2
     if len(sections) != 3 or sum(sections) != half:
         raise keys.refuse("rope_scaling.mrope_section", sections, f"three integers whose sum is {half}")
-    kind = {"type": "default"} if rotary.get("type") == "mrope" else {}  # the type of the frequencies
+    kind = {"type": "default"} if rotary.get("type") == "mrope" else {}  # "mrope" uses the default frequencies
     rope = rope_of(keys, {**rotary, **kind})
     return {**fields, "rope": dataclasses.replace(rope, sections=tuple(sections))}
 
@@ -268,7 +271,7 @@ def family_of(raw: Json) -> Family:
 
 
 def read_config(raw: Json, *, dtype: str = "float32") -> TransformerConfig:
-    """Convert a config.json to a `TransformerConfig`. Raises ValueError for a missing key or unsupported value."""
+    """Convert a config.json to a `TransformerConfig`. Raises ValueError if a key is missing or a value unsupported."""
     family, whole, raw = family_of(raw), raw, text_config(raw)
     keys = Keys(raw, family.defaults)
     for key in REQUIRED:

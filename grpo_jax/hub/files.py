@@ -39,7 +39,10 @@ PARAM_DTYPES = ("F32", "F16", "BF16")
 
 @contextlib.contextmanager
 def parsing(source: Path | str) -> Iterator[None]:
-    """Convert exceptions except ImportError and OSError to a ValueError that contains `source`, such as a path."""
+    """Convert exceptions to a ValueError that starts with `source`, such as a path.
+
+    ImportErrors, OSErrors and exceptions whose message already contains `source` are not converted.
+    """
     try:
         yield
     except Exception as error:  # parsers can raise any exception for damaged files
@@ -77,11 +80,11 @@ def write_json(path: Path, content: Json) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a checkpoint file that is read on demand, in slices along the first axis (rows).
+    """A checkpoint tensor whose elements are read from a file on demand, in slices along the first axis (rows).
 
     `read(start, count)` returns `count` elements from index `start` on, in C order. `start` and `count` are multiples
-    of the row size. `offset` is the byte offset of the elements in `file`, or None if `read` converts stored elements
-    (dequantizes or reorders them).
+    of the number of elements per row. `offset` is the byte offset of the elements in `file`, or None if `read` converts
+    stored elements (dequantizes or reorders them).
     """
 
     file: Path
@@ -197,7 +200,7 @@ def check_replaceable(target: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yield a temporary directory, which replaces `target` on success and is removed after an exception."""
+    """Yield a temporary directory. It replaces `target` after the `with` block, or is removed if the block raises."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent) as parent:
         scratch, old = Path(parent, "new"), Path(parent, "old")

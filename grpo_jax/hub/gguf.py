@@ -40,10 +40,10 @@ _END_TOKENS = (
 
 
 def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """Return the GGUF file at a path, in a directory or in an installed package, which is not imported.
+    """Return the path of the GGUF file that `name_or_path` denotes: a file, a directory or an installed package.
 
-    Returns None if there is no GGUF file, or if a directory also contains safetensors files. Raises ValueError if there
-    are several GGUF files.
+    The package is located without importing it. Returns None if there is no GGUF file, or if the directory also
+    contains safetensors files. Raises ValueError if the directory or package contains several GGUF files.
     """
     name, path = os.fspath(name_or_path), Path(name_or_path).expanduser()
     if path.is_file() and path.suffix.lower() == ".gguf":
@@ -69,10 +69,10 @@ def read_gguf(path: Path) -> Checkpoint:
     Raises ImportError if `gguf` is missing or transformers is too old, and ValueError for damaged or unsupported files.
     """
     with _parsed(path) as (reader, header):
-        row, raw = read_header(header)
+        conventions, raw = read_header(header)
         config = read_config(raw)
         tensors = {tensor.name: file_tensor(path, tensor) for tensor in reader.tensors}
-        stored = _find_tensors(tensor_plan(raw, config), tensors, row, config, header.architecture)
+        stored = _find_tensors(tensor_plan(raw, config), tensors, conventions, config, header.architecture)
         tokenizer = read_tokenizer(header.fields)
         ends = _end_ids(header.fields)
     ids = {key: value for key, value in raw.items() if key in ("bos_token_id", "pad_token_id")}
@@ -112,7 +112,7 @@ def _open(path: Path) -> GGUFReader:
         raise ImportError(f"reading {str(path)!r} requires gguf; run `pip install 'grpo_jax[gguf]'`") from error
 
     class PlainReader(GGUFReader):
-        """A reader that slices an `ndarray`. Slicing a memory map, 150,000 times per file, takes four times as long."""
+        """A reader that slices an `ndarray`, 150,000 times per file. Slicing a `memmap` takes four times as long."""
 
         data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
 
@@ -168,7 +168,11 @@ def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
 
 
 def _find_tensors(
-    plan: tuple[Tensor, ...], files: Mapping[str, StoredTensor], row: Architecture, config: TransformerConfig, name: str
+    plan: tuple[Tensor, ...],
+    in_file: Mapping[str, StoredTensor],
+    conventions: Architecture,
+    config: TransformerConfig,
+    name: str,
 ) -> dict[str, StoredTensor]:
     """Return a plan's tensors, keyed by Hugging Face name. Raises ValueError if they differ from the file's tensors."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -179,20 +183,20 @@ def _find_tensors(
     for tensor in plan:
         module, suffix = tensor.name.rsplit(".", 1)
         planned[f"{names.get_name(module) or module}.{suffix}"] = tensor
-    shapes = {key: stored.shape for key, stored in files.items() if key != _ROPE_FACTORS}
+    shapes = {key: stored.shape for key, stored in in_file.items() if key != _ROPE_FACTORS}
     if problems := shape_differences({key: tensor.shape for key, tensor in planned.items()}, shapes):
         raise ValueError(f"the tensors do not match architecture {name!r}: {problems}.")
-    return {tensor.name: _converted(tensor.name, files[key], row, config) for key, tensor in planned.items()}
+    return {tensor.name: _converted(tensor.name, in_file[key], conventions, config) for key, tensor in planned.items()}
 
 
-def _converted(name: str, stored: StoredTensor, row: Architecture, config: TransformerConfig) -> StoredTensor:
+def _converted(name: str, stored: StoredTensor, conventions: Architecture, config: TransformerConfig) -> StoredTensor:
     """Convert a tensor to the row order and values of Hugging Face's tensor `name`."""
-    if row.interleaved and (projection := re.search(r"\.(q|k)_proj\.", name)):
+    if conventions.interleaved and (projection := re.search(r"\.(q|k)_proj\.", name)):
         heads = config.num_heads if projection[1] == "q" else config.num_kv_heads
         # In each head, Hugging Face stores the first dimensions of all rotary pairs, then the second dimensions.
         order = np.arange(stored.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
         return computed(stored.file, stored.shape, lambda first, count: _take(stored, order[first : first + count]))
-    if row.norms_plus_one and name.endswith("norm.weight"):
+    if conventions.norms_plus_one and name.endswith("norm.weight"):
         return computed(stored.file, stored.shape, lambda first, count: stored.rows(first, count) - np.float32(1))
     return stored
 

@@ -49,7 +49,7 @@ class Header:
         unread = [key for key, x in self._keys.items() if key not in self._read and x not in (0, 0.0, False, [])]
         if unread:
             names = shorten([f"{self.architecture}.{key} = {show(self._keys[key])}" for key in sorted(unread)])
-            raise ValueError(f"unknown GGUF keys could change the model: {names}; load its safetensors checkpoint.")
+            raise ValueError(f"unknown GGUF keys could change the model: {names}; load a safetensors checkpoint.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Architecture:
 
     family: str  # key in `FAMILIES`
     extra_keys: Callable[[Header, Json], Json] = lambda header, config: {}  # (header, config.json) → additional keys
-    interleaved: bool = False  # whether the dimensions of rotary pairs alternate, instead of forming two halves
+    interleaved: bool = False  # whether a rotary pair's dimensions are adjacent, not half a head apart
     norms_plus_one: bool = False  # whether norm weights are stored with 1 added, unlike in Hugging Face checkpoints
 
 
@@ -126,7 +126,7 @@ def _rope(header: Header, head_dim: int) -> Json:
 
 
 def _scaling_of(theta: float, factors: np.ndarray | None) -> Json:
-    """Return the RoPE scaling for the frequency divisors `factors`: llama3 if its formula fits, otherwise longrope."""
+    """Return the RoPE scaling for frequency divisors: default for None, llama3 if its formula fits, else longrope."""
     if factors is None:
         return {"rope_type": "default"}
     original_length, largest = 8192, float(factors.max())
@@ -160,11 +160,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture("SmolLM3ForCausalLM", interleaved=True),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, norms_plus_one=True),
 }
-"""Supported values of `general.architecture`. Mistral models use `llama`."""
+"""Mapping from supported values of `general.architecture` to their conventions. Mistral models use `llama`."""
 
 _GPT2 = ("gpt-2", "smollm")
-"""Values of tokenizer.ggml.pre for GPT-2's pre-tokenizer that transformers does not list. For `smollm`, llama.cpp
-splits digits first, so its ids differ from transformers' if a number follows two or more spaces."""
+"""Values of tokenizer.ggml.pre that stand for GPT-2's pre-tokenizer but are not listed in transformers. For `smollm`,
+llama.cpp splits digits first, so its ids differ from transformers' if a number follows two or more spaces."""
 
 
 def read_tokenizer(fields: Json) -> Tokenizer | None:

@@ -64,8 +64,9 @@ def from_pretrained(
     """Load a checkpoint in Hugging Face's layout, or a GGUF file.
 
     Args:
-      name_or_directory: directory, name on the hub (at HF_ENDPOINT if it is set), or GGUF file (its path, directory or
-        installed package; requires `grpo_jax[gguf]`). GGUF, bitsandbytes NF4 and MXFP4 tensors are dequantized.
+      name_or_directory: directory, name on the hub (at HF_ENDPOINT if it is set), or GGUF file (its path, or the
+        directory or installed package that contains it; requires `grpo_jax[gguf]`). GGUF, bitsandbytes NF4 and MXFP4
+        tensors are dequantized.
       dtype: compute dtype, "float32" or "bfloat16". Norms, softmax and logits are always computed in float32.
       param_dtype: dtype of the parameters. None uses `dtype`. "float32" with `dtype="bfloat16"` is mixed precision.
       mesh: mesh over which the parameters are sharded, according to `sharding.TABLE`. None uses the default device.
@@ -309,7 +310,10 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 def find_checkpoint(
     name_or_directory: str | os.PathLike[str], *, weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Return the local directory or GGUF file of a checkpoint. Downloads hub models that are not local."""
+    """Return a checkpoint's directory or GGUF file. If it is not local, its files are downloaded from the hub.
+
+    If `weights` is False, only config.json is downloaded.
+    """
     if (file := find_gguf(name_or_directory)) is not None:
         if revision is not None:
             raise ValueError(f"revision is {revision!r}, but {str(file)!r} is a GGUF file; omit revision.")
@@ -351,7 +355,10 @@ def hub_endpoint() -> str | None:
 def _resolve_tied_embeddings(
     raw: Json, config: TransformerConfig, stored: Mapping[str, StoredTensor]
 ) -> tuple[Json, TransformerConfig]:
-    """Return both configs with `tie_word_embeddings` as stated, or False if the head and embedding differ."""
+    """Return `raw` and `config`, with `tie_word_embeddings` set to False if a stored head differs from the embedding.
+
+    A vision-language config may omit the key. The embeddings are then tied if the checkpoint does not contain a head.
+    """
     model_prefix, head_prefix = prefixes_of(raw, layout_of(stored))
     head, embedding = stored.get(f"{head_prefix}weight"), stored.get(f"{model_prefix}embed_tokens.weight")
     tied = config.tie_word_embeddings

@@ -45,8 +45,8 @@ def lfm2(keys: Keys) -> Fields:
 def _adjusted_size(keys: Keys) -> int:
     """Return LFM2's MLP width.
 
-    If `block_auto_adjust_ff_dim`, the width is 2/3 of the configured width, times `block_ffn_dim_multiplier` and
-    rounded up to a multiple of `block_multiple_of`. If the multiplier is None, the width is not rounded.
+    If `block_auto_adjust_ff_dim` is True, the configured width is multiplied by 2/3 and by `block_ffn_dim_multiplier`,
+    and rounded up to a multiple of `block_multiple_of`. If the multiplier is None, only the factor 2/3 is applied.
     """
     size = keys["block_ff_dim"] or keys["intermediate_size"]
     if not keys["block_auto_adjust_ff_dim"]:
@@ -157,31 +157,31 @@ def sparse_hybrid(keys: Keys) -> Fields:
     return {**hybrid(keys), **qwen_experts(keys), "shared_expert_size": keys["shared_expert_intermediate_size"]}
 
 
-_HYBRID: Json = {
+_HYBRID_DEFAULTS: Json = {
     "head_dim": 256, "num_key_value_heads": 4, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }  # fmt: skip
-_SPARSE: Json = {
-    **_HYBRID, "num_key_value_heads": 2, "num_local_experts": None, "moe_intermediate_size": 512,
+_SPARSE_DEFAULTS: Json = {
+    **_HYBRID_DEFAULTS, "num_key_value_heads": 2, "num_local_experts": None, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_SILU = {"hidden_act": "silu", "attn_output_gate": True}  # the convolutions use the same activation
+_HYBRID_ONLY = {"hidden_act": "silu", "attn_output_gate": True}  # the convolutions use the same activation
 
-QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID, _SILU, spare=(r"mtp\..*",))  # multi-token prediction
+QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID_DEFAULTS, _HYBRID_ONLY, spare=(r"mtp\..*",))  # multi-token prediction
 QWEN3_NEXT = dataclasses.replace(
     QWEN3_5,
     model_type="qwen3_next",
     fields=sparse_hybrid,
-    defaults={**_SPARSE, "intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
+    defaults={**_SPARSE_DEFAULTS, "intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
 )
 QWEN3_5_MOE = dataclasses.replace(
     QWEN3_5,
     model_type="qwen3_5_moe_text",
     fields=sparse_hybrid,  # no layer has a dense MLP
-    defaults={**_SPARSE, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
-    only={**_SILU, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    defaults={**_SPARSE_DEFAULTS, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
+    only={**_HYBRID_ONLY, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
 )
 LFM2 = Family(
     "lfm2", lfm2,

@@ -34,7 +34,7 @@ Fields = dict[str, Any]
 """Keyword arguments of `TransformerConfig`."""
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
+"""Config keys whose values must be positive integers."""
 
 _DEFAULTS = {
     "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 32768,
@@ -97,6 +97,7 @@ class Family:
 
 
 def check_window(keys: Keys) -> int:
+    """Return `sliding_window`. Raises ValueError unless it is a positive integer."""
     window = keys["sliding_window"]
     if not isinstance(window, int) or window < 1:
         raise keys.refuse("sliding_window", window, "a positive integer if layers have sliding windows")
@@ -170,7 +171,7 @@ def rope_of(keys: Keys, rotary: Json | None = None) -> Rope:
 
 
 def two_ropes(keys: Keys, local_theta: float) -> Fields:
-    """Return rotary embeddings for full attention, to which `rope_scaling` applies, and for sliding windows."""
+    """Return the rotary embeddings for full attention (where `rope_scaling` applies) and for sliding windows."""
     ropes = keys["rope_parameters"] or {}
     if ropes and set(ropes) - {"full_attention", "sliding_attention"}:
         raise keys.refuse("rope_parameters", ropes, "a dict with the keys 'full_attention' and 'sliding_attention'")

@@ -106,7 +106,7 @@ def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: s
       base_name: name or directory of the base model, to be stored in adapter_config.json for PEFT. None stores null.
 
     Raises:
-      FileExistsError: if `directory` contains files that do not belong to a checkpoint.
+      FileExistsError: if `directory` is a file or symbolic link, or contains files that do not belong to a checkpoint.
       ValueError: if the policy does not have adapters.
 
     Example:
@@ -255,7 +255,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
 
 
 def _check_supported(config: Json) -> None:
-    """Raise ValueError unless a PEFT config describes LoRA adapters without extensions such as DoRA."""
+    """Raise ValueError unless a PEFT config describes LoRA adapters without unsupported extensions such as DoRA."""
     for key, value in {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"config key {key!r} must be {value!r}; got {config[key]!r}.")

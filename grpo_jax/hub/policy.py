@@ -84,7 +84,7 @@ def state_of(tokenizer: Tokenizer | None) -> object:
 
 
 def files_of(policy: Policy) -> dict[str, bytes]:
-    """Return the files to write with a policy as bytes, keyed by name. A changed tokenizer is saved again."""
+    """Return the content of each file to save with a policy, keyed by name. A changed tokenizer is saved again."""
     named = isinstance(getattr(policy.tokenizer, "chat_template", None), dict)  # templates in a subdirectory
     if policy.loaded_tokenizer == state_of(policy.tokenizer) and not named:
         return dict(policy.files)
@@ -101,7 +101,10 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def _random_params(model: Transformer, key: jax.Array) -> Params:
-    """Return initial params. Except on CPUs, shapes are compiled separately: one program would take 71 s on an H100."""
+    """Return initial params.
+
+    Except on CPUs, a separate program is compiled for each shape: compiling one for all params takes 71 s (H100).
+    """
     if platform_of()[0] == "cpu":
         return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
     return model.lazy_init(key, jax.ShapeDtypeStruct((1, 1), jnp.int32), mutable=["params"])["params"]

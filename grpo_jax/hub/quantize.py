@@ -20,7 +20,7 @@ from grpo_jax.models.layers import NESTED_BLOCK, NF4, Quantized
 from grpo_jax.types import Json
 
 METHODS = ("nf4", "int8")
-"""Supported values of `quantize`."""
+"""Supported values of `quantize` in addition to None."""
 
 BLOCK = 64
 """Number of weights that share a scale in NF4."""
@@ -113,7 +113,7 @@ def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nf4_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize weights [n] to packed NF4 codes and scales, as bitsandbytes does on a CPU."""
+    """Quantize weights [n] as bitsandbytes does on a CPU. Returns NF4 codes, two per byte, and scales."""
     blocks = x.reshape(-1, BLOCK)
     absmax = np.abs(blocks).max(axis=1)
     scaled = blocks * (np.float32(1) / np.maximum(absmax, np.float32(1e-38)))[:, None]

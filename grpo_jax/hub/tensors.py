@@ -61,7 +61,7 @@ _STACKED = {
 """Mapping from an expert parameter to its stacked tensor's name and its half of that tensor (None for the whole)."""
 
 
-@functools.lru_cache(maxsize=8)  # tracing 30 layers takes 0.5 s, and opening a checkpoint calls this three times
+@functools.lru_cache(maxsize=8)  # tracing 30 layers takes 0.5 s; loading a checkpoint calls this up to three times
 def abstract_params(config: TransformerConfig) -> Params:
     """Return the tree of parameters, with shapes and dtypes instead of arrays. It is cached; do not modify it."""
     model = Transformer(config)
@@ -77,7 +77,7 @@ LAYOUTS = (
 in Qwen2.5-VL's published checkpoints."""
 
 _LAYOUT_PREFIXES = (("language_model.", "vision_tower.", "multi_modal_projector."), ("visual.",))
-"""Prefixes of tensors, including tensors of the vision tower, that occur only in `LAYOUTS[1]` and `LAYOUTS[2]`."""
+"""Prefixes of text and vision tensors that occur only in `LAYOUTS[1]` and only in `LAYOUTS[2]`, respectively."""
 
 
 def layout_of(names: Iterable[str]) -> int:

@@ -156,7 +156,7 @@ Size = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageProcessor:
-    """Image processor of a checkpoint. This class is for Gemma 3, where each image is resized to one square tile."""
+    """Image processor of a checkpoint. The base class is for Gemma 3, which resizes each image to one square tile."""
 
     image_token_id: int  # the token whose embeddings are replaced with image features, one per token
     image_token: str  # text of this token
@@ -180,7 +180,7 @@ class ImageProcessor:
         return {"pixels": np.moveaxis(pixels.reshape(-1, *pixels.shape[-3:]), 1, -1)}
 
     def count_tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Return the number of tiles of an image, and of attention windows per tile."""
+        """Return the number of tiles of an image, and the number of attention windows per tile."""
         return self.num_tokens(height, width) // self.tower_config.num_features, 1
 
     def positions(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> np.ndarray | None:
@@ -189,7 +189,7 @@ class ImageProcessor:
 
 
 class _Idefics3(ImageProcessor):
-    """An image becomes rows × columns of tiles (if there are several), followed by the whole image as one tile."""
+    """An image becomes a grid of tiles (unless it fits into one), followed by the whole image as one tile."""
 
     def num_tokens(self, height: int, width: int) -> int:
         return (math.prod(self.grid(height, width)) + 1) * self.tower_config.num_features
@@ -208,7 +208,7 @@ class _Idefics3(ImageProcessor):
 
 
 class _Qwen2VL(ImageProcessor):
-    """An image approximately keeps its aspect ratio. Each group of `merge_size`² patches becomes one token."""
+    """Images approximately keep their aspect ratios. Each group of `merge_size`² patches becomes one token."""
 
     def num_tokens(self, height: int, width: int) -> int:
         return math.prod(self.grid(height, width))
@@ -258,8 +258,8 @@ ARCHITECTURES: dict[str, tuple[Mapping[str, tuple[str, ...]], str, type[ImagePro
     "SmolVLMForConditionalGeneration": (_IDEFICS3, "SmolVLMImageProcessor", _Idefics3),
     "Qwen2_5_VLForConditionalGeneration": ({"": ("visual.", "model.visual.")}, "Qwen2VLImageProcessor", _Qwen2VL),
 }
-"""Supported architectures: possible prefixes of a tower's tensors by the start of a param's path, the name of the image
-processor's class in transformers, and the class in this module."""
+"""Supported architectures. Each has a dict that maps the start of a parameter's path to possible prefixes of tensors in
+its tower, the name of the image processor's class in transformers, and the corresponding class in this module."""
 
 
 def load_processor(policy: Policy) -> ImageProcessor:
@@ -286,7 +286,7 @@ def load_processor(policy: Policy) -> ImageProcessor:
         image_processor = (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)).from_dict(settings)
         if processor_class is _Idefics3:
             edge, tile = image_processor.size["longest_edge"], image_processor.max_image_size["longest_edge"]
-            if edge % tile:  # transformers computes a wrong number of tiles
+            if edge % tile:  # transformers would compute a wrong number of tiles
                 raise ValueError(f"size.longest_edge={edge} must be a multiple of max_image_size.longest_edge={tile}")
         if processor_class is ImageProcessor and image_processor.do_pan_and_scan:
             raise ValueError("do_pan_and_scan=true (crops of large images) is not supported; set it to false")

@@ -91,7 +91,7 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def shape_differences(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]) -> str:
-    """Describe how the names and shapes of arrays differ from the expected ones. Returns "" if they are equal."""
+    """Return a text that lists missing, unexpected and wrongly shaped arrays, or "" if there are none."""
     problems = {
         "missing": [name for name in expected if name not in actual],
         "unexpected": [name for name in actual if name not in expected],
@@ -153,7 +153,7 @@ def read_params(
     sources: dict[tuple[str, ...], list[Source]] = {}
     for tensor in plan:
         first, source = 0, stored[tensor.name]
-        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # concatenate the rows of all experts
+        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # as a matrix [experts · rows, columns]
             source = dataclasses.replace(source, shape=(math.prod(tensor.shape[:2]), tensor.shape[2]))
         for part in tensor.parts:
             sources.setdefault(part.path, []).append(Source(source, first, part))

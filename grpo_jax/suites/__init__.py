@@ -13,7 +13,7 @@ from grpo_jax.types import Json, Suite
 __all__ = ["SUITES", "Suite", "is_suite", "openenv", "reasoning_gym", "suite_of", "verifiers"]
 
 SUITES: dict[str, Callable[..., Suite]] = {"openenv": openenv, "reasoning_gym": reasoning_gym, "verifiers": verifiers}
-"""Suite functions by name. In `data`, the name's value is the first argument; other keys are keyword arguments."""
+"""Suite functions by name. `data` maps a name to the function's first argument; other keys are keyword arguments."""
 
 
 def is_suite(source: object) -> TypeGuard[Json]:
@@ -22,7 +22,7 @@ def is_suite(source: object) -> TypeGuard[Json]:
 
 
 def suite_of(source: Json, argument: str = "data") -> Suite:
-    """Build the suite that a mapping describes. If it is invalid, raises ValueError with the prefix `argument`."""
+    """Build the suite that a mapping describes. Raises ValueError with the prefix `argument` if it is invalid."""
     names = sorted(SUITES.keys() & source.keys())
     if len(names) != 1:
         raise ValueError(f"{argument} must name exactly one suite; got {' and '.join(names)}")

@@ -1,4 +1,4 @@
-"""An agent for the `verifiers` package that uses the policy as its model: a chat that runs in this process.
+"""An agent for the `verifiers` package. Its model is the policy, and its harness is a chat that runs in this process.
 
 The environment runs a `verifiers` rollout, whose harness is a `Chat`. The chat requests each turn from the rollout's
 model server, which records the conversation, checks stop conditions, and forwards requests to a `Conversation` with
@@ -24,7 +24,7 @@ class Conversation:
     """A `verifiers` model client that passes the policy's turns and the episode's replies between concurrent tasks."""
 
     def __init__(self, prompt: Messages):
-        self.trace: Foreign = None  # the conversation's `verifiers` trace, after it starts
+        self.trace: Foreign = None  # the `verifiers` trace; None before the conversation starts
         self._seen = list(map(_role_and_text, prompt))  # prefix of the messages in every request
         self._turns: asyncio.Queue[Message | None] = asyncio.Queue()  # the policy's turns, then None
         self._replies: asyncio.Queue[str | None] = asyncio.Queue()  # the episode's replies, then None
@@ -163,7 +163,7 @@ class Chat:
         self._http = httpx.AsyncClient(timeout=None, trust_env=False, headers={"Authorization": f"Bearer {secret}"})
 
     async def turn(self, messages: Sequence[Foreign] | None = None) -> None:
-        """Add messages and the policy's turn. If the rollout or the policy has ended, no turn is added."""
+        """Add messages and the policy's turn. If the rollout or the policy's turns have ended, no turn is added."""
         self._messages += _to_json(messages or ())
         response = await self._http.post(self._url, json={"model": "policy", "messages": self._messages})
         if response.is_success:

@@ -38,8 +38,8 @@ def openenv(
     ```
 
     Each completion opens a session, so the server must allow B·G sessions (`max_concurrent_envs` in `create_app`). The
-    reward is the sum of all steps' rewards, or None if no step had a reward or the session was lost. Reward functions
-    with an argument `environments` can read the final `state` of each session.
+    reward is the sum of the rewards that the server returned for `reset` and all steps, or None if it returned none or
+    the session was lost. Reward functions with an argument `environments` can read the final `state` of each session.
 
     Args:
       base_url: server URL, such as `http://127.0.0.1:8000`.
@@ -51,7 +51,7 @@ def openenv(
       observation: name of the observation field to pass to the policy. If None, the whole observation is passed as
         JSON.
       max_turns: maximum number of turns. If None, the completion ends when the environment is done.
-      timeout: time limit for a server response in seconds.
+      timeout: time limit in seconds for each server response.
       wait: time in seconds for which `reset` keeps trying to connect. `on_environment_error` determines how sessions
         that are lost later are handled.
     """

@@ -32,9 +32,8 @@ def reasoning_gym(
 
     Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)`. Most items are generated
     from `seed + i`, so datasets whose seeds differ by less than `size` share items. The reward is the verifier's score,
-    between 0 and 1.
-    The reward function reads the task from the row's columns, so rows from several tasks can be concatenated. The mean
-    reward for each task is logged as the metric `reasoning_gym/<task>`.
+    between 0 and 1. The reward function reads the task from the row's columns, so rows from several tasks can be
+    concatenated. The mean reward for each task is logged as the metric `reasoning_gym/<task>`.
 
     Args:
       task: task name, such as `chain_sum`.

@@ -15,7 +15,7 @@ from grpo_jax.types import Foreign, Messages, Row, Suite
 def verifiers(taskset: str, *, size: int | None = None, env: str = "", **settings: object) -> Suite:
     """Return the tasks in a [verifiers](https://github.com/PrimeIntellect-ai/verifiers) 0.4 taskset.
 
-    The environment controls the episode, and the policy generates its agent's turns. The reward is the trace's
+    The environment controls the episode, and the policy generates the agent's turns. The reward is the trace's
     weighted sum of rewards from the task (`@reward` and judges) and from the environment. Reward functions with an
     argument `environments` can read each reward and metric from `trace`.
 

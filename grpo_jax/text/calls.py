@@ -32,7 +32,7 @@ class Parsed:
 
     content: str  # text without parsed calls and special tokens; includes `<think>` blocks and malformed calls
     calls: tuple[ToolCall, ...] = ()
-    problems: tuple[str, ...] = ()  # error messages for the policy, one per malformed call
+    problems: tuple[str, ...] = ()  # error messages for the policy: malformed calls, too many calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def parse_call(text: str) -> ToolCall:
 
 
 def problem_message(reason: str, form: str) -> str:
-    """Format an error message about a malformed call for the policy. `form` shows the correct syntax."""
+    """Return an error message for the policy about a malformed call. `form` shows the correct syntax."""
     return f"A tool call could not be read: {reason}. Write calls as {form}"
 
 
@@ -155,7 +155,7 @@ def tool_message(name: str, text: str) -> Message:
 
 
 def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...]:
-    """Return the ids that `turn_text` removes: special tokens except markers, or none if the format keeps them."""
+    """Return the ids that `turn_text` removes: special tokens except markers, or none if `keeps_special_tokens`."""
     if form.keeps_special_tokens:
         return ()
     special = special_tokens(tokenizer)
@@ -163,7 +163,7 @@ def hidden_ids(tokenizer: Tokenizer, form: Format) -> tuple[int, ...]:
 
 
 def turn_text(ids: np.ndarray, decode: Callable[..., str], hidden: Sequence[int]) -> str:
-    """Decode a turn for `Format.parse`. `decode` is a tokenizer's method; `hidden` is the result of `hidden_ids`."""
+    """Decode a turn for `Format.parse`. `decode` is the tokenizer's method; `hidden` is the result of `hidden_ids`."""
     return decode(ids[~np.isin(ids, hidden)], skip_special_tokens=False)
 
 

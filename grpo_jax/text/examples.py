@@ -4,13 +4,13 @@
 |---|---|
 | `prompt` and `completion`, strings or messages | the completion; if `completion_only_loss=False`, all |
 | `messages` | all; if `assistant_only_loss`, only assistant messages |
-| `text` | all |
+| `text`, or only `input_ids` | all |
 | `input_ids` and `labels` | where `labels` is not −100 |
 | `input_ids` and `assistant_masks`, `completion_mask`, or both | where all given masks are 1 |
 
 `assistant_only_loss` also applies to completions that are messages. If `completion_only_loss=False`, `completion_mask`
-is ignored. An EOS is appended to strings. Rows without `input_ids` may have images (see `text.images`), which must
-precede the tokens in the loss.
+is ignored. An EOS is appended to strings that do not end with one. Rows without `input_ids` may have images (see
+`text.images`), which must precede the tokens in the loss.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def encode_examples(
     Examples without tokens in the loss are dropped. If `packing`, examples are packed into blocks of up to `max_length`
     tokens by best-fit decreasing, as in TRL 1.16 (`SFTTrainer._prepare_dataset`, `data_utils.pack_dataset`).
     Rows with images require a `processor` from `load_processor_if_needed`. Raises ValueError if a row lacks columns
-    that the config requires, if the assistant's turns cannot be located, if an image is included in the loss, or if no
-    row has tokens in the loss.
+    that the config requires, if the assistant's turns cannot be located, if the loss includes an image or tokens before
+    it, or if no row has tokens in the loss.
     """
     length, encoder = config.max_length, _Encoder(tokenizer, config, eos_token_ids, processor)
     examples = [encoder.encode(row, f"{argument} row {i}") for i, row in enumerate(rows)]
@@ -211,7 +211,7 @@ def _ids_fault(row: Json) -> str:
 
 
 class _Encoder:
-    """Tokenizer of single rows; see `encode_examples` for the arguments."""
+    """Tokenizes single rows; see `encode_examples` for the arguments."""
 
     def __init__(
         self, tokenizer: Tokenizer, config: SFTConfig, eos_token_ids: Sequence[int], processor: ImageProcessor | None
@@ -220,15 +220,15 @@ class _Encoder:
         self.seen: set[object] = set()  # see `template_messages`
 
     def encode(self, row: Row, where: str) -> _Example:
-        """Tokenize a row and compute its loss mask. Raises ValueError if the loss includes tokens before an image."""
+        """Tokenize a row and compute its loss mask. Raises ValueError if images, or tokens before them, are in it."""
         example = self.encode_row(row, where)
         if self.processor is not None and example.images:
             end = len(example.ids) - example.ids[::-1].index(self.processor.image_token_id)
             if any(example.mask[:end]):
                 raise ValueError(
                     f"{where}: token {example.mask.index(True)} is included in the loss, but the last image ends at"
-                    f" token {end}; use 'prompt' and 'completion' with completion_only_loss=None or True, or messages"
-                    " with assistant_only_loss=True. If later turns have images, use one row per turn"
+                    f" token {end - 1}; use 'prompt' and 'completion' with completion_only_loss=None or True, or"
+                    " messages with assistant_only_loss=True. If later turns have images, use one row per turn"
                 )
         return example
 

@@ -21,8 +21,8 @@ _SPECIAL = re.compile(r"<\|[a-zA-Z0-9_]{1,40}\|>")
 
 # --- <tool_call> … </tool_call> around JSON (Hermes, Qwen 2.5 and 3) or tags (Qwen3-Coder, Qwen 3.5).
 
-_HERMES_FORM = '<tool_call>\n{"name": "tool", "arguments": {"argument": value}}\n</tool_call>'
-_XML_FORM = "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
+_HERMES_FORM = '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}\n</tool_call>'
+_XML_FORM = "<tool_call>\n<function=NAME>\n<parameter=ARGUMENT>\nVALUE\n</parameter>\n</function>\n</tool_call>"
 _THINK_OR_CALL = re.compile(r"<think>|<tool_call>|<function=[^<>\n]{1,200}>")
 
 ParseOne = Callable[[str, int, Mapping[str, Json]], tuple[ToolCall, int]]
@@ -141,7 +141,7 @@ def _value(text: str, schema: Json | None) -> Any:
 
 # --- Llama 3: the whole message is one JSON object, optionally after <|python_tag|>.
 
-_LLAMA_FORM = '{"name": "tool", "parameters": {"argument": value}} and nothing else'
+_LLAMA_FORM = '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}} and nothing else'
 _PYTHON_TAG = "<|python_tag|>"
 _LLAMA_CALL = re.compile(r'\{"name":.{0,200}"parameters":', re.DOTALL)
 
@@ -174,7 +174,7 @@ def _plain(text: str) -> str:
 
 # --- gpt-oss (harmony): message headers contain a channel and a recipient.
 
-_HARMONY_FORM = '<|channel|>commentary to=functions.tool <|constrain|>json<|message|>{"argument": value}<|call|>'
+_HARMONY_FORM = '<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"ARGUMENT": VALUE}<|call|>'
 _BODY_END = re.compile(r"<\|(?:end|call|return)\|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]{1,200})")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w{1,40})")

@@ -29,13 +29,13 @@ ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Json | Image.Image"
 """A path, the bytes of an image file, a dict with `bytes` or `path` as in `datasets`, or a PIL image."""
 
 IMAGE_COLUMNS = ("image", "images")
-"""Columns that contain an image, or a list of images. None and empty lists stand for no images."""
+"""Names of the columns for a single image and for a list of images. None and empty lists stand for no images."""
 
 _SOURCES = "the path or bytes of an image file, a dict with 'bytes' or 'path', or a PIL image"
 
 
 def image_column_fault(row: Json) -> str:
-    """Describe why a row's image columns are invalid. Returns "" if they are valid."""
+    """Return the reason why a row's image columns are invalid, or "" if they are valid."""
     if row.get("image") is not None and row.get("images"):
         return "has images in both 'image' and 'images'; remove one of the columns"
     if not isinstance(row.get("images"), list | tuple | None):
@@ -93,9 +93,9 @@ class PromptWithImages(NamedTuple):
 def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor | None, where: str) -> PromptWithImages:
     """Assign a row's images to its prompt, and read their sizes.
 
-    Images in columns are assigned to the parts without an image. If there are no image parts, they are added before
-    the text of the first user message, as in TRL. Raises ValueError, starting with `where`, if the numbers of images
-    and parts differ, an image cannot be read, or the row has images and `processor` is None.
+    Images in columns are assigned to the parts without an image. If there are no image parts, one per image is added
+    before the text of the first user message, as in TRL. Raises ValueError with a message that starts with `where` if
+    the numbers of images and parts differ, an image cannot be read, or the row has images and `processor` is None.
     """
     images = column_images = _column_images(row)
     if processor is None:
@@ -208,7 +208,7 @@ def image_bytes(source: ImageSource) -> bytes:
 
 
 def open_image(source: ImageSource) -> Image.Image:
-    """Decode an image as RGB. Files are rotated by their EXIF orientation; transparency is blended with white."""
+    """Decode an image as RGB. The EXIF orientation of files is applied, and transparency is blended with white."""
     pillow, image = import_extra("PIL.Image", "pillow"), _unwrap(source)
     if isinstance(image, str | bytes | os.PathLike):
         with pillow.open(io.BytesIO(image) if isinstance(image, bytes) else image) as file:

@@ -77,7 +77,7 @@ class EncodedPrompts:
     """Dataset rows with the token ids of their prompts.
 
     `dropped` contains the indices of rows that were removed because their prompt is too long. If several datasets were
-    joined, `parts` maps the name of each dataset to the number of rows. `masks` and `blocks` are set only for SFT
+    joined, `parts` maps the name of each dataset to its number of rows. `masks` and `blocks` are set only for SFT
     examples. `images` contains the images of each row in the order of their tokens, or is None if no row has images.
     `image_sizes` contains the images' heights and widths. `image_encoder` is an `ImageEncoder` (`run.images`), or None.
     """

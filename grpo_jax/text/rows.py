@@ -34,10 +34,10 @@ def load_rows(
 
     The prompts must be all strings or all lists of messages. The dataset is a sequence or iterable of dicts
     (`datasets.Dataset`, `datasets.IterableDataset`, a grain source), a pandas DataFrame, a pyarrow Table, the path to a
-    JSONL, .csv or .parquet file, the name of a hub dataset (split "train"), or a mapping. A mapping contains `path`, or
-    `name` and optionally `config` and `split`, and may limit the number of `rows`. At most `max_rows` rows are read
-    from an iterable without a length. Raises FileNotFoundError for a missing file, and ValueError for invalid datasets
-    and rows. In error messages, `argument` is the name of the dataset.
+    JSONL, .csv or .parquet file, the name of a hub dataset (split "train"), or a mapping. A mapping contains either
+    `path`, or `name` and optionally `config` and `split`. Its optional key `rows` limits the number of rows. At most
+    `max_rows` rows are read from an iterable without a length. Raises FileNotFoundError for a missing file, and
+    ValueError for invalid datasets and rows. In error messages, `argument` is the name of the dataset.
 
     Example:
       >>> load_rows([{"question": "1+1"}], prompt="What is {question}?")
@@ -86,7 +86,7 @@ def _row_fault(row: Json, first: Json) -> str:
 
 
 def columns_fault(row: Json, first: Json) -> str:
-    """Describe why a row's columns are invalid. Returns "" if they are valid."""
+    """Return the reason why a row's columns are invalid, or "" if they are valid."""
     if fault := image_column_fault(row):
         return fault
     if non_string := [name for name in row if not isinstance(name, str)]:
@@ -100,7 +100,7 @@ def columns_fault(row: Json, first: Json) -> str:
 
 
 def messages_fault(value: object, column: str) -> str:
-    """Describe why a value is neither a string nor a list of valid messages. Returns "" if it is valid."""
+    """Return the reason why a value is neither a string nor a list of valid messages, or "" if it is one of them."""
     if isinstance(value, str):
         return ""
     if not isinstance(value, (list, tuple)):

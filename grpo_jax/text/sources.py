@@ -40,7 +40,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
         return _read_described(dataset, argument)
     if isinstance(dataset, str | os.PathLike):
         if isinstance(dataset, str) and is_hub_name(dataset) and not os.path.exists(dataset):
-            return list(_encoded(_hub_dataset(dataset, None, "train", argument)))
+            return list(_with_encoded_images(_hub_dataset(dataset, None, "train", argument)))
         return _read_file(Path(dataset), argument)
     package, table = type(dataset).__module__.partition(".")[0], cast(Any, dataset)
     if package == "pandas" and hasattr(table, "to_dict"):
@@ -50,7 +50,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     limit = _MAX_ROWS + 1 if max_rows is None else max_rows
     if isinstance(dataset, RandomAccess):
         _check_size(len(dataset), argument)
-        limit, dataset = len(dataset), _encoded(dataset)
+        limit, dataset = len(dataset), _with_encoded_images(dataset)
     if not isinstance(dataset, Iterable):
         raise ValueError(
             f"{argument} must be a list of dicts, a datasets.Dataset, an iterator of dicts, a file"
@@ -65,8 +65,8 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     return [row for row in rows if row is not None] if package == "grain" else rows
 
 
-def _encoded(dataset: Any) -> Iterable[object]:
-    """Iterate over a sequence of rows. To save memory, the image columns of a `datasets.Dataset` are not decoded."""
+def _with_encoded_images(dataset: Any) -> Iterable[object]:
+    """Return an iterable over a sequence of rows. Images in a `datasets.Dataset` are not decoded, to save memory."""
     if type(dataset).__module__.partition(".")[0] != "datasets" or dataset.format["type"] is not None:
         return map(dataset.__getitem__, range(len(dataset)))
     names = [name for name in IMAGE_COLUMNS if name in dataset.column_names]
@@ -88,7 +88,7 @@ def _check_size(size: int, argument: str) -> None:
 
 
 def with_arrays_as_lists(value: object) -> object:
-    """Convert NumPy arrays to lists, recursively. pandas stores lists as arrays."""
+    """Convert NumPy arrays to lists, recursively. pandas reads lists from Parquet files as arrays."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list):
@@ -135,7 +135,7 @@ def _read_described(source: Json, argument: str) -> list[object]:
     if "path" in source:
         return read_rows(source["path"], argument, count)[:count]
     dataset = _hub_dataset(source["name"], source.get("config"), source.get("split", "train"), argument)
-    return list(itertools.islice(_encoded(dataset), count))
+    return list(itertools.islice(_with_encoded_images(dataset), count))
 
 
 def _hub_dataset(name: str, config: str | None, split: str, argument: str) -> Iterable[object]:

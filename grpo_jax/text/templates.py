@@ -23,21 +23,21 @@ from grpo_jax.messages import raise_all
 from grpo_jax.text.completions import common_length, special_tokens
 from grpo_jax.types import Json, Message, Messages, Tokenizer
 
-_MARK = "Zq7"
-_PROBE = "Xw5"
+_MARK = "Zq7"  # content of a placeholder turn
+_PROBE = "Xw5"  # content of a test message
 _USER: Message = {"role": "user", "content": "Go."}
 # Inserted into strings that look like special tokens. The parts are encoded separately.
 _SPLIT = "\U000f5ca1"
 
 
 class _End(NamedTuple):
-    """The end of a policy turn: `text` from the placeholder mark up to and including the `closing` token, an EOS."""
+    """The end of a policy turn: `text` after the placeholder mark, up to and including the token `closing`."""
 
     text: str
     closing: str
 
 
-_ENDS: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[object, ...], _End]] = weakref.WeakKeyDictionary()
+_END_CACHE: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[object, ...], _End]] = weakref.WeakKeyDictionary()
 
 
 class ChatTemplate:
@@ -92,9 +92,9 @@ class ChatTemplate:
         """Return the token ids between two turns by the policy: `messages` and the generation prompt.
 
         Strings in a message that look like special tokens are encoded as ordinary text, so tools cannot end or open a
-        turn. The messages' role must be "tool" (after a turn with a call) or "user". `last_token` is the turn's last
-        sampled token. If it is not None and does not end the turn, the result starts with the closing EOS. Raises
-        ValueError if the template rejects the messages or is unsuitable. `check` detects unsuitable templates.
+        turn. The messages' role must be "tool" (after a turn with a call) or "user". `last_token` is the last sampled
+        token of the previous turn. If it is not None and does not end that turn, the result starts with the closing
+        token. Raises ValueError if the template rejects the messages or is unsuitable (see `check`).
         """
         mark = _MARK
         while mark in str(messages):
@@ -131,7 +131,7 @@ class ChatTemplate:
         raise_all("the chat template", problems)
 
     def turn_of(self, message: Message) -> tuple[str, bool]:
-        """Return a rendered assistant message without the generation prompt, and whether all of the prompt was removed.
+        """Return a rendered assistant message without the generation prompt, and whether it began with the full prompt.
 
         Many templates open <think> in the generation prompt, but omit the reasoning when they render earlier turns.
         Raises ValueError if the template rejects the message.
@@ -145,7 +145,10 @@ class ChatTemplate:
         return whole[max(prefix.rfind(">"), prefix.rfind("\n")) + 1 :], False
 
     def closing_token(self) -> int | None:
-        """Return the id of the first special token after a final assistant turn, or None if none or an EOS follows."""
+        """Return the id of the first special token after a final assistant turn.
+
+        Returns None if there is no such token or an EOS follows.
+        """
         try:
             suffix = self._after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
         except ValueError:
@@ -171,7 +174,7 @@ class ChatTemplate:
         """Return the cached end of a turn before a message with `role`. Raises ValueError for unsuitable templates."""
         keywords = json.dumps([self.kwargs, self.tools], sort_keys=True, default=repr)
         key = (str(self.tokenizer.chat_template), role, mark, keywords, self.eos_token_ids)
-        cache = _ENDS.setdefault(self.tokenizer, {})
+        cache = _END_CACHE.setdefault(self.tokenizer, {})
         if key not in cache:
             cache[key] = self._find_end(role, mark)
         return cache[key]
@@ -193,7 +196,7 @@ class ChatTemplate:
             raise ValueError("the tokenizer has no EOS token; set tokenizer.eos_token or pass eos_token_ids")
         found = _first(common, ends)
         if found is None:
-            # gpt-oss ends earlier turns with a different token than the final turn. The policy samples the latter.
+            # gpt-oss ends earlier turns with a different token than the final turn, whose token the policy samples.
             found = _first(common, sorted(special_tokens(self.tokenizer).values()))
             final = self._after_mark([turn], mark, generation_prompt=False)
             if found is None or not final[found[0] :].startswith(tuple(ends)):
@@ -217,7 +220,7 @@ def _placeholder(message: Message, mark: str) -> Message:
 
 
 def _first(text: str, tokens: Sequence[str]) -> tuple[int, str] | None:
-    """Find the first position of any token, and the longest token at that position. Returns None if none occurs."""
+    """Return the first position of any token and the longest token at that position, or None if no token occurs."""
     matches = [(text.find(token), -len(token), token) for token in tokens if token in text]
     return (min(matches)[0], min(matches)[2]) if matches else None
 
