@@ -1,1 +1,1 @@
-"""A configurable Flax decoder, and the log-probs of completions under it. Depends only on jax and flax."""
+"""A configurable Flax decoder, and the log-probs of completions under it. Depends only on jax, flax, chex and numpy."""

@@ -1,6 +1,6 @@
 """Attention of completions over their own tokens and over a shared prompt.
 
-The G completions of a prompt share its keys, so the prompt is computed and stored only once. Completions are arrays
+The G completions of a prompt share its keys, so these are computed and stored only once. Completions are arrays
 [B, G, T] or `Segments` of a packed sequence. Without a prompt, this is ordinary causal attention. Softmax and all sums
 are computed in float32 regardless of the compute dtype.
 """
@@ -40,7 +40,7 @@ def group_attention(
 ) -> jax.Array:
     """Compute the attention [B, H_kv, G, T, R, d] of G completions over their own keys and their prompt's keys.
 
-    One softmax covers the prompt's keys (p), own keys (o) and the sink (s):
+    One softmax covers the prompt's keys (p), the completion's own keys (o) and the sink (s):
     out = (e_p V_p + e_o V_o) / (Σ e_p + Σ e_o + e_s), with e = exp(score − max).
 
     Args:
@@ -51,7 +51,7 @@ def group_attention(
       prefix: the prompts' keys, values and lengths, or None.
       index: slot of the first query, a scalar or [B].
       start: [B, G] slot of each completion's first token. Defaults to 0.
-      last_visible: [B, T] int32 slot of the last key that a query attends to, if later than its own (in an image).
+      last_visible: [B, T] int32 slot of the last key that a query attends to, used if later than the query's own slot.
       kernel: settings with the scale, window and soft cap of the scores. The tile sizes are not used.
       sinks: [H_kv, R] float32 score of each query head for an additional key without a value, or None.
     """
@@ -82,9 +82,9 @@ def packed_attention(
 ) -> jax.Array:
     """Compute the attention [A, H_kv, 1, N, R, d] of packed segments over their own keys and their prompts' keys.
 
-    Scores are computed for keys in the query's block and in the `segments.reach` blocks before it. Keys from other
-    segments are masked out. q is [A, H_kv, 1, N, R, d], k and v are [A, H_kv, 1, N, d], and `prefix` has B / A prompts
-    for each sequence. See `group_attention` for `kernel` and `sinks`.
+    Scores are computed for prompt keys, and for keys in the query's block and the `segments.reach` blocks before it.
+    Keys from other segments are masked out. q is [A, H_kv, 1, N, R, d], k and v are [A, H_kv, 1, N, d], and `prefix`
+    has B / A prompts for each sequence. See `group_attention` for `kernel` and `sinks`.
     """
     a, h, _, n, r, d = q.shape
     chex.assert_shape([k, v], (a, h, 1, n, d))
@@ -93,7 +93,7 @@ def packed_attention(
     size = n // m
 
     def attend_sequence(q: jax.Array, k: jax.Array, v: jax.Array, prefix: PromptKeys, segments: Segments) -> jax.Array:
-        """Compute attention [H, N, R, d] in one sequence from q [H, N, R, d] and k and v [H, N, d]."""
+        """Compute attention [H, N, R, d] for one sequence from q [H, N, R, d] and k and v [H, N, d]."""
 
         def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
             """Return the slice of x for each block and the `reach` blocks before it, [M, ...]."""
@@ -216,7 +216,7 @@ def make_tile_mask(
     tiles = {str(window): find_tiles(bounds(window), shared + n, kernel, heads) for window in windows}
     if not (splash and segments is not None):
         return TileMask(tiles, None, kernel.implementation)
-    # The kernels run this number of steps for every tile of queries.
+    # Upper bound on visible key tiles. The kernels run this number of steps for every tile of queries.
     most = sum((keys - 2) // kernel.columns + 2 for keys in (kernel.rows + segments.longest, shared))
     tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
     slot, query_prompt = jnp.arange(shared)[None], jnp.broadcast_to(prompt, (b, n))
@@ -245,7 +245,7 @@ def tiled_attention(
     if prefix is not None:
 
         def merge_prompts(x: jax.Array) -> jax.Array:
-            """Merge the prompts of each packed sequence: [B, H, P, d] → [A, H, B / A · P, d]."""
+            """Merge the prompts of each packed sequence: [B, H, P, d] → [A, H, B / A · P + gap, d]."""
             if splash:  # right-align the prompts
                 index = (jnp.arange(x.shape[2])[None] + prefix[2][:, None]) % x.shape[2]
                 x = jnp.take_along_axis(x, index[:, None, :, None], axis=2)
@@ -281,9 +281,9 @@ def tiled_attention(
 def mosaic_error(device: jax.Device, head_dim: int) -> str | None:
     """Compare the values and gradients of "mosaic" and "tiles" on a device.
 
-    Returns None if they agree within 2%, otherwise a message that describes the difference or the exception. Some
-    versions of CUDA's assembler, such as 12.8.0 to 12.9.0, miscompile attention masks. The packed sequences are long
-    enough that several programs share the prompts' keys.
+    Returns None if they agree within 2% of each array's largest value, otherwise a message that describes the
+    difference or the exception. Some versions of CUDA's assembler, such as 12.8.0 to 12.9.0, miscompile attention
+    masks. The packed sequences in this test are long enough that several programs share the prompts' keys.
     """
     a, heads, r, size, t = 2, 2, 8, 100, 96  # two sequences with two prompts of 11 completions each
     n, lengths = 22 * t, jnp.array([37, size, 1, 64])

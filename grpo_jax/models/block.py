@@ -54,7 +54,7 @@ class Attention(nn.Module):
     def _project(
         self, x: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Project x to queries [B, G, T, heads, d], keys, values and the gate. Arrays that are not needed are None."""
+        """Project x to queries [B, G, T, heads, d], keys, values and the gate. Arrays that the layer lacks are None."""
         c = self.config
         (h, d), (b, g, t, _) = c.heads_of(self.kind), x.shape
         gate = k = v = None
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         return self.param("sinks", init, (c.num_heads,)).astype(jnp.float32).reshape(c.heads_of(self.kind)[0], -1)
 
     def _has_step_kernel(self, context: Context, heads: int) -> bool:
-        """Return whether the decode kernel supports this layer, with one token per completion. `heads` is B·H_kv·G."""
+        """Return whether to use the decode kernel, given one token per completion. `heads` is B·H_kv·G."""
         cache, prefix, mesh = context.shared or context.cache, context.prompt_cache, self.config.mesh
         if context.cache is None or prefix is None or context.last is not None:
             return False
@@ -117,12 +117,12 @@ class Attention(nn.Module):
     def _step(
         self, q: jax.Array, k: jax.Array | None, v: jax.Array | None, context: Context
     ) -> tuple[jax.Array, LayerCache]:
-        """Compute attention [B, G, H_kv, R, d] of one token per completion and the new cache with the decode kernel."""
+        """Run the decode kernel. Returns the attention [B, G, H_kv, R, d] of the new tokens, and the new cache."""
         c, (h, d), (b, g, *_), prefix = self.config, self.config.heads_of(self.kind), q.shape, context.prompt_cache
         assert prefix is not None
         rope, table = self._rope(context)
         fused = NormAndRope(None, table if self.kind.rotary else None, c.rms_norm_eps, c.norm_offset, rope.pairs)
-        if context.q_factors is not None:  # applied after the rotation
+        if context.q_factors is not None:  # the kernel cannot apply factors after its rotation
             (q, k), fused = self._normalize_and_rotate(q, k, context), NormAndRope()
         elif c.qk_norm == "head":
             params = self.variables["params"]
@@ -186,7 +186,7 @@ class Attention(nn.Module):
         return y.transpose(0, 2, 3, 1, 4, 5), new_cache
 
     def _update_cache(self, context: Context, keys: jax.Array, v: jax.Array) -> KeysValues:
-        """Write keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d] to the layer's cache and return it."""
+        """Return the layer's cache, updated with keys [B, H_kv, G, d, T] and values [B, H_kv, G, T, d]."""
         old_keys, old_values = cast(KeysValues, context.cache)
         (b, _, g, t, d), like = v.shape, old_keys.shape[:-2]
         keys, v = keys.reshape((*like, d, t)).astype(old_keys.dtype), v.reshape((*like, t, d)).astype(old_values.dtype)
@@ -202,7 +202,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A decoder layer: x + mixer(x), then x + MLP(x), with norms placed according to `config.norms`.
 
-    If `context.last` [B] is set, hidden states are computed only for this token, and keys and values for all tokens.
+    If `context.last` [B] is set, hidden states are computed only for these tokens, but keys and values for all tokens.
     """
 
     config: TransformerConfig
@@ -210,7 +210,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, LayerCache]:
-        """Return the hidden states [B, G, T, D], and the layer's keys and values, its state, or its updated cache."""
+        """Return the hidden states [B, G, T, D], or [B, G, 1, D] with `context.last`, and the layer's new cache."""
         c = self.config
 
         def add(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ class LayerKind:
 
     window: int | None = None  # sliding window in tokens; None for full attention
     rotary: bool = True  # whether queries and keys are rotated
-    sparse: bool = False  # whether the layer has a mixture of experts instead of an MLP
+    sparse: bool = False  # whether the layer has a mixture of experts, by default instead of an MLP
     mixer: str = "attention"  # or "delta" for a gated delta net, "conv" for a gated short convolution
     shared_kv: bool = False  # whether attention reuses a previous layer's keys and values
 
@@ -31,7 +31,7 @@ class DeltaShape:
     key_dim: int  # d_k, channels per key
     value_dim: int  # d_v, channels per value
     kernel: int = 4  # K, width of the convolution in tokens
-    by_key_heads: bool = False  # whether two projections, with columns grouped by key head, replace four
+    by_key_heads: bool = False  # whether two input projections, with columns grouped by key head, replace four
 
     @property
     def key_width(self) -> int:
@@ -78,7 +78,7 @@ class ConvShape:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Decoder configuration. Layers use the defaults of `LayerKind` for unset fields."""
+    """Decoder configuration. If a per-layer field is unset, all layers use the default in `LayerKind`."""
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -97,7 +97,7 @@ class TransformerConfig:
     mixers: tuple[str, ...] | None = None  # `LayerKind.mixer` per layer
     delta: DeltaShape | None = None
     conv: ConvShape | None = None
-    full_heads: tuple[int, int] | None = None  # (num_kv_heads, head_dim) for full attention, if different
+    full_heads: tuple[int, int] | None = None  # (num_kv_heads, head_dim) for full attention; None uses the fields above
     # Number of layers at the end that reuse keys and values from the last layer before them with the same window.
     shared_kv_layers: int = 0
     shared_kv_mlp: int = 0  # width of these layers' gated MLP; 0 uses `intermediate_size`
@@ -106,11 +106,11 @@ class TransformerConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: str = "none"  # or an RMS norm over each head ("head") or over the whole projection ("flat")
+    qk_norm: str = "none"  # or "head" or "flat": RMS norms of queries and keys over each head or the whole projection
     v_norm: bool = False  # whether to apply an RMS norm without weights to each head's values
     values_are_keys: bool = False  # whether layers without a window use the `k_proj` output as values
     norms: str = "pre"  # norms before attention and MLP ("pre"), after them ("post"), or both ("sandwich")
-    norm_offset: float = 0.0  # added to every norm's weight (1.0 if weights are stored around zero)
+    norm_offset: float = 0.0  # added to the weights of `layers.norm` (1.0 if weights are stored around zero)
     activation: str = "silu"  # or "gelu", "gelu_tanh"
     query_scale: float | None = None  # factor applied to attention scores; None uses head_dim^(−1/2)
     attention_sinks: bool = False  # whether each head has a learned score for a key without a value
@@ -125,7 +125,7 @@ class TransformerConfig:
     expert_size: int = 0  # width of an expert's gated MLP
     shared_expert_size: int = 0  # width of the gated shared expert, which processes all tokens; 0 disables it
     expert_layers: tuple[bool, ...] = ()  # `LayerKind.sparse` per layer
-    parallel_experts: bool = False  # whether experts are added to the MLP, with a `ScaledRouter`
+    parallel_experts: bool = False  # whether sparse layers also have an MLP, and route with a `ScaledRouter`
     expert_bias: bool = False  # whether experts and their router have biases
     # (α, c) for experts that compute (min(g, c) σ(α min(g, c))) · (clip(u, ±c) + 1) instead of act(g) · u.
     expert_swiglu: tuple[float, float] | None = None
@@ -137,15 +137,15 @@ class TransformerConfig:
     dtype: str = "float32"  # compute dtype for matrix products: "float32" or "bfloat16"
     remat: bool = False  # whether the backward pass recomputes layers instead of storing activations
     remat_on_cpu: bool = False  # whether to recompute with `block.cpu_remat`, which supports only reverse mode
-    # Attention implementation for whole sequences. "einsum" stores all scores. "tiles" and "triton" (`fused`) support
-    # only reverse-mode gradients. "triton" also uses kernels for experts (`ragged`) and large decode steps
-    # (`fused_step`). "mosaic" uses kernels for Hopper GPUs if `fits_mosaic`, else "triton". "splash" uses kernels for
-    # packed sequences on TPUs (`splash`), else "tiles". "auto" selects the fastest implementation for the devices.
+    # Attention implementation for whole sequences. "einsum" stores all scores. The others (`fused`) support only
+    # reverse-mode gradients. "triton" also uses kernels for experts (`ragged`) and large decode steps (`fused_step`).
+    # "mosaic" is like "triton", but uses attention kernels for Hopper GPUs if `fits_mosaic`. "splash" is like "tiles",
+    # but uses kernels for packed sequences on TPUs (`splash`). "auto" selects the fastest one for the devices.
     attention: str = "auto"
     mesh: Mesh | None = None  # mesh that fused attention and experts are sharded over; None for one device
-    float32_sums: bool | None = None  # whether bfloat16 products use float32 sums (`matmul`); None selects the faster
-    # Whether calls without a cache run layers of the same kind, or in a repeated pattern, as a loop that is compiled
-    # once. The loop needs an additional copy of the layers' weights at run time.
+    float32_sums: bool | None = None  # whether bfloat16 products use float32 sums (`matmul`); None uses them if faster
+    # Whether calls without a cache run consecutive layers of one kind, or of a repeating pattern of kinds, as a loop
+    # whose body is compiled once. The loop needs an additional copy of the layers' weights at run time.
     loop_layers: bool = False
 
     @property
@@ -226,7 +226,7 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
 
 
 def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
-    """Return the bytes of a completion's recurrent states: float32 memories, and tails with `itemsize` per value."""
+    """Return the bytes of a completion's recurrent states: float32 memories, and tails (`itemsize` bytes per value)."""
     memories = sum(math.prod(layer.state[0]) for layer in shape.recurrent if layer.state[0] is not None)
     return 4 * memories + itemsize * sum(math.prod(layer.state[1]) for layer in shape.recurrent)
 
@@ -257,8 +257,8 @@ class StepCost:
     ) -> StepCost:
         """Build the cost model for a decoder.
 
-        `itemsize` and `weight_itemsize` (by default equal) are the bytes per cached value and per weight, and
-        `bytes_per_operation` is the number of bytes that are read in the time of one floating-point operation.
+        `itemsize` is the number of bytes per cached value, `weight_itemsize` the number of bytes per weight (by default
+        `itemsize`), and `bytes_per_operation` the number of bytes read in the time of one floating-point operation.
         """
         attention = [shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"]
         token = itemsize * sum(2 * heads * width for heads, width in attention)  # bytes of keys and values per token

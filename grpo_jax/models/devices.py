@@ -19,11 +19,11 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Memory limit of a Linux container (control groups v2)."""
+"""File that contains the memory limit of a Linux container (control groups v2)."""
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
-    """Return the first device's platform and compute capability (0 unless a GPU). Defaults to JAX's default device."""
+    """Return the first device's platform and compute capability (0 if not a GPU). Defaults to JAX's default device."""
     settings: Any = jax.config  # typed as Any, since its fields are added at run time
     chosen = devices[0] if len(devices) else settings.jax_default_device
     first = jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
@@ -47,7 +47,10 @@ def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return a device's memory in bytes, or None if unknown. For a CPU, this is the machine's or container's memory."""
+    """Return a device's memory in bytes, or None if it is unknown.
+
+    For a CPU, this is the machine's memory or, if lower, the container's memory limit.
+    """
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
         return limit
@@ -71,14 +74,14 @@ CHIPS = {
 class GPU(NamedTuple):
     """Specification of an NVIDIA GPU, from the vendor's data sheets. Sizes are in bytes."""
 
-    cores: int
+    cores: int  # number of streaming multiprocessors
     bandwidth: int  # bytes per second
-    l2: int
-    ghz: float
+    l2: int  # size of the L2 cache
+    ghz: float  # maximum clock rate
     memory: float
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # compute capability (major, minor)
     lanes: int = 128  # float32 lanes per core
-    threads: int = 2048  # per core
+    threads: int = 2048  # maximum threads per core
     shared: int = 233472  # shared memory per core
     opt_in: int = 232448  # maximum shared memory per block
 
@@ -117,8 +120,8 @@ class Target:
         if kind not in (*GPUS, *CHIPS) or count not in counts:
             raise ValueError(
                 f"device must be one of {', '.join((*GPUS, *CHIPS))}, optionally followed by the number of devices, as"
-                " in H100-8 or v5e-8. Supported numbers are 1 to 8 GPUs, and 1, 2, 4, 8 or (for v5e and v6e) 16 TPU"
-                f" chips; got {name!r}"
+                f" in H100-8 or v5e-8; got {name!r}. Supported numbers are 1 to 8 GPUs, and 1, 2, 4, 8 or (for v5e and"
+                " v6e) 16 TPU chips"
             )
         return cls(kind, count)
 
@@ -180,11 +183,11 @@ class ProgramCost(NamedTuple):
 
 
 def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramCost:
-    """Compile a program and return its cost. If the program does not fit on a TPU, read sizes from the error message.
+    """Compile a program and return its cost. For a program that does not fit on a TPU, the error gives the sizes.
 
     `arguments` is the size of the params in bytes per device. It is subtracted if the size in the message includes it.
     """
-    key = hash((lowered.as_text(), arguments))  # cached, because `plan` asks for the cost of the update twice
+    key = hash((lowered.as_text(), arguments))  # cached, because `plan` needs the update's cost twice
     if key not in _costs:
         _costs[key] = _compile(lowered, arguments)
     return _costs[key]
@@ -198,7 +201,7 @@ def _compile(lowered: jax.stages.Lowered, arguments: int) -> ProgramCost:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        # Sizes in a TPU compiler's error about a program that does not fit. Some versions count its arguments.
+        # Find the size in the TPU compiler's error message. In some versions, it includes the program's arguments.
         without_arguments = re.search(r"Used ([\d.]+)([KMGT]) of", str(error))
         match = without_arguments or re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or match is None:

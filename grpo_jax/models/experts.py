@@ -27,7 +27,7 @@ class Experts(nn.Module):
 
     Tokens are sorted by expert, so that each expert's tokens are one block of a ragged matrix product. Experts do not
     have a capacity limit, so no tokens are dropped, and a token's output does not depend on other tokens. If "fsdp"
-    shards the kernels, devices either gather the kernels or exchange tokens, whichever transfers fewer bytes.
+    shards the kernels, devices gather the kernels, unless exchanging tokens transfers fewer bytes.
     """
 
     config: TransformerConfig
@@ -77,9 +77,9 @@ class Experts(nn.Module):
         rows, of_data = dividing_axes(groups, mesh, "data", "fsdp"), dividing_axes(groups, mesh, "data")
         # With too few channels per device for a GPU kernel, every token would be multiplied by all experts' matrices.
         channels, outer = c.expert_size // devices(inner), c.hidden_size
-        lost = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)
-        if width and not lost and self._rows_are_less(x, devices(of_data)):
-            # Kernels stay sharded, and each device receives all tokens, but only its own channels.
+        too_narrow = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)
+        if width and not too_narrow and self._exchange_is_cheaper(x, devices(of_data)):
+            # Kernels stay sharded, and each device receives its own channels of all tokens in its "data" shard.
             rows, sums = of_data, functools.partial(sums, across=width)
         else:
             # Without these constraints, XLA gathers the kernels in float32 and rounds them afterwards.
@@ -99,7 +99,7 @@ class Experts(nn.Module):
         each = jax.shard_map(of_each, mesh=mesh, in_specs=specs, out_specs=by_width, check_vma=False)
         return each(x, weights, chosen, experts)
 
-    def _rows_are_less(self, x: jax.Array, parts: int) -> bool:
+    def _exchange_is_cheaper(self, x: jax.Array, parts: int) -> bool:
         """Return whether exchanging 1 / `parts` of the tokens transfers fewer bytes than gathering the kernels."""
         c = self.config
         product = 4 * c.num_experts_per_token * c.expert_size  # bytes per token for float32 gate or up products

@@ -41,14 +41,15 @@ def fused_attention(
 ) -> jax.Array:
     """Compute attention over visible keys, [A, H_kv, N, R, d]. Outputs are 0 for queries without visible keys.
 
-    q is [A, H_kv, N, R, d], where R query heads share a key head; k and v are [A, H_kv, S, d]. `sinks` [H_kv, R]
-    float32 are scores for an additional key without a value in each head. Supports only reverse-mode gradients.
+    q is [A, H_kv, N, R, d], where R query heads share a key head. k and v are [A, H_kv, S, d] and start with
+    S − N slots for prompts. `sinks` [H_kv, R] float32 are the query heads' scores for an additional key without a
+    value. Supports only reverse-mode gradients.
     """
     a, h, n, r, d = q.shape
     tiles = tile_mask.tiles[str(kernel.window)]
     chex.assert_shape(tiles.bounds, (a, 4, n))
     kernel = kernel._replace(num_prompt_slots=k.shape[2] - n)
-    # The kernels require widths that are powers of two and not smaller than a matrix product on tensor cores.
+    # The kernels require head sizes that are powers of two and at least the side of a tensor core's matrices.
     least = 64 if kernel.implementation == "mosaic" else MIN_TILE_SIDE
     width = d if kernel.implementation == "tiles" else max(least, 1 << (d - 1).bit_length())
 
@@ -67,7 +68,7 @@ def fused_attention(
 
 
 def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> Callable[..., Any]:
-    """Map a function for one tile and head over axes A and H. If `last_is_shared`, the last argument has no axis H."""
+    """Map a function for one tile and head over axes A and H. If `last_is_shared`, the last argument lacks axis H."""
 
     def mapped(*arrays: Any) -> Any:
         axes = (0,) * (len(arrays) - 1) + (None if last_is_shared else 0,)
@@ -231,7 +232,7 @@ def _call(
     size = {"rows": kernel.rows, "columns": kernel.columns}
 
     def spec(shape: tuple[int, ...], axis: str, shared: bool) -> pl.BlockSpec:
-        # Arrays on this grid axis: one tile. Tile lists: one row. Others: in full.
+        # A program reads one tile of an array on this grid axis, one row of a tile list, and all of other arrays.
         is_tiled = axis in ("rows" if over_queries else "columns", "tile_list")
         num_leading = 1 if shared else 2
         length, rest = shape[num_leading], shape[num_leading + 1 :]
@@ -303,9 +304,6 @@ def _kernel_backward(
     return dq, dk, dv
 
 
-# Adding the sink to the log-sum-exp is enough: the tile gradients then equal those with one additional key.
-
-
 def _passes(kernel: Kernel) -> tuple[Callable[..., Any], ...]:
     """Return the functions for the forward and the backward pass."""
     if kernel.implementation == "mosaic":
@@ -328,6 +326,7 @@ Residuals = tuple[Inputs, jax.Array | None, jax.Array, jax.Array]
 def _attend_forward(kernel: Kernel, x: Inputs, sinks: jax.Array | None) -> tuple[jax.Array, Residuals]:
     out, lse = _passes(kernel)[0](kernel, x)
     if sinks is not None:
+        # With the sink in the log-sum-exp, the backward pass computes the gradients for one additional key.
         non_sink_weight = jax.nn.sigmoid(lse - sinks[None])
         out, lse = (out * non_sink_weight[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
     return out, (x, sinks, out, lse)

@@ -49,7 +49,7 @@ class NormAndRope(NamedTuple):
 
 
 def has_step_kernel(implementation: str, *, head_dim: int, keys: tuple[int, ...], programs: int) -> bool:
-    """Return whether a kernel supports the decode step.
+    """Return whether to use the kernel for a decode step.
 
     `keys` contains the numbers of slots in the cache and in the prompts. `programs` is the number of programs per
     device, one for each completion and key head.
@@ -74,7 +74,7 @@ def step_attention(
     mesh: Mesh | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KeysValues]:
-    """Write one token per completion to the cache, and compute the tokens' `attention.group_attention`.
+    """Compute `attention.group_attention` for one token per completion, after writing its key and value to the cache.
 
     Returns the outputs [B, G, H_kv, R, d] and the updated cache. Differentiation is not supported.
 
@@ -143,7 +143,8 @@ def _step_attention_on_device(
 
     position = slot - first
     window = 2**30 if kernel.window is None else kernel.window
-    # Tiles [first_tile, end_tile) contain visible completion keys, and the prompt tiles contain visible prompt keys.
+    # The ranges of completion and prompt tiles that contain visible keys are [first_tile, end_tile) and
+    # [first_prompt_tile, end_prompt_tile).
     full = slot >= slots  # whether the ring buffer is full, so that all slots are read
     first_tile = jnp.where(full, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
     end_tile = jnp.where(full, -(-slots // sizes[0]), slot // sizes[0] + 1)
@@ -152,7 +153,7 @@ def _step_attention_on_device(
     end_prompt_tile = -(-length // sizes[1])
     scalars = [slot % slots, position, length, first_tile, end_tile, first_prompt_tile, end_prompt_tile, write]
 
-    # XLA computes queries, key and value with one product. Blocks of its result are not copied.
+    # XLA computes queries, key and value with one product. The kernel reads blocks of its result without a copy.
     token = jnp.concatenate([q.reshape(b, g, h * r, d), *(new or ())], axis=2)
     inputs = {"scalars": jnp.stack(scalars, -1).astype(jnp.int32), "q": token, "prompt_keys": pk, "prompt_values": pv}
     in_specs = {
@@ -269,7 +270,7 @@ def _step_kernel(
 def _normalize_and_rotate(
     read: Callable[[jax.Array], jax.Array], *, inputs: dict[str, Ref], norm_and_rope: NormAndRope, half: int, scale: str
 ) -> jax.Array:
-    """Normalize and rotate an array [..., d], whose channels `read` loads. `scale` is the key of the norm's scale."""
+    """Normalize and rotate an array [..., d], whose channels `read` loads. `inputs[scale]` is the norm's scale."""
     from jax.experimental.pallas.triton import load
 
     channel = jnp.arange(inputs["q"].shape[-1])

@@ -37,8 +37,8 @@ head, embeddings, routers and experts are not adapted."""
 class LoraModel:
     """A frozen base model with low-rank adapters as the model's params.
 
-    It is a pytree with the base's arrays as leaves. Pass it to jitted functions as a regular argument. As a static
-    argument or in a closure, the base would be embedded as a constant in every compiled function.
+    It is a pytree with the base's arrays as leaves. Pass it to jitted functions as a regular argument. If it were a
+    static argument or captured by a closure, the base would be a constant in every compiled function.
     """
 
     base: Params  # frozen params of `model`
@@ -93,7 +93,7 @@ def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TAR
 
 
 FADED = 1e-6
-"""Weight up to which adapters from old syncs are dropped from a reference."""
+"""Adapters from old syncs are dropped from a reference once their weight does not exceed this value."""
 
 
 def reference_adapters(adapters: Params, alpha: float) -> Params:
@@ -101,7 +101,7 @@ def reference_adapters(adapters: Params, alpha: float) -> Params:
 
     A weighted sum of products A B differs from the product of averaged factors. Therefore, the factors from the last n
     syncs are concatenated, [in, n·rank] and [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`. If
-    n·rank is at least the smaller side of the matrix, the matrix itself and an identity are used as factors. With
+    n·rank is at least the smaller side of A B, the product A B and an identity are used as factors. With
     alpha = 1, a sync copies the adapters, so they are returned unchanged.
     """
     if alpha == 1:
@@ -120,7 +120,7 @@ def reference_adapters(adapters: Params, alpha: float) -> Params:
 
 
 def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every: int, alpha: float) -> Params:
-    """Update a reference from `reference_adapters` like `sync_reference`, but average products instead of factors.
+    """Apply `maths.reference.sync_reference` to adapters, but average the products A B instead of the factors.
 
     A_ref B_ref ← alpha·A B + (1 − alpha)·A_ref B_ref   if step % every == 0
     """
@@ -149,9 +149,9 @@ def _as_adapter(x: jax.Array) -> Params:
 
 
 def merge_adapters(base: Params, adapters: Params, scale: float) -> Params:
-    """Compute `Transformer` params with the same outputs: W + s A B, computed in float32 and cast to W's dtype.
+    """Compute params for a `Transformer` without adapters: W + s A B, computed in float32 and cast to W's dtype.
 
-    A quantized base is dequantized into host memory, since it may not fit into device memory.
+    A quantized base is dequantized into host memory, since the result may not fit into device memory.
     """
     merged, factors = flatten_dict(base), flatten_dict(adapters)
     for path, leaf in merged.items():

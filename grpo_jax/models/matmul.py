@@ -33,7 +33,7 @@ def matmul(
 
 
 def _contract(x: jax.Array, w: jax.Array, transposed: bool, dtype: DTypeLike | None = None) -> jax.Array:
-    """Return x w or x wᵀ without an explicit transpose, of which XLA would store a copy in a loop."""
+    """Return x w or x wᵀ without an explicit transpose, which XLA would store as a copy inside loops."""
     return jax.lax.dot_general(x, w, (((1,), (int(transposed),)), ((), ())), preferred_element_type=dtype)
 
 
@@ -45,7 +45,7 @@ def tile_product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.A
 def matmul_by_columns(
     x: jax.Array, columns: jax.Array, dtype: DTypeLike | None = None, float32_sums: bool = False
 ) -> jax.Array:
-    """Compute x w as (wᵀ xᵀ)ᵀ for x [N, I] and columns = wᵀ [O, I], which is faster for few rows on CPU."""
+    """Compute x w as (wᵀ xᵀ)ᵀ for x [N, I] and columns = wᵀ [O, I], which is faster on CPUs for few rows."""
     barrier = jax.lax.optimization_barrier  # otherwise, XLA would merge the product with the transposes
     if float32_sums:
         return barrier(dot_float32(columns, x, (1, 1))).T.astype(dtype or x.dtype)
@@ -60,7 +60,7 @@ def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _store_transpose(w: jax.Array) -> Callable[[jax.Array], jax.Array]:
     """Return an identity function for x [N, M]. On CPU, it stores x's transpose in memory if w [I, O] has I ≥ O."""
-    # XLA's CPU backend computes xᵀ g, with a transposed left operand, at half the speed of (gᵀ x)ᵀ with transposes.
+    # XLA's CPU backend computes xᵀ g, with a transposed left operand, at half the speed of an explicit (gᵀ x)ᵀ.
     return _stored_p.bind if w.shape[0] >= w.shape[1] else lambda x: x
 
 
@@ -120,8 +120,8 @@ def _sum_by_product(x: jax.Array) -> jax.Array:
     return jax.lax.dot_general(jnp.ones(x.shape[0], x.dtype), x, (((0,), (0,)), ((), ())))
 
 
-# `_repeat_p` repeats a row, and `_sum_p` sums rows. They are transposes of each other. On CPUs, a sum over rows as a
-# product with ones is ten times faster; on GPUs, XLA would store the operands of all such products in a model at once.
+# `_repeat_p` repeats a row, and `_sum_p` sums rows. They are transposes of each other. On CPUs, `_sum_p`
+# is a product with ones, which is ten times faster. On GPUs, XLA would store the operands of all such products at once.
 _repeat_p, _sum_p = Primitive("repeat_row"), Primitive("sum_rows")
 _repeat_p.def_abstract_eval(lambda x, *, rows: ShapedArray((rows, *x.shape), x.dtype))
 _sum_p.def_abstract_eval(lambda x: ShapedArray(x.shape[1:], x.dtype))

@@ -74,6 +74,7 @@ def _vector(x: Ref, axis: int) -> jax.Array:
 
 
 def _along(x: jax.Array, like: jax.Array, axis: int) -> jax.Array:
+    """Broadcast a vector, with an element for each row (axis 0) or column (axis 1), to the shape of matrix `like`."""
     return lax.broadcast_in_dim(x, like.shape, [axis])
 
 
@@ -95,12 +96,12 @@ def _d_scores(weights: jax.Array, upstream: jax.Array, delta: Ref, queries_axis:
 
 
 def _range_of(first: jax.Array, kernel: Kernel) -> jax.Array:
-    """Return the index in `Tiles.bounds` of the range that applies to the tile with key `first`."""
+    """Return the index in `Tiles.bounds` of the range that applies to the tile whose first key is `first`."""
     return jnp.where(first < kernel.num_prompt_slots, 0, 2)
 
 
 def _write(x: jax.Array, buffer: Ref, target: Ref) -> None:
-    """Write x to the array `target`, through `buffer` if the two have the same dtype."""
+    """Write x to the array `target`, through `buffer` in shared memory if buffer and target have the same dtype."""
     if target.dtype != buffer.dtype:
         target[...] = x.astype(target.dtype)
         return
@@ -176,7 +177,7 @@ def _half(tile: jax.Array, warpgroup: jax.Array) -> RowSlice:
     return pl.ds(tile * (2 * HALF) + warpgroup * HALF, HALF)
 
 
-def _place() -> Arrays:
+def _program_indices() -> Arrays:
     return tuple(lax.axis_index(name) for name in ("sequence", "head", "tile"))
 
 
@@ -188,7 +189,7 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
         refs[10:12],
         refs[12:],
     )
-    a, h, i = _place()
+    a, h, i = _program_indices()
 
     def sources(step: jax.Array) -> Sequence[Ref]:
         span = pl.ds(tile_indices[a, i, step] * kernel.columns, kernel.columns)
@@ -225,7 +226,7 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
 def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
     (q, k, v, bounds, tile_indices, count, g, lse, delta), dq = refs[:9], refs[9]
     own, ring, barriers = refs[10:15], refs[15:17], refs[17:]
-    a, h, i = _place()
+    a, h, i = _program_indices()
 
     def first_key(step: jax.Array) -> jax.Array:
         return tile_indices[a, i, lax.div(step, 2)] * kernel.columns + lax.rem(step, 2) * HALF
@@ -257,8 +258,8 @@ def _query_kernel(*refs: Ref, kernel: Kernel) -> None:
 def _key_kernel(*refs: Ref, kernel: Kernel, first: int, number: int, parts: int) -> None:
     (q, k, v, bounds, tile_indices, count, g, lse, delta), (dk, dv) = refs[:9], refs[9:11]
     own, ring, barriers = refs[11:13], refs[13:18], refs[18:]
-    a, h, place = _place()
-    part, local = lax.div(place, number), lax.rem(place, number)
+    a, h, program = _program_indices()
+    part, local = lax.div(program, number), lax.rem(program, number)
     i = first + local
     begin, end = (lax.div(count[a, i] * x, parts) for x in (part, part + 1))
 
@@ -302,7 +303,7 @@ def _call(
     """Run a kernel for each sequence, head and tile, with `own` buffers for each warpgroup and a `ring` of buffers."""
 
     def buffer(x: jax.ShapeDtypeStruct, count: int) -> Ref:
-        # Tensor cores read matrices in tiles of 8 rows and 128 bytes, with permuted parts.
+        # Tensor cores read matrices in swizzled tiles of 8 rows and 128 bytes.
         matrix = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
         return plgpu.SMEM((count, *x.shape), x.dtype, transforms=matrix if x.dtype.itemsize == 2 else ())
 

@@ -30,13 +30,13 @@ class PackedSequence(flax.struct.PyTreeNode):
     """
 
     tokens: jax.Array  # [A, N] int32 token ids; 0 in padding
-    segments: Segments  # segment, position and prompt of each token
+    segments: Segments  # segment and position of each token, and prompt of each block
     completions: jax.Array  # [A, S] int32 index b·G + g of each segment's completion in the device's shard of the batch
     starts: jax.Array  # [A, S] int32 index of the first token of each segment
     lengths: jax.Array  # [A, S] int32 number of tokens in each segment; 0 for unused segments
 
     def split(self, x: jax.Array) -> jax.Array:
-        """Convert per-token values [A, N] to [A, S, longest]. Values past a segment's end belong to other segments."""
+        """Convert per-token values [A, N] to [A, S, longest]. Values past a segment's end are arbitrary."""
         index = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
         return jax.vmap(lambda x, index: x[index])(x, jnp.minimum(index, x.shape[1] - 1))
 
@@ -67,12 +67,12 @@ MIN_HALF_SIZE = 256
 """Minimum number of tokens in a half-size sequence. For shorter sequences, the fixed cost outweighs the gain."""
 
 FEW_SEQUENCES = 8
-"""Maximum number of sequences per batch for which half-size sequences are used. They save at most half a sequence."""
+"""Maximum number of sequences per batch for using half-size sequences. These save at most half a sequence per batch."""
 
 OPEN_SEQUENCES = (1, 2, 4)
 """Numbers of last sequences that are tried for a completion before a new sequence is started. Packing uses the smallest
-of these numbers that does not need more sequences than the largest. The prompts in a sequence are then close together,
-and an update keeps activations for fewer prompts."""
+of these numbers that does not need more sequences than the largest. With a smaller number, the prompts in a
+sequence are closer together, and an update keeps activations for fewer prompts."""
 
 
 def sequence_size(tokens: int, longest: int, *, block: int = BLOCK) -> int:
@@ -92,10 +92,11 @@ class SequenceShape(NamedTuple):
 def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
     """Return the shapes that packed sequences for completions [B, G, T] may have.
 
-    Sequences have max(`tokens`, T) tokens, rounded up to whole blocks. With fused attention, a second shape may have
-    about a quarter of the tokens. Without fused attention, the cost depends on the block size and on the number of
-    previous blocks that a block reads, so further shapes may be returned: for completions that all have T tokens, for
-    completions of up to T / 4 tokens and, for batches with few sequences, with half the size and half the block size.
+    The first shape has max(`tokens`, T) tokens, rounded up to whole blocks. With fused attention, a second shape may
+    have a quarter to half of these tokens. Without fused attention, the cost depends on the block size and on the
+    number of previous blocks that a block reads, so further shapes may be returned: for completions that all have T
+    tokens, for completions of up to T / 4 tokens and, for batches with few sequences, with half the size and half the
+    block size.
     `batch_tokens` is the number of tokens in a device's shard of the batch if all completions have T tokens.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
@@ -191,7 +192,7 @@ def balanced_order(tokens: np.ndarray, devices: int) -> np.ndarray:
 def order_prompts(work: np.ndarray, has_gradient: np.ndarray, *, bins: int, bin_size: int) -> np.ndarray:
     """Return prompt indices in consecutive bins of `bin_size` prompts, where −1 marks an empty position.
 
-    Prompts with a gradient (`has_gradient` [B]) come first. `bins` bins that run in parallel have similar total `work`.
+    Prompts with a gradient (`has_gradient` [B]) come first. Every `bins` consecutive bins have similar total `work`.
     """
     order = np.argsort(~has_gradient, kind="stable")
     order = np.pad(order, (0, -len(order) % (bins * bin_size)), constant_values=-1).reshape(-1, bins * bin_size)

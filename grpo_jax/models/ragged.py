@@ -1,7 +1,7 @@
 """Grouped matrix multiplication for mixtures of experts: each row is multiplied by the matrix of its group.
 
 `jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs, XLA multiplies every row by every group's matrix and stores
-all rows for each expert. This module provides kernels for GPUs.
+all rows for each group. This module provides kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def ragged_dot(
 ) -> jax.Array:
     """Multiply each row of x [N, I] by its group's matrix in w [E, I, O], with float32 accumulation.
 
-    Returns [N, O] in `dtype`, by default x.dtype. Rows must be sorted by group. `sizes` [E] int32 is the number of rows
-    in each group.
+    Returns [N, O] in `dtype`, by default x.dtype. Rows must be sorted by group. `sizes` [E] int32 contains the number
+    of rows in each group.
+
     Kernels do not support forward-mode differentiation. `jax.lax.ragged_dot` is used for implementations without
     kernels (`tiles.has_triton`), and also if I or O is not a multiple of 16 or an array has 2³¹ or more elements.
     """
@@ -68,7 +69,10 @@ _ragged_dot.defvjp(_forward, _backward)
 def _by_rows(
     implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, transposed: bool
 ) -> jax.Array:
-    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by w's transposes if `transposed`. A program has one tile."""
+    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by w's transposes if `transposed`.
+
+    A program computes one tile of the result.
+    """
     n, inner = x.shape
     outer = w.shape[1 if transposed else 2]
     most = _longest_side(x)

@@ -34,7 +34,7 @@ class Positions(NamedTuple):
 
     position: jax.Array  # [B, G or 1, T] int32, relative to the first token of the segment or call
     length: jax.Array | None = None  # [B, G or 1] int32, number of tokens; None without padding
-    fresh: jax.Array | None = None  # [B, G or 1] bool, whether the call includes the first token; None without a cache
+    fresh: jax.Array | None = None  # [B, G or 1] bool, whether a completion starts in this call; None without a cache
     segments: Segments | None = None  # segments of a packed sequence; None for completions
 
     @classmethod
@@ -44,7 +44,7 @@ class Positions(NamedTuple):
         if context.segments is not None:
             return cls(context.segments.position[:, None], segments=context.segments)
         before, length = jnp.zeros((b, 1), jnp.int32), None
-        if context.present is not None:  # contiguous, with padding before and after
+        if context.present is not None:  # True for contiguous tokens, with padding before and after
             before = jnp.argmax(context.present, axis=-1).astype(jnp.int32)
             length = jnp.sum(context.present, axis=-1, dtype=jnp.int32)
         position = jnp.arange(t)[None, None] - before[..., None]
@@ -69,7 +69,7 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
     for j in range(1, min(width, t)):
         shifted = jnp.pad(x, ((0, 0), (0, 0), (j, 0), (0, 0)))[:, :, :t]
         y += weigh(jnp.where((positions.position >= j)[..., None], shifted, 0.0), j)
-    # Add the tail's contribution to the first K − 1 tokens. The blocks of a packed sequence use the completion axis.
+    # Add the tail's contribution to the first K − 1 tokens. A packed sequence's blocks are on the completion axis.
     tail = tail.astype(jnp.float32)
     size = t if positions.segments is None else t // tail.shape[1]
     y = y.reshape(b, -1, size, c)
@@ -100,7 +100,7 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
 def _state_before(
     context: Context, shape: DeltaShape | ConvShape, mixed: jax.Array
 ) -> tuple[Positions, jax.Array | None, jax.Array]:
-    """Return positions for inputs [B, G, T, C], and the memory [B, H, G or 1, …] or [A, M, …] and tail before them."""
+    """Return positions for inputs [B, G, T, C], the memory [B, H, G or 1, …] or [A, M, …] before them, and the tail."""
     b, g, t, _ = mixed.shape
     positions = Positions.of(context, (b, g, t))
     memory, tail = shape.state
@@ -292,8 +292,10 @@ def delta_rule(
       memory: [..., d_k, d_v] float32 memory before the first token.
       position: [..., N] int32 position of each token in its segment, broadcastable to the leading axes of q. N must be
         a multiple of `chunk`. If `position` is None, there is one segment, which continues from `memory`.
-      begins: [..., N / chunk, d_k, d_v] float32 initial memory for segments that start in each chunk.
-      chunk: number of tokens per chunk, a power of two.
+      begins: [..., N / chunk, d_k, d_v] float32 initial memory for segments that start in each chunk. Required if
+        `position` is given.
+      chunk: maximum number of tokens per chunk, a power of two.
+      precision: precision of the matrix products, see `jax.lax.Precision`.
     """
     *rows, n, _ = k.shape
     chunk = min(chunk, 1 << max(0, n - 1).bit_length())
@@ -308,7 +310,7 @@ def delta_rule(
     i, j = index[..., :, None], index[..., None, :]
     visible, first = i >= j, None
     if position is not None:
-        first = index - split_chunks(position, 0)  # index of the segment's first token; negative if in a previous chunk
+        first = index - split_chunks(position, 0)  # the segment's first token, relative to the chunk's first token
         visible = visible & (j >= first[..., None])
     product = functools.partial(jnp.einsum, precision=precision)
     # d[i, j]: decay between token j's write and token i's read. inward: decay from the start of the chunk or segment.
@@ -347,9 +349,10 @@ def delta_rule(
 
 
 def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> jax.Array:
-    """Compute (I + L)⁻¹ for a strictly lower triangular matrix L [..., n, n], where n is a power of two.
+    """Compute (I + x)⁻¹ for strictly lower triangular matrices x [..., n, n], where n is a power of two.
 
-    Inverts blocks of doubling size: [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]], as accurate as substitution.
+    Inverts blocks of doubling size, [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. This is as accurate as
+    substitution.
     """
     *rows, n, _ = x.shape
     inverse, size = jnp.ones((*rows, n, 1, 1), x.dtype), 1

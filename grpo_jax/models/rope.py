@@ -114,8 +114,8 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
     """Compute the float32 factors cos and ±sin of `rotate`, each [B, G or 1, T, 2, r/2], with −sin in the first half.
 
-    Positions are [B, T] if they are the same for all completions of a prompt, otherwise [B, G, T], or
-    [B, G or 1, T, r/2] from `positions_by_channel`.
+    Positions are [B, T] if they are the same for all completions of a prompt, [B, G, T] if they differ, or
+    [B, G or 1, T, r/2] if they come from `positions_by_channel`.
     """
     frequencies, factor = rope_frequencies(rope, head_dim, length)
     positions = positions[:, None] if positions.ndim == 2 else positions
@@ -149,7 +149,7 @@ def check_rope_length(rope: Rope, length: int) -> None:
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, pairs: bool = False) -> jax.Array:
-    """Rotate x [B, G, T, heads, d] by a `rope_table`. Channels are paired across halves, or with their neighbors."""
+    """Rotate x [B, G, T, heads, d] by a `rope_table`. Channel pairs span both halves, or are neighbors if `pairs`."""
     cos, sin = (t[:, :, :, None] for t in table)
     half = cos.shape[-1]
     halves, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]

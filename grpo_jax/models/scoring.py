@@ -86,7 +86,7 @@ def score_chunks(
     def score_wide(wide: Params, chunk: tuple[jax.Array, jax.Array, Arrays]) -> Scores:
         return score(jax.tree.map(_with_gradient_of, wide, frozen), chunk)
 
-    # The forward pass is a separate loop, so CSE cannot merge it with this one. Barriers would keep `wide` in memory.
+    # The forward and backward passes are separate loops, which CSE cannot merge. Barriers would keep `wide` in memory.
     policy = jax.checkpoint_policies.save_only_these_names(*NORMALIZER)
     recomputed = jax.checkpoint(score_wide, policy=policy, prevent_cse=False)
     scores = jax.lax.map(functools.partial(recomputed, wide), jax.tree.map(split, inputs))
@@ -234,7 +234,7 @@ class PromptStates(NamedTuple):
 def prefill_prompts(
     model: BuiltinModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> PromptStates:
-    """Run the model on prompts once. Pass the result to every `score_packed` call for the prompts' completions."""
+    """Compute the states of prompts, to pass to all `score_packed` calls for these prompts' completions."""
     last, prefix = model.apply({"params": params}, prompts, method="prefill", rngs=rngs)
     return PromptStates(last, prefix.layers)
 
@@ -254,7 +254,7 @@ def score_packed(
 ) -> Scores:
     """Compute `Scores` [A, S, longest] for the segments of a packed sequence, 0 past the end of each segment.
 
-    `prompt_states` and `lengths` [B] cover all prompts in the batch. `router_mask` [A, S, longest] bool selects tokens
+    `prompt_states` and prompt `lengths` [B] cover the whole batch. `router_mask` [A, S, longest] bool selects tokens
     for the router loss, which is not computed if the mask is None. The arrays in `statistic` are [A, N, X]. Other
     arguments are as in `score_completions`.
     """

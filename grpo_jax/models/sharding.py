@@ -153,7 +153,7 @@ def place(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def commit_to_devices(tree: Tree) -> Tree:
-    """Commit arrays to their devices. Restored arrays are also committed, so the same compiled programs are used."""
+    """Commit arrays to their devices, so that compiled programs are the same as for restored arrays."""
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 
@@ -198,7 +198,7 @@ def gather_objects(local: Any) -> list[Any]:
 
 
 def local_range(count: int) -> range:
-    """Return the range of `count` dataset rows for which this process computes episodes and rewards."""
+    """Return the range of rows, among `count` dataset rows, for which this process computes episodes and rewards."""
     n, process = jax.process_count(), jax.process_index()
     return range(count * process // n, count * (process + 1) // n)
 
@@ -246,13 +246,13 @@ def _constrain_by_name(
     return tree if mesh is None else jax.tree_util.tree_map_with_path(constrain_leaf, tree, tree_sharding(tree, mesh))
 
 
-def _prompts(mesh: Mesh) -> tuple[str, ...]:
+def _prompt_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in ("data", "fsdp") if name in mesh.shape)
 
 
 def shard_count(mesh: Mesh | None) -> int:
     """Return the number of devices that prompts are sharded over."""
-    return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompts(mesh))
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompt_axes(mesh))
 
 
 def dividing_axes(size: int, mesh: Mesh, *names: str) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ def batch_sharding(tree: Params, mesh: Mesh) -> Params:
 
     def sharding_of(x: jax.Array) -> NamedSharding:
         divisible = x.ndim > 0 and x.shape[0] % shard_count(mesh) == 0
-        return NamedSharding(mesh, PartitionSpec(_prompts(mesh)) if divisible else PartitionSpec())
+        return NamedSharding(mesh, PartitionSpec(_prompt_axes(mesh)) if divisible else PartitionSpec())
 
     return jax.tree.map(sharding_of, tree)
 

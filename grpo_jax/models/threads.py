@@ -19,14 +19,15 @@ import jax
 from grpo_jax.types import Params
 
 CACHE_BYTES = 64 * 2**20
-"""Maximum size in bytes of params for which threads are used. Each thread would read larger params from memory."""
+"""Maximum size in bytes of params for which threads are used. Larger params do not fit in the cache, so each
+thread would read them from memory."""
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
 def devices_of(params: Params) -> set[jax.Device]:
-    """Return the devices of concrete or abstract params. NumPy arrays and tracers are not on a device."""
+    """Return the devices of concrete or abstract params. NumPy arrays and tracers are ignored."""
     devices: set[jax.Device] = set()
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
@@ -39,7 +40,8 @@ def devices_of(params: Params) -> set[jax.Device]:
 def count_threads(params: Params, parts: int) -> int:
     """Return the number of threads for a batch with `parts` parts: one per core, but at most one per part.
 
-    Returns 1 if params exceed `CACHE_BYTES` or are not on a single CPU device. Large matrix products use all cores.
+    Returns 1 if params are on a GPU, a TPU or several devices, or exceed `CACHE_BYTES`. The matrix products of
+    large models already use all cores.
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
@@ -111,5 +113,5 @@ def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
 
 @functools.cache
 def _pool(size: int) -> ThreadPoolExecutor:
-    """Return a thread pool. Pools are cached, since a rollout calls `run_in_threads` many times."""
+    """Return a pool of `size` threads. Pools are cached, since a rollout calls `run_in_threads` many times."""
     return ThreadPoolExecutor(size, thread_name_prefix="grpo_jax-part")

@@ -35,10 +35,11 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
-    """Resolve the attention implementation for whole sequences on `devices`, by default JAX's default device.
+    """Return the attention implementation for whole sequences on `devices`, by default JAX's default device.
 
     "auto" is "mosaic" on NVIDIA's Hopper GPUs (compute capability 9.0) from jax 0.10.2 on, "triton" on other GPUs with
     compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs, "splash" on TPUs, and "einsum" on CPUs.
+    "tiles" replaces "triton" and "splash" if JAX does not have the kernels. Other names are returned unchanged.
     """
     if name != "auto":
         return name
@@ -53,12 +54,12 @@ def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
 
 
 def triton_or_tiles() -> str:
-    """Return "triton", or "tiles" if JAX does not have a Triton backend, which is deprecated since jax 0.11."""
+    """Return "triton", or "tiles" if JAX does not have a Triton backend, which has been deprecated since jax 0.11."""
     return "triton" if _has_module("triton") else "tiles"
 
 
 def has_triton(implementation: str) -> bool:
-    """Return whether kernels in Triton can be used along with an attention implementation."""
+    """Return whether Triton kernels for other operations can be used along with an attention implementation."""
     return implementation == "interpreted" or (implementation in ("triton", "mosaic") and _has_module("triton"))
 
 
@@ -129,7 +130,7 @@ class Kernel(NamedTuple):
 
     @classmethod
     def of(cls, implementation: str, head_dim: int, dtype: str = "float32") -> Kernel:
-        """Return a kernel with suitable tile sizes. Tiles fit in a GPU's registers or a TPU's vector memory."""
+        """Return settings with tile sizes that fit in a GPU's registers or a TPU's vector memory."""
         if implementation == "tiles":
             return cls(implementation, 1024, 512)
         if implementation == "mosaic":
@@ -170,7 +171,7 @@ def repeated(bounds: jax.Array, queries_per_kv: int, rows: int) -> jax.Array:
 def over_key_tiles(
     gradients: Callable[[int, int, int], Sequence[jax.Array]], kernel: Kernel, x: Inputs
 ) -> Sequence[jax.Array]:
-    """Compute gradients of keys and values with `gradients(first, number, parts)`, for `number` tiles from `first` on.
+    """Compute the gradients of keys and values by calling `gradients(first, number, parts)` for ranges of tiles.
 
     `parts` programs share each tile of prompt keys, which all queries of a group read. Otherwise, these tiles would
     finish last. If `parts` > 1, `gradients` returns a float32 sum for each program, [parts, ...].

@@ -35,7 +35,7 @@ class SiglipConfig:
 
     @property
     def num_features(self) -> int:
-        """M, number of features per tile."""
+        """M, number of features per tile (one square image)."""
         return (self.side // self.block_size) ** 2
 
     @property

@@ -109,7 +109,7 @@ class Transformer(nn.Module):
         by_axis = None if images is None else images.positions
         rotated = positions if by_axis is None else positions_by_channel(by_axis, c.rope)
         tables = self._tables(rotated, longest, prefix, cached=prefix is not None or cache is not None)
-        # Fused attention has only causal masks, and queries of an image also attend to later keys.
+        # Fused attention has only causal masks, but the queries of an image also attend to later keys.
         fused = cache is None and last_visible is None
         tile_mask = self._tile_mask((b, g, t), prefix, segments) if fused else None
         present = write if c.mixers is not None else None
