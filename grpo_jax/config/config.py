@@ -68,8 +68,8 @@ class GRPOConfig(Settings):
     stop_token_ids: Annotated[int | Sequence[int] | None, read_token_ids] = None
     """Additional token ids that, like an EOS, end a turn. Not in TRL."""
     max_turn_length: Count | None = None
-    """Maximum number of tokens in a turn. None uses `max_completion_length`. A turn that reaches it is passed to the
-    environment and counted in `turns/cut_short`. If there is no response, the completion is truncated. Not in TRL."""
+    """Maximum number of tokens in a turn. None uses `max_completion_length`. A turn cut short by it is passed to the
+    environment. The completion is truncated if the turn has no tool call and there is no `respond`. Not in TRL."""
 
     # Batches (see `Sizes`).
     steps_per_generation: Count | None = setting(None, resume="rounding")

@@ -103,7 +103,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "warmup_steps",
         lambda c: c.warmup_steps > 1 and c.warmup_steps != int(c.warmup_steps),
-        "must be an integer, or a fraction of the total steps between 0 and 1",
+        "must be an integer, or below 1 for a fraction of the total steps",
     ),
     (
         "warmup_steps max_steps",
@@ -132,7 +132,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "load_best_model_at_end save_steps",
         lambda c: c.load_best_model_at_end and c.save_steps is None,
-        "there is only one checkpoint, at the end (save_minutes checkpoints are not compared); set save_steps",
+        "without save_steps, only the checkpoint at the end can be the best one; set save_steps",
     ),
     (
         "num_generations_eval temperature_eval",

@@ -51,8 +51,8 @@ def has_entropy_bonus(config: Config) -> bool:
 
 def zero_advantage_has_no_gradient(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
     """Return whether completions with advantage 0 have no gradient. Returns False for a custom surrogate."""
-    others = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_coef_of(model, config))
-    return surrogate is None and not any(others)
+    other_terms = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_coef_of(model, config))
+    return surrogate is None and not any(other_terms)
 
 
 def router_coef_of(model: Model, config: Config) -> float:

@@ -136,8 +136,8 @@ def create_state(
         master_params=masters,
     )
     # The optimizer state may contain references to the params.
-    kept = (key, entropy_coef, entropy_bonus, None if donate else params)
-    return _unshared(state, {id(x) for x in jax.tree.leaves(kept)})
+    callers_arrays = (key, entropy_coef, entropy_bonus, None if donate else params)
+    return _unshared(state, {id(x) for x in jax.tree.leaves(callers_arrays)})
 
 
 def begin_iteration(state: TrainState) -> TrainState:

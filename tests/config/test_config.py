@@ -23,7 +23,7 @@ BAD = [
     # Numbers out of range, with one case per kind of bound.
     (dict(sampler_correction="token_truncate", sampler_correction_max=None),
      "sampler_correction = 'token_truncate': needs a bound; set sampler_correction_max"),
-    (dict(warmup_steps=2.5), "warmup_steps = 2.5: must be an integer, or a fraction of the total steps"),
+    (dict(warmup_steps=2.5), "warmup_steps = 2.5: must be an integer, or below 1 for a fraction"),
     (dict(num_generations=1), "num_generations = 1: must be at least 2; a group of one completion has no"),
     (dict(max_completion_length=0), "max_completion_length = 0: must be at least 1; use a positive integer"),
     (dict(max_steps=10**20), f"max_steps = {10**20}: must be at most 2147483647"),
@@ -79,7 +79,7 @@ BAD = [
      "metric_for_best_model = 'eval/right': not evaluated at every checkpoint; set eval_steps, and set save_steps"),
     (dict(load_best_model_at_end=True), "load_best_model_at_end = True: needs metric_for_best_model"),
     (dict(load_best_model_at_end=True, metric_for_best_model="reward", save_steps=None),
-     "load_best_model_at_end = True: there is only one checkpoint, at the end"),
+     "load_best_model_at_end = True: without save_steps, only the checkpoint at the end"),
     # Batch sizes that are not divisible.
     (dict(num_generations=16),
      "per_device_train_batch_size = 8: with gradient_accumulation_steps = 1, the 8 completions per device and"
