@@ -142,7 +142,7 @@ class Settings:
     """Number of newest `save_steps` checkpoints to keep, in addition to the best. None keeps all. Checkpoints written
     because of signals or `save_minutes` are deleted no later than at the next `save_steps` checkpoint."""
     max_skipped_updates: Count | None = setting(10, resume="free")
-    """Consecutive updates with a non-finite loss or gradient that ends the run. None disables it. Not in TRL."""
+    """Fail after this many consecutive updates with a non-finite loss or gradient. None disables it. Not in TRL."""
     metric_for_best_model: str | None = setting(None, resume="free")
     """Metric in `metrics.jsonl` whose last value is used to compare checkpoints, such as "reward" or "eval/reward"
     (SFT: "eval/loss"). The best checkpoint is kept in addition to `save_total_limit`."""
