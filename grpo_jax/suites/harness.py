@@ -139,7 +139,7 @@ def policy_agent(conversation: Conversation, server: Foreign, name: str, config:
         return Chat(conversation, trace, f"{endpoint}/chat/completions", secret, messages)
 
     agent.run = functools.partial(agent.run, on_trace=start)
-    agent.episode_setup = functools.partial(agent.episode_setup, on_trace=start)
+    agent.interaction = functools.partial(agent.interaction, on_trace=start)
     agent.harness.setup, agent.harness.session = install, open_chat
     return agent
 

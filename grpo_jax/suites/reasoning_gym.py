@@ -74,7 +74,7 @@ def _dataset(task: str, settings: Json, size: int, seed: int) -> Foreign:
     """Create a reasoning-gym dataset. Raises ValueError for unknown tasks and invalid settings."""
     factory = import_extra("reasoning_gym.factory", _PACKAGE)
     try:
-        json.dumps(settings)  # raises TypeError for settings that `_verifier` cannot decode
+        json.dumps(settings)  # raises TypeError for settings that cannot be passed to `_verifier`
         return factory.create_dataset(task, **settings, size=size, seed=seed)
     except (AssertionError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"

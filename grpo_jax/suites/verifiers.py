@@ -41,7 +41,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
     if programs := [harness.id for harness in config.agent_harnesses().values() if harness.id not in ("bash", "null")]:
         raise ValueError(f"taskset {taskset!r} uses the harness {programs[0]!r}; only 'bash' and 'null' are supported")
     if size is None and not environment.taskset.bounded:
-        raise ValueError(f"the taskset {taskset!r} is infinite; set size to limit the number of tasks")
+        raise ValueError(f"taskset {taskset!r} is infinite; set size to limit the number of tasks")
     tasks = list(itertools.islice(environment.taskset, size))
     _check_supported(environment, tasks, taskset)
     rows: list[Row] = [
@@ -63,26 +63,26 @@ def _check_supported(environment: Foreign, tasks: Sequence[Foreign], name: str) 
     """Raise ValueError if the environment or its tasks are not supported."""
     configs = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(environment.config)
     if len(configs) != 1:
-        raise ValueError(f"{name!r}: the environment must have one agent; got {', '.join(configs)}")
+        raise ValueError(f"taskset {name!r}: the environment must have one agent; got {', '.join(configs)}")
     if not tasks:
-        raise ValueError(f"{name!r} has no tasks; use a different taskset or setting")
+        raise ValueError(f"taskset {name!r} has no tasks; use a different taskset or setting")
     if type(tasks[0]).NEEDS_CONTAINER:
-        raise ValueError(f"{name!r}: tasks that need a container are not supported")
+        raise ValueError(f"taskset {name!r}: tasks that need a container are not supported")
     toolsets = [x.server_name for owner in (environment.taskset, *tasks) for x in owner.toolsets(owner.config)]
     if toolsets:
         raise ValueError(
-            f"{name!r}: tasks with tools ({shorten([*dict.fromkeys(toolsets)])}) are not supported. Use tasks without"
-            " toolsets, or write the tools as methods of an environment_factory (docs/turns.md)"
+            f"taskset {name!r}: tasks with tools ({shorten([*dict.fromkeys(toolsets)])}) are not supported. Use tasks"
+            " without toolsets, or write the tools as methods of an environment_factory (docs/turns.md)"
         )
     hooks = import_extra(f"{V1}.utils.decorators", PACKAGE).discover_decorated(tasks[0], "intercept")
     if hooks:
-        raise ValueError(f"{name!r}: tasks with @intercept hooks ({hooks[0].__name__}) are not supported")
+        raise ValueError(f"taskset {name!r}: tasks with @intercept hooks ({hooks[0].__name__}) are not supported")
 
 
 def _prompt(task: Foreign) -> Messages:
     prompt = opening_messages(task.data.system_prompt, task.data.prompt)
     if not prompt:
-        raise ValueError(f"task {task.data.idx} has no prompt")
+        raise ValueError(f"task {task.data.idx} has no prompt and no system prompt; use tasks with one of them")
     return prompt
 
 

@@ -90,7 +90,7 @@ def parse_arguments(arguments: Any) -> Any:
 
 
 def parse_call(text: str) -> ToolCall:
-    """Parse a JSON object with `name` and `arguments` (or `parameters`). Raises ValueError for anything else."""
+    """Parse a JSON object with `name` and optional `arguments` (or `parameters`). Raises ValueError otherwise."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"it is {show(value)}, not a JSON object")

@@ -217,7 +217,8 @@ def apply_template(messages: Messages, tokenizer: Tokenizer, keywords: Json, *, 
         raise
     except Exception as error:  # no narrower class covers both jinja2's errors and errors raised in templates
         raise ValueError(
-            f"{where}: the chat template rejected {show(list(messages))} ({type(error).__name__}: {error})"
+            f"{where}: the chat template rejected {show(list(messages))} ({type(error).__name__}: {error}); change the"
+            " messages, or use a template that supports them"
         ) from error
 
 
