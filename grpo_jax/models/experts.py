@@ -73,28 +73,30 @@ class Experts(nn.Module):
             return math.prod(mesh.shape[name] for name in axes)
 
         # Each device sorts its own tokens, since XLA's partitioner cannot shard a sort and would gather all tokens.
-        inner, width = dividing_axes(c.expert_size, mesh, "tensor"), dividing_axes(c.hidden_size, mesh, "fsdp")
-        rows, of_data = dividing_axes(groups, mesh, "data", "fsdp"), dividing_axes(groups, mesh, "data")
+        channel_axes = dividing_axes(c.expert_size, mesh, "tensor")
+        width_axes = dividing_axes(c.hidden_size, mesh, "fsdp")
+        token_axes, data_axes = dividing_axes(groups, mesh, "data", "fsdp"), dividing_axes(groups, mesh, "data")
         # With too few channels per device for a GPU kernel, every token would be multiplied by all experts' matrices.
-        channels, outer = c.expert_size // devices(inner), c.hidden_size
-        too_narrow = has_kernel(kernels, outer, channels) and not has_kernel(kernels, outer // devices(width), channels)
-        if width and not too_narrow and self._exchange_is_cheaper(x, devices(of_data)):
+        channels, width = c.expert_size // devices(channel_axes), c.hidden_size
+        narrow = width // devices(width_axes)
+        too_narrow = has_kernel(kernels, width, channels) and not has_kernel(kernels, narrow, channels)
+        if width_axes and not too_narrow and self._exchange_is_cheaper(x, devices(data_axes)):
             # Kernels stay sharded, and each device receives its own channels of all tokens in its "data" shard.
-            rows, sums = of_data, functools.partial(sums, across=width)
+            token_axes, sums = data_axes, functools.partial(sums, across=width_axes)
         else:
             # Without these constraints, XLA gathers the kernels in float32 and rounds them afterwards.
-            by_kernel = ((width, inner), (width, inner), (inner, width))
+            by_kernel = ((width_axes, channel_axes), (width_axes, channel_axes), (channel_axes, width_axes))
             shardings = (NamedSharding(mesh, PartitionSpec(None, *axes)) for axes in by_kernel)
             experts = (*map(jax.lax.with_sharding_constraint, experts[:3], shardings), *experts[3:])
-            width = ()
+            width_axes = ()
 
         def of_each(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: ExpertWeights) -> jax.Array:
             own = sums(x, weights, chosen, experts)
-            return jax.lax.psum(own, inner) if inner else own
+            return jax.lax.psum(own, channel_axes) if channel_axes else own
 
-        of_rows, by_width = PartitionSpec(rows), PartitionSpec(rows, width)
-        up, down = PartitionSpec(None, width, inner), PartitionSpec(None, inner, width)
-        bias = PartitionSpec(None, inner)
+        of_rows, by_width = PartitionSpec(token_axes), PartitionSpec(token_axes, width_axes)
+        up, down = PartitionSpec(None, width_axes, channel_axes), PartitionSpec(None, channel_axes, width_axes)
+        bias = PartitionSpec(None, channel_axes)
         specs = (by_width, of_rows, of_rows, (up, up, down, bias, bias))
         each = jax.shard_map(of_each, mesh=mesh, in_specs=specs, out_specs=by_width, check_vma=False)
         return each(x, weights, chosen, experts)
@@ -103,8 +105,8 @@ class Experts(nn.Module):
         """Return whether exchanging 1 / `parts` of the tokens transfers fewer bytes than gathering the kernels."""
         c = self.config
         product = 4 * c.num_experts_per_token * c.expert_size  # bytes per token for float32 gate or up products
-        rows = len(x) // parts * (2 * x.dtype.itemsize * c.hidden_size + 2 * 2 * product)
-        return rows < 3 * x.dtype.itemsize * c.num_experts * c.hidden_size * c.expert_size
+        exchanged = len(x) // parts * (2 * x.dtype.itemsize * c.hidden_size + 2 * 2 * product)
+        return exchanged < 3 * x.dtype.itemsize * c.num_experts * c.hidden_size * c.expert_size
 
 
 def expert_activation(config: TransformerConfig, gate: jax.Array, up: jax.Array) -> jax.Array:

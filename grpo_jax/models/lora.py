@@ -101,8 +101,8 @@ def reference_adapters(adapters: Params, alpha: float) -> Params:
 
     A weighted sum of products A B differs from the product of averaged factors. Therefore, the factors from the last n
     syncs are concatenated, [in, n·rank] and [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`. If
-    n·rank is at least the smaller side of A B, the product A B and an identity are used as factors. With
-    alpha = 1, a sync copies the adapters, so they are returned unchanged.
+    n·rank is at least the smaller side of A B, the product A B and an identity are used as factors. With alpha = 1, a
+    sync copies the adapters, so they are returned unchanged.
     """
     if alpha == 1:
         return adapters

@@ -206,8 +206,8 @@ class GatedDeltaNet(nn.Module):
 
         q, k = (jnp.repeat(unit(heads(x, shape.key_dim)), h // shape.key_heads, axis=1) for x in (q, k))
         decay, beta = (x.transpose(0, 3, 1, 2) for x in (decay, beta))
-        rows = (q * shape.key_dim**-0.5, k, heads(v, shape.value_dim), decay, beta)
-        y, memory = self._apply_rule(rows, positions, memory)
+        inputs = (q * shape.key_dim**-0.5, k, heads(v, shape.value_dim), decay, beta)
+        y, memory = self._apply_rule(inputs, positions, memory)
         y = RMSNorm(c.rms_norm_eps, name="norm")(context.pick(y.transpose(0, 2, 3, 1, 4)))
         y = y * nn.silu(context.pick(z).reshape(y.shape).astype(jnp.float32))
         y = linear(c, "out_proj", c.hidden_size)(y.reshape((*y.shape[:3], -1)).astype(c.dtype))
@@ -233,17 +233,17 @@ class GatedDeltaNet(nn.Module):
         return jnp.concatenate([q, k, v], axis=-1), z, beta, a
 
     def _apply_rule(
-        self, rows: Sequence[jax.Array], positions: Positions, memory: jax.Array
+        self, inputs: Sequence[jax.Array], positions: Positions, memory: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Apply the delta rule. Returns outputs [B, H, G, T, d_v] and the final memory [B, H, G, d_k, d_v]."""
-        q, k, v, decay, beta = rows
+        q, k, v, decay, beta = inputs
         b, h, g, t, _ = q.shape
         precision = "highest" if self.config.dtype == "float32" else None
         if positions.segments is None:
             memory = jnp.broadcast_to(memory, (b, h, g, *memory.shape[3:]))
             if t > 1:
                 return delta_rule(q, k, v, decay, beta, memory, precision=precision)
-            q, k, v, decay, beta = (x[:, :, :, 0] for x in rows)
+            q, k, v, decay, beta = (x[:, :, :, 0] for x in inputs)
             out, memory = delta_step(q, k, v, decay, beta, memory)
             return out[:, :, :, None], memory
         block = t // memory.shape[1]
@@ -297,16 +297,16 @@ def delta_rule(
       chunk: maximum number of tokens per chunk, a power of two.
       precision: precision of the matrix products, see `jax.lax.Precision`.
     """
-    *rows, n, _ = k.shape
+    *leading, n, _ = k.shape
     chunk = min(chunk, 1 << max(0, n - 1).bit_length())
     pad = -n % chunk
 
     def split_chunks(x: jax.Array, axes: int) -> jax.Array:
-        x = jnp.pad(x, [(0, 0)] * len(rows) + [(0, pad)] + [(0, 0)] * axes)
-        return x.reshape((*x.shape[: len(rows)], -1, chunk, *x.shape[len(rows) + 1 :]))
+        x = jnp.pad(x, [(0, 0)] * len(leading) + [(0, pad)] + [(0, 0)] * axes)
+        return x.reshape((*x.shape[: len(leading)], -1, chunk, *x.shape[len(leading) + 1 :]))
 
     (q, k, v), (decay, beta) = (split_chunks(x, 1) for x in (q, k, v)), (split_chunks(x, 0) for x in (decay, beta))
-    index = jnp.expand_dims(jnp.arange(chunk), tuple(range(len(rows) + 1)))
+    index = jnp.expand_dims(jnp.arange(chunk), tuple(range(len(leading) + 1)))
     i, j = index[..., :, None], index[..., None, :]
     visible, first = i >= j, None
     if position is not None:
@@ -317,8 +317,8 @@ def delta_rule(
     log_decay = jnp.where(i > j, decay[..., None], 0.0)
     d = jnp.where(visible, jnp.exp(jnp.cumsum(log_decay, axis=-2)), 0.0)
     inward = jnp.exp(jnp.sum(jnp.where(visible, decay[..., None, :], 0.0), axis=-1))[..., None]
-    among = jnp.where(i > j, product("...id,...jd->...ij", k, k) * d * beta[..., None], 0.0)
-    solve = inverse_of_unit_lower(among, precision)
+    lower = jnp.where(i > j, product("...id,...jd->...ij", k, k) * d * beta[..., None], 0.0)
+    solve = inverse_of_unit_lower(lower, precision)
     new = product("...ij,...jd->...id", solve, v * beta[..., None])
     stored = product("...ij,...jd->...id", solve, k * beta[..., None] * inward)
     scores, reads = product("...id,...jd->...ij", q, k) * d, q * inward
@@ -339,13 +339,13 @@ def delta_rule(
         memory = memory * keep + product("...ik,...iv->...kv", write, new)
         return memory if added is None else memory + added, (new, from_memory)
 
-    axis = len(rows)
+    axis = len(leading)
     chunks = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (new, stored, reads, write, keep, added))
     memory, results = jax.lax.scan(add_chunk, memory, chunks)
     new, from_memory = (jnp.moveaxis(x, 0, axis) for x in results)
     out = from_memory + product("...ij,...jd->...id", scores, new)
     out = out if from_begins is None else out + from_begins
-    return out.reshape((*rows, n + pad, -1))[..., :n, :], memory
+    return out.reshape((*leading, n + pad, -1))[..., :n, :], memory
 
 
 def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> jax.Array:
@@ -354,13 +354,13 @@ def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> ja
     Inverts blocks of doubling size, [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. This is as accurate as
     substitution.
     """
-    *rows, n, _ = x.shape
-    inverse, size = jnp.ones((*rows, n, 1, 1), x.dtype), 1
+    *leading, n, _ = x.shape
+    inverse, size = jnp.ones((*leading, n, 1, 1), x.dtype), 1
     while size < n:
         pairs = n // (2 * size)
-        blocks = x.reshape((*rows, pairs, 2 * size, pairs, 2 * size))
+        blocks = x.reshape((*leading, pairs, 2 * size, pairs, 2 * size))
         diagonal_blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        below, inverses = diagonal_blocks[..., size:, :size], inverse.reshape((*rows, pairs, 2, size, size))
+        below, inverses = diagonal_blocks[..., size:, :size], inverse.reshape((*leading, pairs, 2, size, size))
         a, c = inverses[..., 0, :, :], inverses[..., 1, :, :]
         low = -jnp.einsum("...ij,...jk,...kl->...il", c, below, a, precision=precision)
         upper = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)

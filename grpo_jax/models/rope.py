@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Numbers = dict[str, Any]
+Settings = dict[str, Any]
 """Settings for a scaling, with their names in Hugging Face's `rope_parameters`."""
 
 
@@ -28,21 +28,21 @@ class Rope:
     sections: tuple[int, ...] = ()  # numbers of frequencies for time, height and width (Qwen2.5-VL)
 
 
-def _dynamic(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _dynamic(inverse: np.ndarray, n: Settings, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """Increase the base once the sequence exceeds the model's original context length (dynamic NTK-aware scaling)."""
     longest, d = n["max_position_embeddings"], 2 * len(inverse)
     growth = n["factor"] * max(length, longest) / longest - (n["factor"] - 1)
     return inverse * (growth ** (d / (d - 2))) ** -(np.arange(0, d, 2) / d), 1.0
 
 
-def _llama3(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _llama3(inverse: np.ndarray, n: Settings, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """Interpolate long wavelengths and keep short wavelengths, with a linear transition (Llama 3)."""
     turns = n["original_max_position_embeddings"] * inverse / (2 * math.pi)
     kept = np.clip((turns - n["low_freq_factor"]) / (n["high_freq_factor"] - n["low_freq_factor"]), 0, 1)
     return inverse * (kept + (1 - kept) / n["factor"]), 1.0
 
 
-def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _yarn(inverse: np.ndarray, n: Settings, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """Scale like `_llama3`, but with a ramp over dimensions, and a temperature (YaRN; Peng et al. 2023, eq. 22–25)."""
     d, original = 2 * len(inverse), n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
@@ -66,7 +66,7 @@ def _yarn(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.
     return inverse * (1 - interpolated + interpolated / factor), attention
 
 
-def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _longrope(inverse: np.ndarray, n: Settings, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """Divide frequencies by factors from one of two lists, chosen by the length (LongRoPE; Ding et al. 2024)."""
     original = n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
@@ -76,13 +76,13 @@ def _longrope(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple
     return inverse / np.asarray(n["long_factor" if length > original else "short_factor"]), attention
 
 
-def _proportional(inverse: np.ndarray, n: Numbers, rope: Rope, length: int) -> tuple[np.ndarray, float]:
+def _proportional(inverse: np.ndarray, n: Settings, rope: Rope, length: int) -> tuple[np.ndarray, float]:
     """Divide frequencies by `factor`, and set all but the first fraction `partial_rotary_factor` to 0."""
     turning = int(n["partial_rotary_factor"] * 2 * len(inverse) // 2)
     return np.where(np.arange(len(inverse)) < turning, inverse, 0.0) / n["factor"], 1.0
 
 
-ROPE_KINDS: dict[str, Callable[[np.ndarray, Numbers, Rope, int], tuple[np.ndarray, float]]] = {
+ROPE_KINDS: dict[str, Callable[[np.ndarray, Settings, Rope, int], tuple[np.ndarray, float]]] = {
     "default": lambda inverse, *_: (inverse, 1.0),
     "linear": lambda inverse, n, *_: (inverse / n["factor"], 1.0),  # position interpolation
     "dynamic": _dynamic,
