@@ -251,7 +251,7 @@ class Checkpoints:
         return Restored(state)
 
     def _check_mode(self, steps: Sequence[int], resume: str) -> None:
-        """Raise ValueError if `resume` is "must" and there is no checkpoint, or if it is "never" and there is a run."""
+        """Raise ValueError if `resume` is "must" and no checkpoint exists, or if `resume` is "never" and a run does."""
         if resume == "must" and not steps:
             raise ValueError(
                 f'resume="must" needs a checkpoint to resume from, but {self._where} does not contain one. Check the'
@@ -331,7 +331,7 @@ def _delete(state: TrainState) -> None:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Remove temporary directories of an interrupted save. Retries for 10 s, since a thread may still write there."""
+    """Remove temporary directories of an interrupted save. Retries for 10 s, since its thread may still be writing."""
     deadline = time.monotonic() + 10
     while unfinished := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
         for path in unfinished:
@@ -342,6 +342,6 @@ def _remove_unfinished(directory: Path) -> None:
 
 
 def _trim_heap() -> None:
-    """Return freed memory to the operating system. glibc retains what compilations and save threads have freed."""
+    """Return freed memory to the operating system. glibc retains memory freed by compilations and save threads."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

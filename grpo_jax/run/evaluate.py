@@ -73,7 +73,7 @@ def evaluate(
       metrics: a dict with the mean of each function over the completions that it scored, under the function's name
         (`rewards/<name>/mean` if a metric listed below has that name); `reward`, the weighted sum of a
         completion's rewards, averaged over completions (`rewards.calls.total_rewards`); `mean_length`, in tokens;
-        `clipped_ratio`, the fraction of truncated completions; and metrics logged with `log_metric`. With several
+        `clipped_ratio`, the fraction of truncated completions; and metrics logged with `log_metric`. For a dict of
         datasets, each name starts with `<dataset>/`.
       rows: one dict per completion, in dataset order, in the format of `completions.jsonl`: prompt, completion,
         rewards, ended and, if present, images, turns, turn rewards and logged columns.
@@ -155,7 +155,7 @@ def evaluate_encoded(
     trainer_state: TrainerState | None = None,
     interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Run `evaluate` on encoded rows. `interrupt` is called repeatedly, and ends it by raising an exception."""
+    """Run `evaluate` on encoded rows. `interrupt` is called repeatedly. Its exceptions end the evaluation."""
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
     max_prompts = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()

@@ -55,11 +55,11 @@ class ImageEncoder:
     mesh: jax.sharding.Mesh | None = None
 
     def __call__(self, prompts: Prompts, images: Sequence[Sequence[ImageSource]]) -> Prompts:
-        """Return prompts (NumPy arrays) with `PromptImages` for the images of each prompt."""
+        """Return `prompts` as NumPy arrays, with `PromptImages` for the images of each prompt."""
         tokens, processor, positions = np.asarray(prompts.tokens), self.processor, list[np.ndarray]()
         is_image = tokens == processor.image_token_id
         feature_index: Any = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
-        tiles, counts = list[list[Tile]](), list[list[int]]()  # per prompt; `counts` has the features of each tile
+        tiles, counts = list[list[Tile]](), list[list[int]]()  # per prompt; `counts` is features per tile
         for row, length, sources in zip(tokens, np.asarray(prompts.lengths), images, strict=True):
             opened = [open_image(source) for source in sources]
             sizes = [(image.height, image.width) for image in opened]

@@ -1,4 +1,4 @@
-"""A run's largest programs, bound to abstract arrays, and their memory, which determines `gradient_checkpointing`."""
+"""A run's largest programs, bound to abstract arrays, and the choice of `gradient_checkpointing` by their memory."""
 
 from __future__ import annotations
 

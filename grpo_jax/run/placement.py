@@ -72,7 +72,7 @@ def with_settings(
         model,
         dtype=dtype,
         remat=bool(config.gradient_checkpointing),
-        # Disabled on a mesh, where layers would wait for a value from a different device.
+        # Disabled on a mesh, where the zero that `cpu_remat` adds would come from a different device.
         remat_on_cpu=(mesh is None or mesh.size == 1) and platform_of(devices)[0] == "cpu",
         attention=_attention(dataclasses.replace(model.config, dtype=dtype), devices),
         mesh=mesh if mesh is not None and mesh.size > 1 else None,

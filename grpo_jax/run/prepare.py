@@ -209,7 +209,7 @@ def _training_rows(dataset: Dataset, policy: Policy, config: GRPOConfig) -> list
     check_finite(dataset, "dataset", config.max_steps)
     try:
         max_rows = run_mesh(policy, config)[1].max_prompts()
-    except ValueError:  # invalid mesh or batch size not divisible; reported later
+    except ValueError:  # invalid mesh or batch size; reported later
         max_rows = 1
     return load_rows(dataset, max_rows=None if config.on_long_prompt == "drop" else max_rows)
 

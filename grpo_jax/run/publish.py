@@ -71,8 +71,8 @@ def push_to_hub(
     Raises:
       ValueError: if `repo_id` is malformed or the model cannot be written as a checkpoint.
       FileNotFoundError: if `run_dir` is not a run directory.
-      PermissionError: if the user is not logged in. This and the errors above are raised before anything is written or
-        uploaded.
+      PermissionError: if the user is not logged in (in processes other than 0, OSError). This and the errors above are
+        raised before anything is written or uploaded.
       OSError: if the repository cannot be created.
 
     Example:

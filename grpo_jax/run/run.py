@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseRun:
-    """The constant part of a run, shared by `train` and `sft`. Except `images`, fields with a default are for `train`.
+    """The constant part of a run of `train` or `sft`. Except `images`, fields with a default are used only by `train`.
 
     `policy.params` are the initial params, released once a `TrainState` holds them. Prompts are padded to
     `prompt_length` tokens and images to the shapes in `images`, so that each program is compiled only once. `mesh` is

@@ -68,8 +68,7 @@ class Sampler(Protocol):
 
     Two attributes are optional. `set_params(policy, params)` sets the params for later calls. With `rollout_ahead`, it
     is called before each call in the background, which receives `ShapeDtypeStruct`s as `params`, because the arrays may
-    be updated in place in the meantime.
-    `last_metrics` is a dict of metrics from the last call, which are logged.
+    be updated in place. `last_metrics` is a dict of metrics from the last call, which are logged.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...

@@ -68,7 +68,7 @@ def sft(
       donate: whether to update the arrays of `policy` in place, as in `train`.
 
     Returns:
-      The final `TrainState`, or with `load_best_model_at_end` the best checkpoint's state. To continue with `train`,
+      The final `TrainState` or, with `load_best_model_at_end`, the best checkpoint's state. To continue with `train`,
       pass `policy.replace(params=state.params)` to it.
 
     Raises:
