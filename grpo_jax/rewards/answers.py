@@ -38,7 +38,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-_SPELLINGS = (
+_SPELLINGS = (  # patterns and their replacements, for typographic and LaTeX spellings
     (re.compile("[\u2010-\u2013\u2212]"), "-"),
     (re.compile(r"\*\*|__"), " "),
     (re.compile(r"\{,\}|(?<=\d),?\\[,!](?=\d{3}(?!\d))"), ","),
@@ -49,7 +49,7 @@ _SPELLINGS = (
     (re.compile(r"\\(?:[,;:! ]|(?:left|right|quad)(?![a-z]))"), " "),
     (re.compile(r"\\[dtc]?frac\s?\{\s?(-?[\d,.]{1,60})\s?\}\s?\{\s?(\d{1,60})\s?\}"), r"\1/\2"),
 )
-# Markers of a final answer. `####` also starts headings, so it must precede a number that is not a list item's.
+# Markers of a final answer. `####` also starts headings, so it must precede a number, but not a list item's number.
 _MARK = re.compile(r"####\s?(?=[-.\d$€£¥₹])(?!\d+[.)] [a-z])([^\n]*)|<answer>([^<]*)</answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\s?\{|[{}]")
 _PHRASE = re.compile(
@@ -149,6 +149,7 @@ def _plain(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
+    """Return the text of the last marked answer, or None if no answer is marked."""
     marks = [(match.start(), match[1] if match[2] is None else match[2]) for match in _MARK.finditer(text)]
     marks += _boxes(text)
     return max(marks)[1] if marks else None

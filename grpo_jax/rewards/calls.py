@@ -92,7 +92,7 @@ def compute_rewards(
     completion. If it is None, each completion is a single turn.
 
     Valid values are None, numbers that are finite in float32, lists with a number per turn, and arrays with a number
-    per token. An error is an exception, an invalid value, or a result that is not a list of B·G values. If `on_error`
+    per token. An error is an exception, an invalid value, or a result that does not have B·G values. If `on_error`
     is "raise", RewardError is raised for the first error. If it is "none", the function does not score the completion
     (or any completion, if the whole call failed). A `SetupError` is always raised.
     """
@@ -233,7 +233,7 @@ def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:
 
 
 def total_rewards(rewards: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
-    """Compute Σ_k w_k R_k, where k are the functions that scored a completion. Maps [..., K] to [...] float64.
+    """Compute Σ_k w_k R_k over the functions k that scored each completion. Maps [..., K] to [...] float64.
 
     The total is NaN if no function with a nonzero weight scored the completion. If `weights` is None, all weights are
     1. The metric `reward` is the mean of the totals that are not NaN.

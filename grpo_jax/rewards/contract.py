@@ -87,7 +87,7 @@ def accepts_any_keyword(fn: Callable[..., object]) -> bool:
 
 
 def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
-    """Map each keyword argument to whether it is required. Objects can add arguments in `reward_arguments`."""
+    """Return a function's keyword arguments, mapped to whether they are required. `reward_arguments` can add more."""
     parameters = [p for p in parameters_of(fn) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     arguments = {p.name: p.default is p.empty for p in parameters if p.name not in _bound(fn)}
     return arguments | getattr(fn, "reward_arguments", {})
@@ -129,7 +129,7 @@ def check_reward_fns(
 def check_rows(
     reward_fns: RewardFn | Sequence[RewardFn], rows: Sequence[Row], *, argument: str = "the dataset"
 ) -> None:
-    """Call the method `check_rows(rows, argument=...)` of each function that has it. Raises one ValueError for all."""
+    """Call each function's `check_rows(rows, argument=...)`, if it exists. Raises one ValueError with all errors."""
     problems = []
     for fn in as_list(reward_fns):
         check = getattr(fn.func if isinstance(fn, functools.partial) else fn, "check_rows", None)
@@ -163,7 +163,7 @@ _IMMUTABLE = frozenset((str, int, float, bool, type(None)))
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy lists, dicts, tuples, sets and arrays recursively. Other objects are not copied, as they may be large."""
+    """Copy lists, dicts, tuples, sets and arrays recursively. Other objects may be large and are not copied."""
     kind = type(value)
     if kind is list and _IMMUTABLE.issuperset(map(type, value)):  # faster for token ids
         return value.copy()
@@ -185,7 +185,7 @@ def select_inputs(fn: Callable[..., object], inputs: Inputs) -> Inputs:
 
 
 class Log:
-    """Metrics and columns that reward functions log for a batch. Columns that the run writes itself take precedence."""
+    """Metrics and columns that reward functions log for a batch. Columns that the run itself writes take precedence."""
 
     def __init__(self, count: int):
         self.metrics: dict[str, list[float]] = {}

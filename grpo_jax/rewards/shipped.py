@@ -35,8 +35,8 @@ def completion_text(completion: str | Messages) -> str:
 def from_row(fn: ScoreFn) -> RewardFn:
     """Build a reward function from `fn(completion, row)`, which scores one completion.
 
-    `completion` is a string, even in conversations, and `row` is the dataset row with its `prompt`. If `fn`
-    raises an exception, only that completion fails. If `fn` is asynchronous, all completions are scored concurrently.
+    `completion` is a string, even in conversations, and `row` is the dataset row with its `prompt`. An exception
+    from `fn` affects only that call's completion. If `fn` is asynchronous, all completions are scored concurrently.
 
     Example:
       >>> correct = from_row(lambda completion, row: float(completion == row["answer"]))
@@ -86,7 +86,7 @@ def _without_exceptions(outcomes: Sequence[Any]) -> RewardValues:
 def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str | None] | None = None) -> RewardFn:
     """Return a reward function that gives 1 if a completion's answer equals `str(row[column])`, else 0.
 
-    Both strings are stripped of whitespace. If the column is None, the completion is not scored. `extract` selects the
+    Both strings are stripped of whitespace. If the value is None, the completion is not scored. `extract` selects the
     answer: a regular expression selects the first group in its last match, or the whole match if it has no groups (`.`
     matches line breaks); a function returns the answer or None. If `extract` is None, the whole completion is the
     answer.
@@ -113,7 +113,7 @@ class ColumnReward:
     def reject_rows(
         self, rows: Sequence[Row], read: Callable[[str], object], argument: str, kind: str, advice: str
     ) -> None:
-        """Raise ValueError if `read` does not find an answer of this `kind` in a row. None in the column is valid."""
+        """Raise ValueError if `read` does not find an answer of this `kind` in a row's value. None is valid."""
         truths = [row.get(self.column) for row in rows]
         bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
         if bad:
@@ -175,7 +175,7 @@ def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFn:
     """Return a reward function that penalizes long completions: r = min(max((L_max − L_cache − |y|) / L_cache, −1), 0).
 
-    L_max is `max_completion_len`, L_cache is `soft_punish_cache`, and |y| is the number of tokens with the EOS. If
+    L_max is `max_completion_len`, L_cache is `soft_punish_cache`, and |y| is the number of tokens including the EOS. If
     L_cache is 0, r is −1 for |y| > L_max. See DAPO (arXiv 2503.14476, eq. 13).
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
@@ -204,8 +204,9 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
     `\\boxed{…}`, or a solution that ends in `#### 18` (GSM8K). If the value is None, the completion is not scored.
 
     math-verify may not terminate, so each completion is scored in a worker process (see `isolated`), which is killed
-    after `timeout` seconds. If `timeout` is None, completions are scored in this process, without a limit. A run calls
-    the function's `check_rows` before sampling, which rejects rows with values that math-verify cannot parse.
+    if this takes more than `timeout` seconds. If `timeout` is None, completions are scored in this process, without a
+    limit. Before sampling, a run calls the function's `check_rows`, which rejects rows with values that math-verify
+    cannot parse.
     """
     package = import_extra("math_verify", "math-verify")
     reward = _FormulaReward(column, package.parse, package.verify)

@@ -44,7 +44,7 @@ class DecodeState(flax.struct.PyTreeNode):
     """
 
     prefix: Prefix  # keys and values, or recurrent states, for the B prompts
-    cache: Cache  # keys and values, or states, for the completions in a ring of slots; see `_squeeze_cache`
+    cache: Cache  # keys and values, or states, for the completions, in a ring of slots; see `_squeeze_cache`
     token: jax.Array  # [B, G] last token of each completion, not yet in the cache
     ended: jax.Array  # [B, G] True if the completion or its turn has ended
     keys: jax.Array  # [B, G] typed PRNG keys
@@ -57,6 +57,7 @@ Drawn = tuple[jax.Array, jax.Array, jax.Array]
 
 Carry = tuple[jax.Array, Cache, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array, jax.Array]
 UncachedCarry = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
+"""Loop variables of `decode` and of `generate_uncached`."""
 
 
 def _squeeze_cache(cache: Cache) -> Cache:
@@ -86,7 +87,7 @@ def prefill(
     slots: int,
     first_slot: int | None = None,
 ) -> tuple[DecodeState, Drawn]:
-    """Prefill the prompts, once per group, and draw the first token of each completion.
+    """Prefill each prompt once and draw the first token of each of its completions.
 
     `first_slot` is the first slot of completions with several turns, and None for single-turn completions. On a mesh,
     the cached keys and values are sharded over prompts and heads. Returns the state, and `Drawn` with one step.
@@ -124,8 +125,8 @@ def decode(
     """Draw up to `steps` tokens for each completion, starting at `slot`. Returns the new state and the drawn tokens.
 
     The loop stops when all completions have ended. If `fixed`, it runs all `steps`, because a data-dependent loop on an
-    accelerator or a mesh would wait for the host. `count` is the maximum number of tokens to draw: a scalar for one
-    turn, where it is ignored if `fixed`, or [B, G] for several turns.
+    accelerator or a mesh would wait for the host. `count` is the maximum number of tokens to draw: [B, G] for
+    multi-turn completions, or a scalar for single-turn completions, which is ignored if `fixed`.
     """
     b, g = state.token.shape
     chex.assert_shape([state.ended, state.keys], (b, g))
@@ -193,7 +194,7 @@ def prefill_chunk(
     """Prefill right-aligned tokens [B, G, N], starting at `slot`, and draw the next token.
 
     `valid` [B, G, N] is False on padding. Returns the state with the new cache, and the next tokens and their log-probs
-    [B, G]. The tokens are valid only after the last chunk, and only where the last entry of `valid` is True.
+    [B, G]. The next tokens are valid only after the last chunk, and only where the last entry of `valid` is True.
     """
     assert state.start is not None
     hidden, cache = model.apply(
@@ -251,7 +252,7 @@ def grow(state: DecodeState, *, slots: int, mesh: Mesh | None = None) -> DecodeS
 
 
 def place_state(state: DecodeState, mesh: Mesh | None, place: Callable[..., Any]) -> DecodeState:
-    """Shard a state over prompts, and its keys and values also over heads. Without a mesh, return it unchanged.
+    """Shard a state over prompts, and cached keys and values also over heads. Without a mesh, return it unchanged.
 
     `place(x, mesh, *axes)` is `constrain`, or a function that returns a `ShapeDtypeStruct` with the same sharding.
     """
@@ -269,7 +270,7 @@ def place_state(state: DecodeState, mesh: Mesh | None, place: Callable[..., Any]
 def generate_traced(
     model: BuiltinModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
-    """Generate single-turn completions in one compiled loop. It is used if `generate` is traced by `jit`."""
+    """Generate single-turn completions in one compiled loop, for calls of `generate` under `jit`."""
     state, drawn = prefill(model, params, prompts, keys, settings=settings, slots=max(1, length - 1))
     if length > 1:
         steps = length - 1

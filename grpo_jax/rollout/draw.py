@@ -55,7 +55,7 @@ def draw(
 
 
 def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
-    """Return the mesh axes that shard the vocabulary during sampling, in whole `vocabulary_blocks`."""
+    """Return the mesh axes that shard the vocabulary during sampling. A shard consists of whole `vocabulary_blocks`."""
     if mesh is None:
         return ()
     blocks, width = vocabulary_blocks(size)

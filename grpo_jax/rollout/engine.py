@@ -1,4 +1,4 @@
-"""Sampling from an inference server. New weights are loaded before a batch, and its completions requested together.
+"""Sampling from an inference server. Before each batch, the server loads the weights if they have changed.
 
 ```
 weights ─► written ─► loaded ─► probe ─► completions, one request per turn ─► probe ─► Completions
@@ -52,7 +52,7 @@ PROBE = 65
 """Number of tokens in the probe. The first token has no log-prob."""
 PROBE_TEXT = "Once upon a time there was a town by the sea, where 12 boats left every morning and 7 came back at noon."
 SEED_STEP = 0x9E3779B97F4A7C15
-"""Amount added to a completion's seed for each earlier token. It is odd, so that all turns have different seeds."""
+"""Amount added to a completion's seed for each token before a turn. It is odd, so all turns have different seeds."""
 
 
 class _Version(NamedTuple):
@@ -60,7 +60,7 @@ class _Version(NamedTuple):
 
     name: str
     directory: Path
-    adapters: bool
+    adapters: bool  # whether only adapters were written
     ids: list[int]
     log_probs: np.ndarray
     tolerance: float
@@ -90,7 +90,7 @@ class Engine:
         self._server, self._tolerance, self._parent = server, tolerance, directory
         self._counter, self._token = itertools.count(1), uuid.uuid4().hex[:8]
         self._version: _Version | None = None  # the version that the server should have loaded
-        self._loaded: _Version | None = None
+        self._loaded: _Version | None = None  # the version last loaded and verified
         self._params: list[weakref.ref[jax.Array]] = []  # arrays from which the version was written
         self.last_metrics: dict[str, float] = {}
 
@@ -274,7 +274,7 @@ class Engine:
 
     @functools.cached_property
     def _directory(self) -> Path:
-        """Temporary directory for this process's weights. It is deleted together with the engine."""
+        """Temporary directory for this process's weights. It is deleted when the engine is garbage-collected."""
         parent = Path(self._parent or tempfile.gettempdir())
         parent.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix="grpo_jax-", dir=parent))
@@ -291,7 +291,7 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
     """
     adapters = isinstance(policy.model, LoraModel)
     if not adapters and not policy.config:
-        raise ValueError("sampler: the policy must have a config.json, which determines the tensor names.")
+        raise ValueError("sampler needs policy.config for the tensor names; load the policy with from_pretrained.")
     written = policy.replace(params=params, tokenizer=None, loaded_tokenizer=None)  # the server has a tokenizer
     try:
         write_policy(directory, written.replace(files={}) if adapters else _with_head(written))
@@ -317,7 +317,10 @@ def _with_head(policy: Policy) -> Policy:
 
 
 def probe_ids(policy: Policy) -> list[int]:
-    """Return the ids of the probe's text, or 1, 2, … without a tokenizer or if the text has at most 8 distinct ids."""
+    """Return the probe's 65 token ids, which repeat the ids of `PROBE_TEXT`.
+
+    Without a tokenizer, or if the text has at most 8 distinct ids, they are 1, 2, …
+    """
     size = int(policy.model.config.vocab_size) if is_builtin(policy.model) else PROBE + 1
     ids = [] if policy.tokenizer is None else policy.tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     ids = [i for i in ids if i < size]

@@ -184,7 +184,7 @@ class Requests:
         return [task.result() for task in started]
 
     async def send(self, request: Callable[[], Awaitable[Result]]) -> Result:
-        """Call `request` and return its result. Repeats the call if a connection was lost before it returned."""
+        """Call `request` and return its result. Repeats the call if any request lost its connection in the meantime."""
         while True:
             epoch = self._epoch
             try:
@@ -202,7 +202,7 @@ class Requests:
         async with self._lock:
             while epoch == self._epoch:
                 if self.num_lost == MAX_RECOVERIES:
-                    message = f"{lost}. This was failure {MAX_RECOVERIES + 1} in one batch. {NOT_TRAINED}"
+                    message = f"{lost}. The connection was lost {MAX_RECOVERIES + 1} times in this batch. {NOT_TRAINED}"
                     raise EngineError(message) from lost
                 self.num_lost += 1
                 warnings.warn(f"{lost}. Waiting up to {patience:g} s for the server", stacklevel=3)

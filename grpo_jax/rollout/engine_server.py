@@ -26,7 +26,7 @@ def read_log_prob(value: float) -> float:
     """Return a log-prob from a response as a float. Raises ValueError unless -1e4 < `value` < 1e-2."""
     # vLLM returns -9999 for a probability of 0, and a log-prob of 0 may be rounded to a small positive number.
     if not -1e4 < value < 1e-2:
-        raise ValueError(f"log-probs must be at most 0 and finite; got {value}")
+        raise ValueError(f"log-probs must be at most 0 and greater than -1e4; got {value}")
     return float(value)
 
 
@@ -41,7 +41,7 @@ class ServerTurn(NamedTuple):
 class VLLM:
     """Requests to a vLLM server.
 
-    `model` is the name of the base model; "" selects the server's only model. All methods may raise `EngineError`;
+    `model` is the name of the base model; "" selects the server's only base model. All methods may raise `EngineError`;
     its subclass `ConnectionLost` means that the server may become available again.
     """
 
@@ -187,7 +187,7 @@ class VLLM:
         return log_probs_by_position
 
     async def _complete(self, body: Json) -> Json:
-        """Request one completion and return the choice."""
+        """Request one completion and return the only entry of the response's `choices`."""
         try:
             response = await self.client.request("/v1/completions", {"model": self._name, **body})
         except StatusError as error:
@@ -216,7 +216,11 @@ class VLLM:
         except StatusError as error:
             if "already been loaded" in str(error):
                 return
-            fix = ". If the server cannot read the weights, pass another directory" if "_path" in str(body) else ""
+            fix = (
+                ". If the server cannot read the weights, pass a different directory to engines.vllm"
+                if "_path" in str(body)
+                else ""
+            )
             if error.status in (404, 405):
                 fix = (
                     f". Start it as `{START_COMMAND}`, with access to {body.get('lora_path', 'the weights directory')}"

@@ -154,7 +154,7 @@ def _template_problems(template: ChatTemplate, form: Format | None, roles: Seque
 
 
 def with_environments(reward_fns: Sequence[RewardFn], episode_setup: EpisodeSetup | None) -> list[RewardFn]:
-    """Append a reward function for each environment class that has `get_reward`."""
+    """Return the reward functions, followed by an `EnvironmentReward` for each environment class with `get_reward`."""
     classes = {} if episode_setup is None else episode_setup.environment_classes
     added = [
         EnvironmentReward(kind.__name__, None if None in classes else [n for n in classes if classes[n] is kind])
@@ -165,7 +165,7 @@ def with_environments(reward_fns: Sequence[RewardFn], episode_setup: EpisodeSetu
 
 
 def environment_weights(weights: Sequence[float] | None, reward_fns: Sequence[RewardFn]) -> list[float] | None:
-    """Append a weight of 1 for each `EnvironmentReward`, if `weights` has exactly one weight per other function."""
+    """Return `weights`, with 1.0 appended for each `EnvironmentReward` if they cover only the other functions."""
     added = sum(isinstance(fn, EnvironmentReward) for fn in reward_fns)
     return None if weights is None else [*weights, *[1.0] * (added if len(weights) == len(reward_fns) - added else 0)]
 
@@ -203,7 +203,7 @@ def _row_problems(rows: Sequence[Row], factories: Mapping[Hashable, EnvironmentF
 def _environment_problems(
     name: Hashable, environment: object, methods: Mapping[str, Tool], tools: Mapping[str, Tool], rows: Sequence[Row]
 ) -> list[str]:
-    """Describe problems with an environment, except for problems with its tools."""
+    """Describe problems with an environment that `environment_tools` does not report."""
     kind, problems = type(environment).__name__, list[str]()
     if not methods and not tools and not hasattr(environment, "respond"):
         problems.append(
@@ -247,7 +247,7 @@ class EpisodeRecord:
 
 
 def turn_ids(drawn: np.ndarray, episodes: Sequence[EpisodeRecord]) -> np.ndarray:
-    """Return each sampled token's turn index, [B·G, T] int32, with −1 for tokens that were not sampled.
+    """Return the turn index of each sampled token, [B·G, T] int32, and −1 where `drawn` [B·G, T] is False.
 
     The indices are computed from the lengths of the turns, because the observation between two turns may be empty.
     """

@@ -50,7 +50,7 @@ class _Failed(Exception):
 
 
 class Episode:
-    """One completion with its environment. Error messages contain `description`, its dataset row and index."""
+    """One completion with its environment. `description` identifies the completion in error messages."""
 
     def __init__(self, episode_setup: EpisodeSetup, row: Row, description: str):
         self._episode_setup, self.description = episode_setup, description
@@ -268,10 +268,9 @@ class Episodes:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, rows: Sequence[Row]) -> list[Row]:
-        """Reset all environments. Returns the rows, with the text from each environment's `reset` added to the prompt.
+        """Reset all environments. Returns the rows, with the text that `reset` returned appended to each prompt.
 
-        Raises ValueError if the environments of one prompt returned different texts, or if two episodes share an
-        environment.
+        Raises ValueError if `reset` returned different texts for a prompt, or if two episodes share an environment.
         """
         group = self._group
         list(self._pool.map(lambda i: self.episodes[i].reset(rows[i // group]), self._indices))

@@ -1,4 +1,4 @@
-"""Text generation: each prompt is prefilled once per group, and a compiled decode loop draws the tokens.
+"""Text generation: each prompt is prefilled once for its group, and a compiled decode loop draws the tokens.
 
 Token t of completion (b, g) is drawn with the key fold_in(fold_in(fold_in(key, prompt_indices[b]), g), t). A sample
 therefore does not depend on the other completions, the batch or the number of devices.
@@ -88,8 +88,8 @@ def generate(
       prompts: prompts with right-padded tokens [B, P] int32 and lengths [B].
       key: typed PRNG key. Completion (b, g) uses fold_in(fold_in(key, prompt_indices[b]), g); do not reuse the key.
       num_generations: number of completions per prompt, G ≥ 1.
-      max_completion_length: maximum length T ≥ 1 in tokens, including observations. A completion that has
-        not ended by then is truncated, also before an observation that leaves no space for another token.
+      max_completion_length: maximum length T ≥ 1 in tokens, including observations. Longer completions are
+        truncated. A completion is also truncated before an observation that would leave no space for another token.
       temperature: sampling temperature ≥ 0; 0 is greedy.
       eos_token_ids: token ids that end a turn. A sampled EOS is part of the turn.
       stop: strings that end a turn. A match may span tokens, but must be within one turn. The token that completes the
@@ -100,10 +100,11 @@ def generate(
       pad_token_id: id of the token that pads a completion after its end.
       prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A prompt with a given index has the same
         samples in any batch.
-      batch_size: maximum number of completions that are decoded together, in whole groups, over all devices. Batches of
-        this size run one after another, with the same samples. If None, there is no limit. Not supported under `jit`.
-      answer_turn: function that returns the tokens after a turn, or None after the last turn. If `answer_turn` is None,
-        completions have one turn. Needs a built-in model; not supported under `jit`.
+      batch_size: maximum number of completions that are decoded together, in whole groups, over all devices. The
+        samples do not depend on it. If None, there is no limit. Not supported under `jit`.
+      answer_turn: function that returns a future of the tokens after a turn, or of None after the last turn (see
+        `turns.AnswerTurn`). If `answer_turn` is None, completions have one turn. Needs a built-in model; not supported
+        under `jit`.
       interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
         called under `jit` or for models that are not built in.
       on_tokens: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. Called only
@@ -112,7 +113,7 @@ def generate(
 
     Returns:
       `Completions` with the sampled tokens' log-probs, through which no gradient flows. With `answer_turn`, `mask`
-      is True on sampled tokens, `present` also on observed tokens, and `ended` where `answer_turn` returned None.
+      is True on sampled tokens, `present` also on observed tokens, and `ended` where the last answer is None.
 
     Raises:
       ValueError: if a shape, count or sampling setting is invalid.
@@ -238,7 +239,7 @@ class _SingleTurnRollout:
         self.states = rearrange(self.states, kept, order, slots=self.slots, parts=parts, mesh=mesh)
 
     def decode(self) -> None:
-        """Decode one burst, after growing a full cache. On a CPU, a burst does not exceed the cache."""
+        """Decode one burst. Grows the cache first if it is full. On a CPU, a burst ends when the cache is full."""
         job, layouts = self.job, self.layouts
         if self.slot >= self.slots < layouts.slots[-1]:
             self.slots = layouts.slots[layouts.slots.index(self.slots) + 1]

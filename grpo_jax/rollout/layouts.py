@@ -52,7 +52,7 @@ MAX_SMALLER = 3
 """Maximum number of layouts that are smaller than the first."""
 
 MIN_PER_THREAD = 16
-"""Minimum number of completions per thread, if there are several. Smaller matrix products are inefficient."""
+"""Minimum number of completions per thread, if several threads are used. Smaller matrix products are inefficient."""
 
 MAX_RELATIVE_COST = 0.8
 """Maximum cost of the next layout relative to the current layout. A move copies the cache and may compile."""
@@ -120,8 +120,8 @@ class DecodeLayouts:
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
 
-    def smaller(self, layout: int, slots: int, alive: np.ndarray) -> tuple[int, int, Selection] | None:
-        """Return the cheapest smaller layout that holds all active completions, or None if a move saves too little.
+    def smaller(self, layout: int, slots: int, active: np.ndarray) -> tuple[int, int, Selection] | None:
+        """Return the cheapest smaller layout that holds all active completions, or None if no move saves enough.
 
         The result is the layout's index, its cache size if the current size is `slots`, and the result of `select`.
         """
@@ -129,7 +129,7 @@ class DecodeLayouts:
         moves = []
         for target in range(layout + 1, len(self.shapes)):
             new_slots = next(n for n in self.slots[min(target, len(self.slots) - 1) :] if n >= slots)
-            cost, selected = self._cost(target, new_slots), self.select(target, alive)
+            cost, selected = self._cost(target, new_slots), self.select(target, active)
             if cost <= max_cost and selected is not None:
                 moves.append((cost, target, new_slots, selected))
         return min(moves, key=operator.itemgetter(0))[1:] if moves else None
@@ -140,23 +140,22 @@ class DecodeLayouts:
         step = dataclasses.replace(self.step, own=self.step.own * slots / self.slots[-1])
         return step.cost(groups // self.shards, width)
 
-    def select(self, layout: int, alive: np.ndarray) -> Selection | None:
-        """Select completions for a smaller layout.
+    def select(self, layout: int, active: np.ndarray) -> Selection | None:
+        """Return the completions to keep in a smaller layout, or None if not all active completions fit.
 
-        `alive` [B', G'] is False for ended completions, which fill unused positions. Returns None if not all live
-        completions fit.
+        `active` [B', G'] is False for completions that have ended, which fill unused positions.
         """
         groups, width = self.shapes[layout]
         if width > 1 or self.shards > 1:
-            counts = alive.sum(axis=1)
+            counts = active.sum(axis=1)
             if counts.max() > width or (counts > 0).sum() > groups:
                 return None
             kept = np.sort(np.argsort(counts == 0, kind="stable")[:groups])
-            return kept, np.argsort(~alive[kept], axis=1, kind="stable")[:, :width]
-        if alive.sum() > groups:
+            return kept, np.argsort(~active[kept], axis=1, kind="stable")[:, :width]
+        if active.sum() > groups:
             return None
-        flat = np.argsort(~alive.reshape(-1), kind="stable")[:groups]
-        return flat // alive.shape[1], (flat % alive.shape[1])[:, None]
+        flat = np.argsort(~active.reshape(-1), kind="stable")[:groups]
+        return flat // active.shape[1], (flat % active.shape[1])[:, None]
 
 
 def _next_shape(current: tuple[int, int], completions: int, step: StepCost, shards: int) -> tuple[int, int] | None:
@@ -187,7 +186,10 @@ def _next_shape(current: tuple[int, int], completions: int, step: StepCost, shar
 
 
 def decode_step_cost(model: BuiltinModel, params: Params, prompt_length: int, slots: int, *, cpu: bool) -> StepCost:
-    """Estimate a decode step's cost. While reading a byte, a CPU does about 8 multiplications, an accelerator 100."""
+    """Estimate a decode step's cost.
+
+    A CPU performs about 8 multiplications in the time it takes to read a byte, and an accelerator about 100.
+    """
     arrays = jax.tree.leaves((model, params))
     weights = jax.tree.leaves((model, params), is_leaf=lambda x: isinstance(x, Quantized))  # NF4: two per byte
     size = sum(x.size * x.dtype.itemsize for x in arrays)
@@ -204,7 +206,7 @@ def decode_step_cost(model: BuiltinModel, params: Params, prompt_length: int, sl
 def decode_threads(params: Params, groups: int, width: int, *, threads_per_core: int = 1) -> int:
     """Return the number of threads that decode [groups, width] completions. It divides `groups`.
 
-    `threads_per_core` is the number of threads per core. It is larger with several turns, because some threads wait.
+    `threads_per_core` is a maximum. It is larger with several turns, because some threads wait.
     """
     limit = max(1, min(groups, groups * width // MIN_PER_THREAD, threads_per_core * count_threads(params, groups)))
     return max(n for n in range(1, limit + 1) if groups % n == 0)
@@ -226,12 +228,12 @@ def choose_layouts(
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = num_cache_slots(length, fixed=not cpu)
     step = decode_step_cost(model, params, prompt_length, slots, cpu=cpu)
-    grows = not _reads_full_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
+    grows = not _skips_empty_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
     return DecodeLayouts.of(groups, width, length, step, shards=shards, fixed=not cpu, grows=grows)
 
 
-def _reads_full_slots(model: BuiltinModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
-    """Return whether all attention layers use the decode kernel, which reads only occupied slots."""
+def _skips_empty_slots(model: BuiltinModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
+    """Return whether decode steps do not read empty slots, because all attention layers use the decode kernel."""
     shape = model.config
     heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}
     kernel = implementation(shape.attention)
@@ -242,7 +244,7 @@ def _reads_full_slots(model: BuiltinModel, completions: int, keys: tuple[int, in
 
 
 def on_cpu(params: Params, mesh: Mesh | None) -> bool:
-    """Return whether decoding runs on a single CPU, where a data-dependent loop condition is free.
+    """Return whether decoding runs on a single CPU, where a data-dependent loop condition costs nothing.
 
     Abstract arrays without a sharding are assumed to be on the default device.
     """

@@ -74,7 +74,7 @@ def _without_tower(params: Params) -> Params:
 
 
 def _uses_columns(params: Params) -> bool:
-    """Return whether params are on a single CPU."""
+    """Return whether decoding uses column-major kernels, that is, whether `params` are on a single CPU."""
     devices = devices_of(params)
     return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
@@ -109,7 +109,7 @@ def decode_call(
     batch_size: int | None = None,
     settings: DecodeSettings,
 ) -> functools.partial[Any] | None:
-    """Bind abstract arguments to `decode`, for the largest number of completions and the largest cache.
+    """Return `decode` with abstract arguments, for the largest number of completions and the largest cache.
 
     `generate` documents the arguments. Returns None for a model without a cache.
     """

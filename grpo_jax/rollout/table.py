@@ -25,7 +25,7 @@ class TokenTable:
         self.log_probs = np.zeros((count, length), np.float32)  # 0 except for sampled tokens
         self.mask = np.zeros((count, length), bool)  # True on sampled tokens
         self.lengths = np.zeros(count, int)  # number of sampled and observed tokens so far
-        self.ended = np.zeros(count, bool)  # True for completions that were not truncated at T
+        self.ended = np.zeros(count, bool)  # True for completions that have ended without being truncated
         self.stop_state = np.zeros(count, np.int32)  # state of the stop automaton after the last token
 
     def record(self, rows: np.ndarray, drawn: Drawn, settings: DecodeSettings) -> np.ndarray:
@@ -70,7 +70,7 @@ class TokenTable:
 class SamplingJob:
     """Arguments of a rollout, and the table that its tokens are written to.
 
-    Prefill uses `params`. Decoding uses `decode_variables`, a copy of the same weights that is cast or transposed for
+    Prefill uses `params`. Decoding uses `decode_variables`, which are the same weights, partly cast or transposed for
     single-token steps (`programs.make_decode_variables`).
     `keys` are typed PRNG keys [B, G]. `interrupt` is called before each prefill and burst, and during long waits.
     """

@@ -151,7 +151,10 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
 
 
 def _converted(value: object, schema: Json) -> tuple[object, str | None]:
-    """Convert a value, unless it is None, to the schema's type. If that fails, also return the type's name."""
+    """Convert a value to the schema's type. Returns (converted value, None); None is not converted.
+
+    If the value cannot be converted, returns (value, description of the type).
+    """
     kind = schema.get("type")
     python_type, expected = _TYPES.get(kind, (object, "")) if isinstance(kind, str) else (object, "")
     if value is None or (
@@ -207,8 +210,8 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
 def as_text(value: object, *, limit: int = 20_000) -> str:
     """Convert the result from a tool or an environment to text for the policy.
 
-    Bytes are decoded, None becomes "", lists, dicts and numbers become JSON, and `str` converts others. Invalid Unicode
-    is replaced. Text beyond `limit` characters is replaced with a note that states how many were omitted.
+    Bytes are decoded; None becomes ""; lists, dicts and numbers become JSON; `str` converts all other values. Invalid
+    Unicode is replaced. Text beyond `limit` characters is replaced with a note that states how many were omitted.
     """
     if isinstance(value, (bytes, bytearray, memoryview)):
         text = bytes(value).decode("utf-8", "replace")

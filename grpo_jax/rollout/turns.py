@@ -11,10 +11,11 @@ position of 0     0  1  2           3  4  5           6  7  8  9
 one prefill of 0        EOS         x  y  z
 ```
 
-Answers are computed while other completions are decoded. When half of a thread's completions are waiting, the others
-are decoded for two more bursts (`BURST` decode steps in one compiled call), during which most answers arrive. Then all
-observations are prefilled together. The sequence of compiled functions and their shapes thus depends only on the
-tokens, not on how long answers take, and a resumed run reproduces the same results bit for bit.
+Answers are computed while other completions are decoded. When half of a thread's unfinished completions are waiting,
+the others are decoded for two more bursts (a burst is a compiled call with up to `BURST` decode steps), during which
+most answers arrive. Then all observations are prefilled together. The sequence of compiled functions and their shapes
+thus depends only on the tokens, not on how long answers take, and a resumed run reproduces the same results bit for
+bit.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ CHUNK = 256
 """Maximum number of tokens per completion in one call of `prefill_chunk`."""
 
 MIN_WAITING = 0.5
-"""Fraction of a thread's completions that must be waiting before observations are prefilled. Waiting completions are
-idle, but prefilling a single observation takes as long as prefilling all of them."""
+"""Fraction of a thread's unfinished completions that must be waiting before observations are prefilled. Waiting
+completions are idle, but prefilling a single observation takes as long as prefilling all of them."""
 
 EXTRA_BURSTS = 2
 """Number of bursts that are decoded after `MIN_WAITING` is reached. With 0, each prefill would wait for the slowest
@@ -249,7 +250,7 @@ def wait_for(future: Future[Result], interrupt: Callable[[], None]) -> Result:
 def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
     """Sample multi-turn completions and return NumPy arrays. At most `at_once` groups are decoded together."""
     b, g = job.keys.shape
-    # With several processes, all must exchange observations in the same order, so they use one thread.
+    # With several processes, all must exchange observations in the same order, so each uses one thread.
     one_thread = job.mesh is not None or jax.process_count() > 1
     threads = 1 if one_thread else decode_threads(job.params, at_once, g, threads_per_core=2)
     size = at_once // threads

@@ -54,13 +54,13 @@ _jit_advantages = jax.jit(
 
 
 class RolloutSource:
-    """Source of rollouts, which samples completions from the current policy on request. Subclasses prefetch.
+    """A source of rollouts that samples completions from the current policy on request. Subclasses prefetch.
 
     Attributes:
       cursor: number of prompts in completed iterations. Checkpoints store it, so a resumed run repeats an interrupted
         iteration. Prompts and keys depend only on the position in the shuffled epochs.
       next_cursor: number of prompts in completed iterations and in the current one.
-      in_progress: whether an engine is sampling the prompts that start at `cursor`. Checkpoints store it.
+      in_progress: whether an engine is sampling completions for the prompts from `cursor` on. Checkpoints store it.
     """
 
     in_progress = False
@@ -81,7 +81,7 @@ class RolloutSource:
         return self.sample_at(state, start)
 
     def prefetch(self, state: TrainState, batch: Batch | None) -> AbstractContextManager[None]:
-        """Return a context that may sample the next completions. The device may still be computing `batch`."""
+        """Return a context manager that may sample the next completions. The device may still be computing `batch`."""
         return contextlib.nullcontext()
 
     def commit(self) -> None:
@@ -106,7 +106,7 @@ class RolloutSource:
         return with_old_log_probs(result, self.run.updater, params)
 
     def sample_with(self, params: Params, key: jax.Array, start: int, interrupt: Callable[[], None]) -> RolloutResult:
-        """Sample completions like `sample_at`, but without an engine's `old_log_probs`."""
+        """Sample completions like `sample_at`, but do not compute `old_log_probs` for an engine's completions."""
         run = self.run
         return sample(
             run.policy,
@@ -258,7 +258,7 @@ def sampling_params(state: TrainState) -> Params:
 
 
 def sampling_key(state: TrainState) -> jax.Array:
-    """Return the run's sampling key, into which each prompt's index is folded."""
+    """Return the run's sampling key, into which `generate` folds each prompt's index."""
     return jax.random.fold_in(state.key, 0)
 
 
@@ -281,8 +281,8 @@ def sample(
     """Sample completions for the rows of `data` at `row_indices`, with `generate` or with the engine `sampler`.
 
     The sampling keys are derived from `prompt_indices` [B]. Prompts are padded to `prompt_length` tokens, or to
-    more if an environment makes a prompt longer. `interrupt` is called repeatedly, and stops sampling by raising an
-    exception.
+    more if an environment makes a prompt longer. `interrupt` is called repeatedly, and may raise an exception to
+    stop sampling.
     """
     turn_ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     generate_fn: Callable[..., Completions] = generate
@@ -339,7 +339,7 @@ def call_reward_fns(
     on_error: str,
     trainer_state: TrainerState | None = None,
 ) -> Rewards:
-    """Return the reward functions' results for this process's rows, which may be empty."""
+    """Return the reward functions' results for this process's rows. A process may have no rows."""
     tokens, names = rollout.completions.tokens, reward_names(reward_fns)
     present = rollout.present  # all tokens of the completions, including observations
     g = np.shape(tokens)[1]

@@ -1,4 +1,4 @@
-"""A run's host-side state, shared by `train` and `sft`: logging, signals, evaluation, checkpoints and publishing."""
+"""The host-side state of a `train` or `sft` run: logging, signals, evaluation, checkpoints and publishing."""
 
 from __future__ import annotations
 
@@ -108,7 +108,10 @@ class Session:
     _warned_of_skipped: bool = False
 
     def start(self, state: TrainState, resume: str, *, donate: bool) -> Restored:
-        """Restore the latest checkpoint (if none, use `state`) and start logging. Arguments are as in `train`."""
+        """Restore the latest checkpoint, if any, and start logging. Returns the state to start from.
+
+        A new run starts from `state`. `train` documents `resume` and `donate`.
+        """
         # With `donate`, the caller's policy shares the params, which must stay intact if the restore fails.
         restored = self.checkpoints.restore(state, resume, keep_params=donate)
         self.progress = restored.progress or self.progress
@@ -150,7 +153,7 @@ class Session:
         self.monitor.completions(self.progress.step + 1, records)
 
     def log_update(self, metrics: dict[str, float]) -> None:
-        """Count an optimizer step. Every `logging_steps` steps and after the last, log means since the last log."""
+        """Count an optimizer step. If a log line is due, log the means of the metrics since the previous line."""
         run, progress = self.run, self.progress
         if run.schedule is not None:
             metrics["learning_rate"] = float(run.schedule(progress.step))
@@ -167,7 +170,7 @@ class Session:
     def check_skipped(
         self, state: TrainState, minibatch: Batch, metrics: Mapping[str, float], batch: Batch | None
     ) -> None:
-        """Warn about the first skipped update. Raise FloatingPointError after `max_skipped_updates` in a row."""
+        """Warn about the first skipped update. Raise FloatingPointError after `max_skipped_updates` in succession."""
         run, progress = self.run, self.progress
         step, limit = progress.step, run.config.max_skipped_updates
         exceeded = limit is not None and progress.skipped >= limit
@@ -181,7 +184,7 @@ class Session:
             raise FloatingPointError(
                 f"step {step}: {limit} consecutive updates were skipped, the limit set by max_skipped_updates. The loss"
                 f" or gradient was not finite; in the last update, {cause}. The skipped updates did not change the"
-                " policy. Fix the cause and call train again with the same run_dir to resume"
+                " policy. Fix the cause and repeat the call with the same run_dir to resume"
             )
         warnings.warn(
             f"step {step} was skipped, and params and optimizer state are unchanged: {cause}. Further skipped"
@@ -230,7 +233,7 @@ class Session:
                 self.publisher.checkpoint_saved(step, state.params, last=self.run.total_steps)
 
     def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Save the run after an error in rewards or sampling, except at step 0 or with several processes."""
+        """Save the run if sampling, rewards or evaluation failed, except at step 0 or with several processes."""
         step = self.progress.step
         if step == 0 or self.run_dir is None or jax.process_count() > 1:
             return
@@ -247,7 +250,8 @@ class Session:
     def end(self, state: TrainState, batch: Batch | None = None) -> TrainState:
         """Save the run if it was stopped, and return the final state.
 
-        Unless a signal ended the run, loads the best state and pushes it to the Hub if the config requests this.
+        Unless a signal ended the run, loads the best state (`load_best_model_at_end`) and pushes the returned state to
+        the Hub (`push_to_hub`).
         """
         progress = self.progress
         if self.stopping():
@@ -265,9 +269,9 @@ class Session:
 def describe_non_finite(
     updater: Updater, params: Params, batch: Batch, metrics: Mapping[str, float], tokenizer: Any = None
 ) -> str:
-    """Describe the first non-finite value found in a skipped update, with its prompt and completion.
+    """Return a description of the first non-finite value in a skipped update, with its prompt and completion.
 
-    `params` are the params before the update. All processes of a run must call this function.
+    `params` are the params before the update. All processes of a run must call this function together.
     """
     batch = fetch(batch)
     used = batch.mask if batch.advantages.ndim == 3 else batch.mask.any(axis=-1)

@@ -32,10 +32,10 @@ from grpo_jax.watch.monitor import Progress
 
 
 class PrefetchedRollouts(RolloutSource):
-    """A source that samples the next completions from the same policy while rewards are computed."""
+    """A source that samples the next completions, from the current policy, while the current rewards are computed."""
 
-    prefetched: RolloutResult | None = None  # completions from `cursor` on, which checkpoints store
-    _unconsumed: RolloutResult | None = None  # the next result of `next`
+    prefetched: RolloutResult | None = None  # completions for the prompts from `cursor` on, stored in checkpoints
+    _unconsumed: RolloutResult | None = None  # what `next` will return, if already sampled
 
     def set_prefetched(self, prefetched: RolloutResult | None) -> None:
         """Set the prefetched completions, for example from a checkpoint."""
@@ -104,7 +104,7 @@ class EngineRollouts(PrefetchedRollouts):
         self._worker.close()
 
     def start_sampling(self, state: TrainState) -> None:
-        """Start sampling from the params in `state` for the next prompts. The state may be updated in the meantime."""
+        """Start sampling completions for the next prompts from the params in `state`, which may then be donated."""
         run, params, start = self.run, sampling_params(state), self.next_cursor
         set_params: Callable[[Policy, Params], None] = getattr(run.sampler, "set_params")  # noqa: B009 (optional in `Sampler`)
         set_params(run.policy, params)

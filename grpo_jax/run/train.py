@@ -72,8 +72,8 @@ def train(
         row has a `prompt` (a string or a list of messages). Other columns are passed to reward functions by name.
       reward_fns: one or more reward functions with TRL's signature (`types.RewardFn`); may be [] with a `teacher`.
       config: training settings.
-      eval_dataset: rows to evaluate on before the first step, every `eval_steps` steps and after the last step, or a
-        dict of such datasets keyed by name, with metrics such as `eval/<name>/reward`.
+      eval_dataset: rows to evaluate on before the first step, every `eval_steps` steps and after the last step. Also
+        accepts a dict of such datasets, keyed by name; their metrics have names such as `eval/<name>/reward`.
       run_dir: directory for metrics, completions, checkpoints and the report. If None, no files are written. Only
         one run can use a directory at a time.
       resume: how to resume. "auto" resumes the run in `run_dir`, if any; the final state is bit-identical to an
@@ -85,10 +85,11 @@ def train(
       tools: sync or async functions that the policy may call between its turns. The chat template shows their
         signatures and docstrings, and their results are appended to the context before the policy's next turn.
       environment_factory: class or function without arguments that creates an environment for each completion
-        (`types.Environment`), or a dict of factories, selected by the dataset column `environment`. An
-        environment's public methods are tools, or its `respond(text)` returns the text after a turn. `reset(**row)` may
-        return text to append to the prompt. `get_reward()` returns an additional reward with weight 1, named after the
-        class. Reward functions with an argument `environments` receive the environments, except with `rollout_ahead`.
+        (`types.Environment`), or a dict of factories, selected by the dataset column `environment`. An environment's
+        public methods are tools. Its `respond(text)`, if defined, returns the text to append after a turn without tool
+        calls. `reset(**row)` may return text to append to the prompt. `get_reward()` returns an additional reward,
+        which is named after the class and has weight 1 by default. Reward functions with an argument `environments`
+        receive the environments, except with `rollout_ahead`.
       sampler: inference engine to sample with instead of `generate` (see `run.sampler.Sampler`). Evaluations during
         the run use `generate`.
       advantage_fn: function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns advantages of shape [B, G]
@@ -101,8 +102,8 @@ def train(
         (`run.teacher.Scorer`).
       donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
         memory of full fine-tuning with AdamW. Afterwards, any use of `policy.params` raises an error. The model,
-        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if `teacher`
-        uses the same arrays.
+        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if `teacher` shares
+        arrays with `policy`.
 
     Returns:
       The final `TrainState`, or the best checkpoint's state with `load_best_model_at_end`. Export it with

@@ -151,7 +151,7 @@ def test_failed_request_is_retried(server, fault):
 
 @pytest.mark.filterwarnings("ignore:.*Waiting up to")
 @pytest.mark.parametrize(
-    ("fault", "patience", "message"), [(429, 0.2, "returned status 429"), ("drop", 5, "failure 4 in one batch")]
+    ("fault", "patience", "message"), [(429, 0.2, "returned status 429"), ("drop", 5, "lost 4 times in this batch")]
 )
 def test_repeated_failures_end_the_batch(server, fault, patience, message):
     server.fault = lambda path, body, n: fault if path == "/v1/completions" and body["max_tokens"] > 1 else None

@@ -147,7 +147,7 @@ BAD = [
     (drawn, choices(token_ids=[3, 4, 5], logprobs={"token_logprobs": [-1.0] * 3}), "must return 1 to 2 token ids"),
     (drawn, choices(logprobs=None), "malformed response .TypeError: "),
     (drawn, log_probs(-1.0, "-1"), "malformed response .TypeError: "),
-    *((drawn, log_probs(-1.0, bad), "ValueError: log-probs must be at most 0 and finite; got")
+    *((drawn, log_probs(-1.0, bad), "ValueError: log-probs must be at most 0 and greater than -1e4; got")
       for bad in (-1e30, 0.5, float("nan"))),
     (scored, choices(prompt_logprobs=None), "malformed response .TypeError: "),
     *((scored, choices(prompt_logprobs=bad), "must return prompt_logprobs for all 2 tokens")
