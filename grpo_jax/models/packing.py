@@ -139,7 +139,7 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
     """Pack completions [B, G, T] into one or more sequences of the same shape.
 
     Groups are packed in order, with a group's longest completions first. Each completion is added to the first sequence
-    with enough free tokens among the last few (`OPEN_SEQUENCES`). A completion ends at its last True in the mask, and
+    with enough free blocks among the last few (`OPEN_SEQUENCES`). A completion ends at its last True in the mask, and
     empty completions are omitted. B must be divisible by the number of devices.
     """
     size, block, longest, whole = shape
