@@ -47,10 +47,7 @@ def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
 
 
 def memory_of(device: jax.Device) -> int | None:
-    """Return a device's memory in bytes, or None if it is unknown.
-
-    For a CPU, this is the machine's memory or, if lower, the container's memory limit.
-    """
+    """Return a device's memory in bytes, or None if unknown. For a CPU, this is the machine's or container's memory."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None or device.platform != "cpu":
         return limit

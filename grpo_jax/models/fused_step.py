@@ -143,8 +143,7 @@ def _step_attention_on_device(
 
     position = slot - first
     window = 2**30 if kernel.window is None else kernel.window
-    # The ranges of completion and prompt tiles that contain visible keys are [first_tile, end_tile) and
-    # [first_prompt_tile, end_prompt_tile).
+    # Completion tiles [first_tile, end_tile) and prompt tiles [first_prompt_tile, end_prompt_tile) have visible keys.
     full = slot >= slots  # whether the ring buffer is full, so that all slots are read
     first_tile = jnp.where(full, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
     end_tile = jnp.where(full, -(-slots // sizes[0]), slot // sizes[0] + 1)

@@ -69,10 +69,7 @@ _ragged_dot.defvjp(_forward, _backward)
 def _by_rows(
     implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, transposed: bool
 ) -> jax.Array:
-    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by w's transposes if `transposed`.
-
-    A program computes one tile of the result.
-    """
+    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by w's transposes if `transposed`. A program has one tile."""
     n, inner = x.shape
     outer = w.shape[1 if transposed else 2]
     most = _longest_side(x)

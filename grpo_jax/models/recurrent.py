@@ -292,8 +292,7 @@ def delta_rule(
       memory: [..., d_k, d_v] float32 memory before the first token.
       position: [..., N] int32 position of each token in its segment, broadcastable to the leading axes of q. N must be
         a multiple of `chunk`. If `position` is None, there is one segment, which continues from `memory`.
-      begins: [..., N / chunk, d_k, d_v] float32 initial memory for segments that start in each chunk. Required if
-        `position` is given.
+      begins: [..., N / chunk, d_k, d_v] float32 initial memory for segments that start in each chunk, with `position`.
       chunk: maximum number of tokens per chunk, a power of two.
       precision: precision of the matrix products, see `jax.lax.Precision`.
     """
@@ -351,8 +350,7 @@ def delta_rule(
 def inverse_of_unit_lower(x: jax.Array, precision: str | None = "highest") -> jax.Array:
     """Compute (I + x)⁻¹ for strictly lower triangular matrices x [..., n, n], where n is a power of two.
 
-    Inverts blocks of doubling size, [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]]. This is as accurate as
-    substitution.
+    Inverts blocks of doubling size, as accurately as substitution: [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]].
     """
     *leading, n, _ = x.shape
     inverse, size = jnp.ones((*leading, n, 1, 1), x.dtype), 1

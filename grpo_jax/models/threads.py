@@ -19,8 +19,7 @@ import jax
 from grpo_jax.types import Params
 
 CACHE_BYTES = 64 * 2**20
-"""Maximum size in bytes of params for which threads are used. Larger params do not fit in the cache, so each
-thread would read them from memory."""
+"""Maximum size in bytes of params for which threads are used. Larger params do not fit in the CPU's cache."""
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -40,8 +39,7 @@ def devices_of(params: Params) -> set[jax.Device]:
 def count_threads(params: Params, parts: int) -> int:
     """Return the number of threads for a batch with `parts` parts: one per core, but at most one per part.
 
-    Returns 1 if params are on a GPU, a TPU or several devices, or exceed `CACHE_BYTES`. The matrix products of
-    large models already use all cores.
+    Returns 1 if params are on a GPU, a TPU or several devices, or exceed `CACHE_BYTES`. Large products use all cores.
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
