@@ -348,7 +348,7 @@ def find_files(
 
 
 def hub_endpoint() -> str | None:
-    """Return the environment variable HF_ENDPOINT, or None if unset. huggingface_hub reads it only when imported."""
+    """Return the value of HF_ENDPOINT, or None if it is unset. huggingface_hub reads it only when imported."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 

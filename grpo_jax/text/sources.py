@@ -121,7 +121,7 @@ def check_finite(dataset: object, argument: str, max_steps: int) -> None:
 
 
 def _read_described(source: Json, argument: str) -> list[object]:
-    """Read a dataset described by a mapping: `path`, or `name` with `config` and `split`, and optionally `rows`."""
+    """Read the dataset that a mapping describes: `path`, or `name` with `config` and `split` (see `load_rows`)."""
     keys = sorted(map(str, source))
     if not {"path", "name"} & source.keys():
         advice = "for a DatasetDict, pass one split: dataset['train']"
