@@ -87,7 +87,10 @@ def accepts_any_keyword(fn: Callable[..., object]) -> bool:
 
 
 def arguments_of(fn: Callable[..., object]) -> dict[str, bool]:
-    """Return a function's keyword arguments, mapped to whether they are required. `reward_arguments` can add more."""
+    """Return a function's keyword arguments, each mapped to whether it is required.
+
+    The function's attribute `reward_arguments`, if any, adds arguments.
+    """
     parameters = [p for p in parameters_of(fn) if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     arguments = {p.name: p.default is p.empty for p in parameters if p.name not in _bound(fn)}
     return arguments | getattr(fn, "reward_arguments", {})

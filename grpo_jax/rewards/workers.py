@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from grpo_jax.types import RewardFn, Row
 
 START_SECONDS = 60.0  # time limit for a worker's imports
-ATTEMPTS = 3  # per batch; pebble abandons a pool if a worker dies while idle or before it acknowledges a call
+ATTEMPTS = 3  # limit per batch; pebble abandons a pool if a worker dies while idle or before it acknowledges a call
 OUT_OF_MEMORY = 86  # exit code of a worker whose function raised MemoryError
 _MAX_TEXT = 2000  # maximum length of an error message, and of a traceback, in characters
 

@@ -44,7 +44,7 @@ class DecodeState(flax.struct.PyTreeNode):
     """
 
     prefix: Prefix  # keys and values, or recurrent states, for the B prompts
-    cache: Cache  # keys and values, or states, for the completions, in a ring of slots; see `_squeeze_cache`
+    cache: Cache  # keys and values (or states) for the completions, in a ring of slots; see `_squeeze_cache`
     token: jax.Array  # [B, G] last token of each completion, not yet in the cache
     ended: jax.Array  # [B, G] True if the completion or its turn has ended
     keys: jax.Array  # [B, G] typed PRNG keys

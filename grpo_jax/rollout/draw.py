@@ -55,7 +55,7 @@ def draw(
 
 
 def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
-    """Return the mesh axes that shard the vocabulary during sampling. A shard consists of whole `vocabulary_blocks`."""
+    """Return the mesh axes that shard the vocabulary during sampling. Each shard has whole `vocabulary_blocks`."""
     if mesh is None:
         return ()
     blocks, width = vocabulary_blocks(size)
@@ -76,7 +76,7 @@ def draw_next(
         return draw(u, model.apply(variables, hidden, method="unembed"), sampling)
 
     if mesh is not None:
-        # With a sharded vocabulary, devices exchange only the sums and one block of logits per completion.
+        # With a sharded vocabulary, devices exchange only each block's mass and one block of logits per completion.
         axes = vocabulary_axes(model.config.vocab_size, mesh)
         rows = "data" if "data" in mesh.shape and u.shape[0] % mesh.shape["data"] == 0 else None
         place = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, PartitionSpec(rows)))

@@ -96,7 +96,7 @@ class Client:
             pause = min(2 * pause, 10.0)
 
     async def is_alive(self) -> bool:
-        """Return whether the server responds to `GET /health` with status 200 or 404."""
+        """Return whether the server responds to `GET /health` with status 200, or 404 if it has no such route."""
         try:
             return (await self._send_once("/health", None))[0] in (200, 404)
         except ConnectionLost:

@@ -55,7 +55,7 @@ MIN_PER_THREAD = 16
 """Minimum number of completions per thread, if several threads are used. Smaller matrix products are inefficient."""
 
 MAX_RELATIVE_COST = 0.8
-"""Maximum cost of the next layout relative to the current layout. A move copies the cache and may compile."""
+"""Maximum cost of the next layout relative to the current layout's. A move copies the cache and may compile."""
 
 
 Selection = tuple[np.ndarray, np.ndarray]
@@ -70,7 +70,7 @@ def num_cache_slots(length: int, *, fixed: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLayouts:
-    """The layouts of a rollout: the array shapes that it can use, of which the first is the largest.
+    """The layouts of a rollout: the array shapes that it can use, in decreasing order of size.
 
     The n-th layout uses only the n-th and later cache sizes, since it is reached late.
     """

@@ -208,7 +208,7 @@ def call_within(seconds: float | None, function: Function, *args: Any) -> Any:
 
 
 def as_text(value: object, *, limit: int = 20_000) -> str:
-    """Convert the result from a tool or an environment to text for the policy.
+    """Convert the result of a tool or an environment to text for the policy.
 
     Bytes are decoded; None becomes ""; lists, dicts and numbers become JSON; `str` converts all other values. Invalid
     Unicode is replaced. Text beyond `limit` characters is replaced with a note that states how many were omitted.
