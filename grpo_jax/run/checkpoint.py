@@ -59,8 +59,7 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints in a run directory. If `run_dir` is None, nothing is written or found.
 
-    If a save fails, OSError is raised by `save` or `wait`, or on exit from the context. Every method must be called in
-    all processes of the run.
+    If a save fails, `save`, `wait` or `__exit__` raises OSError. Each method must be called in all processes of a run.
     """
 
     def __init__(self, run_dir: str | Path | None, config: Config, identity: Json | None = None):
@@ -218,8 +217,7 @@ class Checkpoints:
         """Restore the newest readable checkpoint with the shardings of `state`. Returns `state` for a new run.
 
         The arrays of `state` are deleted before the checkpoint is read, except the params if `keep_params` is True.
-        Raises ValueError if settings changed (the message lists the differences), if no checkpoint can be read, or if
-        `resume` does not fit the contents of the run directory.
+        Raises ValueError if settings changed, if no checkpoint can be read, or if `resume` does not fit the directory.
         """
         steps = self.steps()
         self._check_mode(steps, resume)

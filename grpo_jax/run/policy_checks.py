@@ -130,11 +130,9 @@ def run_problems(
 
 def check_best_metric(config: Config, names: Iterable[str]) -> None:
     """Raise ValueError if `metric_for_best_model` is an evaluation metric whose name is not in `names`."""
-    metric, logged = config.metric_for_best_model or "", [f"eval/{name}" for name in names]
-    if metric.startswith("eval/") and metric not in logged:
-        raise ValueError(
-            f"metric_for_best_model = {metric!r} is not an evaluation metric; available: {', '.join(logged)}"
-        )
+    metric, known = config.metric_for_best_model or "", [f"eval/{name}" for name in names]
+    if metric.startswith("eval/") and metric not in known:
+        raise ValueError(f"metric_for_best_model={metric!r} is not an evaluation metric; available: {', '.join(known)}")
 
 
 def weight_problems(config: GRPOConfig, num_reward_fns: int) -> list[str]:

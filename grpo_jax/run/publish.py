@@ -152,9 +152,7 @@ def _write_card(
 def check_publishable(policy: Policy, what: str) -> None:
     """Raise ValueError if the model cannot be written as a checkpoint."""
     if not isinstance(policy.model, Transformer | LoraModel):
-        raise ValueError(
-            f"{what} has a custom model, which cannot be written as a checkpoint; use a policy from from_pretrained"
-        )
+        raise ValueError(f"{what} has a custom model, which cannot be written as a checkpoint; use a built-in model")
 
 
 def check_push(policy: Policy, run_dir: str | os.PathLike[str] | None) -> None:

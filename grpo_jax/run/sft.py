@@ -50,8 +50,7 @@ def sft(
 
     The update and the run directory are the same as in `train`. The loss is `maths.supervised.likelihood_loss`. With
     models from this package, examples are packed without padding, and their common prefix (BOS, a system prompt, tools)
-    is computed once per batch. Without a common prefix, or with images, each example is padded to a multiple of 64
-    tokens.
+    is computed once per batch. Without a common prefix, or with images, examples are padded to multiples of 64 tokens.
 
     Args:
       policy: policy from `from_pretrained`, with or without adapters (`add_lora`). Its params are copied and left

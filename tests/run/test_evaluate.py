@@ -50,7 +50,7 @@ def test_evaluation_reward_equals_training_reward():
 def test_unknown_metric_for_best_model_is_rejected_at_the_first_evaluation():
     how = {"metric_for_best_model": "eval/a/short", "eval_steps": 1, "max_completion_length": 4, "max_steps": 1}
     names = "eval/a/length, eval/a/reward, eval/a/mean_length, eval/a/clipped_ratio"
-    with pytest.raises(ValueError, match=rf"= 'eval/a/short' is not an evaluation metric; available: {names}"):
+    with pytest.raises(ValueError, match=rf"='eval/a/short' is not an evaluation metric; available: {names}"):
         train(tiny_policy(), ROWS, length, GRPOConfig(**how), eval_dataset={"a": ROWS})
 
 

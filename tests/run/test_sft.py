@@ -221,7 +221,7 @@ BAD = [
     ({"config": settings(eval_steps=2)}, "eval_steps = 2: needs an evaluation dataset; pass eval_dataset to sft"),
     ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
     ({"eval_dataset": ROWS, "config": settings(metric_for_best_model="eval/los", eval_steps=1)},
-        "metric_for_best_model = 'eval/los' is not an evaluation metric; available: eval/loss"),
+        "metric_for_best_model='eval/los' is not an evaluation metric; available: eval/loss"),
     ({"dataset": [{"input_ids": [1, 999]}]}, "the token id 999, but the model's vocabulary size is"),
     ({"config": settings(mesh={"data": 2}, router_aux_loss_coef=0.1)}, "router_aux_loss_coef = 0.1: the model is not"),
 ]  # fmt: skip
