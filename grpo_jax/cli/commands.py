@@ -164,6 +164,7 @@ def _has_checkpoints(run_dir: Path) -> bool:
 
 
 def _last_dir(run: RunFile, run_dir: Path) -> Path:
+    """Return the directory with the checkpoints of the latest stage: the run directory or, for SFT, its `sft`."""
     return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 

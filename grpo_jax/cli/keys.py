@@ -55,6 +55,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
 
 def _read_groups() -> dict[str, str]:
+    """Return the group of each config field: the comment above it in the source of the config."""
     groups: dict[str, str] = {}
     for module in (config, settings):
         title = ""

@@ -89,8 +89,8 @@ def kl_rising(history: History, config: GRPOConfig) -> str | None:
         return None
     return (
         f"the KL to the frozen reference rose from {means[0]:.3g} to {means[-1]:.3g} nats per token over the last"
-        f" {KL_WINDOW} logged steps. Set sync_ref_model=True to update the reference, or raise beta (now"
-        f" {config.beta:g}) or lower learning_rate to keep the policy closer to it"
+        f" {KL_WINDOW} logged steps. To keep the policy closer to the reference, raise beta (now {config.beta:g}) or"
+        " lower learning_rate. To update the reference instead, set sync_ref_model=True"
     )
 
 
@@ -143,7 +143,7 @@ def sampler_mismatch(history: History, config: GRPOConfig) -> str | None:
     return (
         f"the trainer's log-probs differ from the sampler's by up to {gap:.2g} nats in the last {WINDOW} logged steps."
         ' Check that the model computes the same logits with and without a cache. compute_dtype="float32" reduces'
-        " rounding errors, and off_policy_mask_threshold excludes the completions with the largest differences"
+        " rounding errors, and off_policy_mask_threshold excludes completions with A < 0 and a large mean difference"
     )
 
 

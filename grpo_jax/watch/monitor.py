@@ -302,7 +302,7 @@ class Monitor:
 
 
 def notify(callbacks: Iterable[Callback], step: int, metrics: Mapping[str, float]) -> bool:
-    """Call each callback with a copy of the metrics as Python scalars. Returns whether one raised `StopRun`."""
+    """Call each callback with a copy of the metrics as Python scalars. Returns whether any of them raised `StopRun`."""
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
     stop = False
     for callback in callbacks:
