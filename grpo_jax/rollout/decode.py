@@ -76,7 +76,7 @@ def _unsqueeze_cache(state: DecodeState) -> Cache:
 
 
 @compile_in_one_thread
-@functools.partial(jax.jit, static_argnames=("settings", "slots", "first_slot"))
+@functools.partial(jax.jit, static_argnames=("settings", "slots", "multi_turn"))
 def prefill(
     model: BuiltinModel,
     params: Params,
@@ -85,12 +85,12 @@ def prefill(
     *,
     settings: DecodeSettings,
     slots: int,
-    first_slot: int | None = None,
+    multi_turn: bool = False,
 ) -> tuple[DecodeState, Drawn]:
     """Prefill each prompt once and draw the first token of each of its completions.
 
-    `first_slot` is the first slot of completions with several turns, and None for single-turn completions. On a mesh,
-    the cached keys and values are sharded over prompts and heads. Returns the state, and `Drawn` with one step.
+    `multi_turn` is True for completions with several turns. On a mesh, the cached keys and values are sharded over
+    prompts and heads. Returns the state, and `Drawn` with one step.
     """
     b, g = keys.shape
     model, params = for_lookup((model, params), settings.mesh)
@@ -100,8 +100,8 @@ def prefill(
     tokens, log_probs = draw(step_uniforms(keys, 0, 1)[0], logits, settings.sampling)
     ended, stop_state = ended_by(tokens, initial_stop_state((b, g), settings), settings)
     cache, start = empty_cache(prefix.layers, g, slots), None
-    if first_slot is not None:
-        start = jnp.full((b, g), first_slot, jnp.int32)
+    if multi_turn:
+        start = jnp.zeros((b, g), jnp.int32)
     elif settings.mesh is None:
         cache = _squeeze_cache(cache)
     state = DecodeState(prefix, cache, tokens, ended, keys, start, stop_state)

@@ -37,9 +37,6 @@ from grpo_jax.types import Completions
 
 Result = TypeVar("Result")
 
-FIRST_SLOT = 16
-"""First cache slot of a new completion. Left padding of a short first observation goes into the slots before it."""
-
 CHUNK = 256
 """Maximum number of tokens per completion in one call of `prefill_chunk`."""
 
@@ -92,13 +89,13 @@ class _MultiTurnDecoder:
             len(groups), g, length, step_cost, shards=shard_count(job.mesh), multi_turn=True
         )
         self.layout_index, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # slots is the ring size
-        self.slot = FIRST_SLOT  # next slot of the active completions
+        self.slot = 0  # next slot of the active completions
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
         self.waiting: dict[int, Answer | None] = {}  # pending answers, keyed by table row
         self.bursts_waited = 0  # number of bursts since enough completions have been waiting
         prompts, keys = job.inputs(groups)
         self.device_state, drawn = prefill(
-            job.model, job.params, prompts, keys, settings=job.settings, slots=self.slots, first_slot=FIRST_SLOT
+            job.model, job.params, prompts, keys, settings=job.settings, slots=self.slots, multi_turn=True
         )
         self._record(self.rows, drawn)
 

@@ -184,7 +184,7 @@ def _sample_and_reward(
         )
     with phase("rewards"):
         rewards = gather_rewards(local_rewards, run.reward_fns)
-    metrics = {**rewards.stats, **rollout_metrics(config, rewards.values, rollout)}
+    metrics = dict(rewards.stats) | rollout_metrics(config, rewards.values, rollout)
     metrics |= rollout.episode_metrics | dict(rollout.engine_metrics)
     return rollout, rewards, means_of(rewards.logged_metrics) | metrics, batch
 

@@ -251,7 +251,7 @@ def test_blocks_are_counted_at_the_start_of_a_run(monkeypatch):
     said, rows = [], [*ROWS * 4, {"prompt": "x" * 40, "completion": "y"}]
     monkeypatch.setattr(Display, "say", lambda display, text: said.append(text))
     config = settings(packing=True, max_steps=-1, num_train_epochs=1, completion_only_loss=True, max_length=9)
-    with pytest.warns(UserWarning, match="dataset: 1 of 13 examples have no tokens in the loss and were dropped"):
+    with pytest.warns(UserWarning, match="1 of 25 examples have no tokens in the loss and were dropped"):
         run = prepare_sft(tiny_policy(), rows, config)
     with open_session(run, None, None) as session:
         session.start(new_state(run), "auto", donate=False)
