@@ -94,15 +94,12 @@ class RunFile:
     surrogate: Surrogate | None = None
 
 
-class _Problems(list[str]):
-    """Error messages of a run file."""
-
+class _Problems(list[str]):  # error messages of a run file
     def call(self, key: str, function: Callable[[*_Arguments], _R], *args: *_Arguments) -> _R | None:
         """Call a function and return its result, or None if the function raises ValueError or OSError.
 
-        The error is appended as "key = value: message", where the value is the function's first argument. If `key` is
-        empty, only the message is appended. Values of samplers and teachers are omitted: a server's URL may contain a
-        password.
+        The error is appended as "key = value: message", where the value is the function's first argument, or as
+        "message" if `key` is empty. Values of samplers and teachers are omitted, since a server's URL may contain a password.
         """
         try:
             return function(*args)
@@ -195,9 +192,8 @@ def _read_stages(specified: Json) -> tuple[str, ...]:
     stages = specified.get("stages", ["grpo"])
     if stages not in (["sft"], ["grpo"], ["sft", "grpo"]):
         raise ValueError(f"stages must be [sft, grpo], [sft] or [grpo]; got {show(stages)}")
-    if "sft" in stages and not isinstance(specified.get("sft"), dict):
-        got = show(specified.get("sft"))
-        raise ValueError(f"stages includes sft, so sft must be a mapping with data and SFTConfig fields; got {got}")
+    if "sft" in stages and not isinstance(sft := specified.get("sft"), dict):
+        raise ValueError(f"stages includes sft: sft must be a mapping with data and SFTConfig fields; got {show(sft)}")
     if "sft" not in stages and "sft" in specified:
         raise ValueError("sft is set, but stages does not include it; set stages: [sft, grpo], or remove sft")
     return tuple(stages)

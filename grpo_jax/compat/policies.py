@@ -48,10 +48,7 @@ def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> 
 
 
 def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
-    """Return the policy with a different tokenizer, if one is given. The tokenizer's EOS also ends completions.
-
-    `tokenizer` may also be a processor, whose tokenizer is used.
-    """
+    """Return the policy with the given tokenizer or processor, if any. The tokenizer's EOS also ends completions."""
     if tokenizer is not None:
         policy = policy.replace(tokenizer=getattr(tokenizer, "tokenizer", tokenizer))
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids

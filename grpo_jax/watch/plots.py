@@ -36,9 +36,8 @@ COLORS = {
 }
 """Maps meanings to (color on a light page, color on a dark page). The palette is based on Okabe and Ito's.
 
-`policy` is the trained policy, `start` the initial policy, and `reference` the reference. `high` and `low` are for
-maxima and minima and for values above and below a range, `nothing` for zero-signal groups, and `reward0` … for reward
-functions.
+`policy` is the trained policy, `start` the initial policy, and `reference` the reference. `high` and `low` are maxima
+and minima or values above and below a range, `nothing` is zero-signal groups, and `reward0` … are reward functions.
 """
 
 
