@@ -99,7 +99,7 @@ class _Problems(list[str]):  # error messages of a run file
         """Call a function and return its result, or None if the function raises ValueError or OSError.
 
         The error is appended as "key = value: message", where the value is the function's first argument, or as
-        "message" if `key` is empty. Values of samplers and teachers are omitted, since a server's URL may contain a password.
+        "message" if `key` is empty. Values of samplers and teachers are omitted: a server's URL may contain a password.
         """
         try:
             return function(*args)
