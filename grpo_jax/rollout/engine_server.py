@@ -216,13 +216,10 @@ class VLLM:
         except StatusError as error:
             if "already been loaded" in str(error):
                 return
-            fix = (
-                ". If the server cannot read the weights, pass a different directory to engines.vllm"
-                if "_path" in str(body)
-                else ""
-            )
+            fix = ""
             if error.status in (404, 405):
-                fix = (
-                    f". Start it as `{START_COMMAND}`, with access to {body.get('lora_path', 'the weights directory')}"
-                )
+                directory = body.get("lora_path", "the weights directory")
+                fix = f". Start it as `{START_COMMAND}`, with access to {directory}"
+            elif "_path" in str(body):
+                fix = ". If the server cannot read the weights, pass a different directory to engines.vllm"
             raise EngineError(f"{error}{fix}") from error

@@ -84,10 +84,8 @@ class _MultiTurnDecoder:
         self.answer_turn, self.max_turn_length = answer_turn, max_turn_length
         self.rows = job.rows(groups)  # [B', G'] table row at each position, −1 if empty
         g, p, length = job.keys.shape[1], job.prompts.tokens.shape[1], job.table.length
-        step_cost = decode_step_cost(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
-        self.layouts = DecodeLayouts.of(
-            len(groups), g, length, step_cost, shards=shard_count(job.mesh), multi_turn=True
-        )
+        cost = decode_step_cost(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
+        self.layouts = DecodeLayouts.of(len(groups), g, length, cost, shards=shard_count(job.mesh), multi_turn=True)
         self.layout_index, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # slots is the ring size
         self.slot = 0  # next slot of the active completions
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn

@@ -27,10 +27,7 @@ _Config = TypeVar("_Config", GRPOConfig, SFTConfig)
 
 
 def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None, _Config]:
-    """Return the run's mesh, if any, and the config with the mesh's axis sizes.
-
-    Without a mesh in the config, the run uses the mesh that the policy's params are sharded over.
-    """
+    """Return the config's mesh, or else the mesh of the policy's params, if any; and the config with this mesh."""
     mesh = mesh_of(policy.params) if config.mesh is None else make_mesh(config.mesh)
     if mesh is None:
         return None, config
