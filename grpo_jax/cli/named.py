@@ -41,7 +41,7 @@ def is_reference(text: object) -> TypeGuard[str]:
 def find(text: object, folder: Path) -> Any:
     """Return the object that `module:name` or `file.py:name` refers to.
 
-    Files are relative to `folder`. Modules in `folder` can also be imported, but installed modules take precedence.
+    Paths of files are relative to `folder`. Modules in `folder` can be imported, but installed modules take precedence.
     Raises ValueError if the module or name does not exist, or if importing the module fails.
     """
     if not is_reference(text):

@@ -141,7 +141,7 @@ def draw_tokens(
 
 
 def _masses_in_passes(parts: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return each row's largest logit and each block's Σ exp(logit − largest), in two passes that CPUs vectorize."""
+    """Compute each row's largest logit, then each block's Σ exp(logit − largest). CPUs vectorize both passes."""
     top = parts.max(axis=(axis - 1, axis), keepdims=True)
     return top.squeeze(axis), jnp.exp(parts - top).sum(axis=axis)
 

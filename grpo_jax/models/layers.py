@@ -123,7 +123,7 @@ def _delay(codes: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _delay_on_cpu(codes: jax.Array, x: jax.Array) -> jax.Array:
-    """XOR codes with a zero computed from x, since XLA's CPU backend ignores barriers when it schedules operations."""
+    """XOR codes with a zero computed from x, so that they depend on x. XLA's CPU scheduler ignores barriers."""
     bits = jax.lax.bitcast_convert_type(x[0, 0].astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     return codes ^ jnp.minimum(bits, 0).astype(codes.dtype)
 

@@ -43,7 +43,7 @@ def _llama3(inverse: np.ndarray, n: Settings, rope: Rope, length: int) -> tuple[
 
 
 def _yarn(inverse: np.ndarray, n: Settings, rope: Rope, length: int) -> tuple[np.ndarray, float]:
-    """Scale like `_llama3`, but with a ramp over dimensions, and a temperature (YaRN; Peng et al. 2023, eq. 22–25)."""
+    """Scale frequencies along a ramp over dimensions, and compute a temperature (YaRN; Peng et al. 2023, eq. 22–25)."""
     d, original = 2 * len(inverse), n["original_max_position_embeddings"]
     factor = n["factor"] or n["max_position_embeddings"] / original
 

@@ -126,7 +126,7 @@ def decode(
 
     The loop stops when all completions have ended. If `fixed`, it runs all `steps`, because a data-dependent loop on an
     accelerator or a mesh would wait for the host. `count` is the maximum number of tokens to draw: [B, G] for
-    multi-turn completions, or a scalar for single-turn completions, which is ignored if `fixed`.
+    multi-turn completions, or a scalar for single-turn completions. The scalar is ignored if `fixed`.
     """
     b, g = state.token.shape
     chex.assert_shape([state.ended, state.keys], (b, g))

@@ -172,7 +172,7 @@ def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: b
 def with_encoder(
     policy: Policy, parts: Mapping[Key, Encoded], mesh: jax.sharding.Mesh | None = None, params: Params = None
 ) -> dict[Key, Encoded]:
-    """Return encoded datasets, with an `ImageEncoder` if any of them has images.
+    """Add an `ImageEncoder` to each of the encoded datasets if any of them has images.
 
     A trained tower in `params`, or in the frozen base of adapters, is used instead of the checkpoint's tower.
     """

@@ -95,7 +95,7 @@ class RolloutResult(NamedTuple):
         )
 
     def join(self, other: RolloutResult) -> RolloutResult:
-        """Concatenate two rollouts, without environments. Prompts are padded to the longer of the two lengths."""
+        """Concatenate two rollouts and drop their environments. Pads prompts to the longer of the two lengths."""
 
         def joined(x: np.ndarray, y: np.ndarray) -> np.ndarray:
             shape = np.maximum(x.shape, y.shape)[1:]

@@ -57,7 +57,7 @@ class Conversation:
         return reply
 
     async def get_response(self, dialect: Foreign, body: Json, *_: object, **__: object) -> Foreign:
-        """Return the policy's turn for a request from the model server. Part of the `verifiers` client interface."""
+        """Answer a request to the model with the policy's turn. Part of the `verifiers` client interface."""
         messages: Messages = body["messages"]
         if list(map(_role_and_text, messages[: len(self._seen)])) != self._seen:
             raise ValueError("the environment must not change earlier messages, which are part of the completion")

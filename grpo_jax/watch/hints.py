@@ -66,7 +66,7 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
 
 
 def truncated(history: History, config: GRPOConfig) -> str | None:
-    """Return a hint if almost all completions are truncated, so that rewards are computed from incomplete text."""
+    """Return a hint if almost all completions are truncated. Their rewards are computed from incomplete text."""
     fraction, turns = _mean(history, "completions/clipped_ratio"), _mean(history, "turns/mean") or 0.0
     if fraction is None or fraction < (0.9 if turns > ONE_TURN else 0.995):
         return None
