@@ -17,7 +17,7 @@ foreign_names: list[Callable[[], Mapping[str, str]]] = []
 
 
 def show(value: object, limit: int = 100) -> str:
-    """Return the repr of a value, truncated to `limit` characters."""
+    """Return the repr of a value, in which all characters after the first `limit` are replaced with "…"."""
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
 

@@ -98,7 +98,8 @@ def merge_lora(policy: Policy) -> Policy:
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
     """Write adapters in PEFT's format as float32, together with the tokenizer.
 
-    If the base stores several projections as one tensor (Phi-3), their adapters are combined, and their ranks add up.
+    If the base stores several projections as one tensor (Phi-3), their adapters are
+    combined into one, whose rank is the sum of their ranks.
 
     Args:
       directory: path of the directory to write; see `save_pretrained`.

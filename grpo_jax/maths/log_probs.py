@@ -38,7 +38,7 @@ def token_log_probs(logits: jax.Array, tokens: jax.Array, *, temperature: float 
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers; got dtype {tokens.dtype}.")
     if not temperature > 0:
-        raise ValueError(f"temperature must be > 0; got {temperature!r}. For greedy completions, use temperature=1.0.")
+        raise ValueError(f"temperature must be > 0; got {temperature!r}. To score greedy completions, use 1.0.")
     return log_probs_of(process_logits(logits, Sampling(temperature)), tokens)
 
 

@@ -83,8 +83,8 @@ def grpo_loss_terms(
         metrics = finalize_metrics(merge_metrics(...))
 
     Args:
-      settings: the arguments of `grpo_loss` that are fields of `LossSettings`. Arguments not listed here are passed
-        directly, as in `grpo_loss`.
+      settings: replaces the arguments of `grpo_loss` that are fields of `LossSettings`. The other arguments, if not
+        listed here, are the same as in `grpo_loss`.
       num_rows: number of rows in the minibatch. If None, the rows in this call are counted.
       num_tokens: number of tokens with mask 1 in the minibatch. If None, the tokens in this call are counted.
       num_selected_tokens: number of selected tokens in the minibatch. If None, those in this call are counted.
@@ -118,11 +118,11 @@ def grpo_loss_terms(
     chex.assert_shape(log_weights, mask.shape[:-1])
     inputs = SurrogateInputs(l, log_ratio, w, A, mask, log_weights)
     p = like_log_probs("the result of surrogate", surrogate(inputs, settings), l)
-    token_sums: dict[str, jax.Array] = {}
+    per_token: dict[str, jax.Array] = {}
     if settings.off_policy_mask_threshold is not None:
         keep = off_policy_mask(inputs, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
         p = jnp.where(keep, p, 0)
-        token_sums["off_policy_fraction"] = ~keep
+        per_token["off_policy_fraction"] = ~keep
     if entropies is not None:
         entropies = like_log_probs("entropies", entropies, l)
         if selected is None and not is_static_zero(1 - settings.top_entropy_quantile):
@@ -136,10 +136,10 @@ def grpo_loss_terms(
     sums = {"policy_loss": loss, "kl_bounded_tokens": jnp.zeros_like(count), "kl_in_loss": jnp.zeros_like(loss)}
 
     # KL term.
-    token_sums["kl"] = jnp.zeros_like(l)
+    per_token["kl"] = jnp.zeros_like(l)
     if ref_log_probs is not None:
         d = l - masked(sg(like_log_probs("ref_log_probs", ref_log_probs, l)), mask)
-        token_sums["kl"], sums["kl_bounded_tokens"] = k3(d), jnp.sum(d < -MAX_LOG_RATIO)
+        per_token["kl"], sums["kl_bounded_tokens"] = k3(d), jnp.sum(d < -MAX_LOG_RATIO)
         if not is_static_zero(settings.beta):
             sums["kl_in_loss"] = reduction(settings.beta * kl_term(inputs, d, settings), mask, counts)
             loss = loss + sums["kl_in_loss"]
@@ -151,9 +151,9 @@ def grpo_loss_terms(
         num_selected_tokens = total if num_selected_tokens is None else num_selected_tokens
         sums["entropy_bonus"] = entropy_coef * sums["selected_entropy_sum"] / jnp.maximum(num_selected_tokens, 1)
         loss = loss - sums["entropy_bonus"]
-        token_sums["entropy"] = entropies
+        per_token["entropy"] = entropies
 
-    return loss, _gather_metrics(loss, surrogate, inputs, settings, sums, token_sums)
+    return loss, _gather_metrics(loss, surrogate, inputs, settings, sums, per_token)
 
 
 def _gather_metrics(
@@ -162,13 +162,13 @@ def _gather_metrics(
     inputs: SurrogateInputs,
     settings: LossSettings,
     sums: dict[str, jax.Array],
-    token_sums: dict[str, jax.Array],
+    per_token: dict[str, jax.Array],
 ) -> MetricSums:
     """Collect the metrics from one call. Arrays [..., T] are summed over tokens with mask 1."""
     w, mask = inputs.ratio, inputs.mask
     clips = clip_events(surrogate, inputs, settings)
-    token_sums = {**token_sums, "ratio_mean": w, "approx_kl_old": k3(-inputs.log_ratio), **clips}
-    sums = sums | {name + "_sum": total for name, total in token_totals(token_sums, mask).items()}
+    per_token = {**per_token, "ratio_mean": w, "approx_kl_old": k3(-inputs.log_ratio), **clips}
+    sums = sums | {name + "_sum": total for name, total in token_totals(per_token, mask).items()}
     sums |= {"loss": loss, "tokens": jnp.sum(mask), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     maxes = {"ratio_max": jnp.max(w, initial=0, where=mask)}
     # Counts are also converted to float, so that metrics can be averaged over steps and devices.

@@ -34,7 +34,7 @@ class Stops:
       strings: the stop strings.
       digest: hash of the arrays, for equality comparison.
       kinds: [N + 1] unsigned integer, kind of each of N tokens. The last entry is for ids ≥ N, which have no text.
-      table: [kinds, S + 1] int32, next state for each kind and state. In the final state S, a string has been found.
+      table: [K, S + 1] int32, next state for each of K kinds and each state. State S is reached if a string is found.
     """
 
     strings: tuple[str, ...]

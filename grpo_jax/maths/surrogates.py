@@ -28,7 +28,10 @@ from grpo_jax.maths.kl import KL_ESTIMATORS
 
 
 class SurrogateInputs(NamedTuple):
-    """Inputs to a surrogate: arrays [..., T]. Where `mask` is False, log-probs, log-ratios and advantages are 0."""
+    """Inputs to a surrogate, with shape [..., T] except for `log_weights`.
+
+    Where `mask` is False, log-probs, log-ratios and advantages are 0.
+    """
 
     log_probs: jax.Array  # l; gradients flow only through log_probs, log_ratio and ratio
     log_ratio: jax.Array  # l − l_old

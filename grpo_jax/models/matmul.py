@@ -152,11 +152,11 @@ def dot_float32(x: jax.Array, y: jax.Array, contract: Axes, precision: jax.lax.P
 
 
 def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes, dtype: DTypeLike | None = None) -> jax.Array:
-    """Contract one axis of matrix x with one axis of matrix y in float32. Returns `dtype`, by default x.dtype.
+    """Contract one axis of matrix x with one axis of matrix y in float32. The result has `dtype` (default: x.dtype).
 
     `contract` = (1, 0) computes x y, (1, 1) computes x yᵀ, and (0, 0) computes xᵀ y. Both operands are rounded to the
-    narrower of their dtypes, also in the products with cotangents, whereas the derivative of `dot_float32` followed by
-    a conversion would use float32. Cotangents have the dtypes of x and y.
+    narrower of their dtypes, including in the products with cotangents, whereas the derivative of `dot_float32`
+    followed by a conversion would use float32. Cotangents have the dtypes of x and y.
     """
     return _dot_p.bind(x, y, contract=contract, dtype=jnp.dtype(dtype or x.dtype))
 

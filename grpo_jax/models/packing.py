@@ -192,7 +192,8 @@ def balanced_order(tokens: np.ndarray, devices: int) -> np.ndarray:
 def order_prompts(work: np.ndarray, has_gradient: np.ndarray, *, bins: int, bin_size: int) -> np.ndarray:
     """Return prompt indices in consecutive bins of `bin_size` prompts, where −1 marks an empty position.
 
-    Prompts with a gradient (`has_gradient` [B]) come first. Every `bins` consecutive bins have similar total `work`.
+    Prompts that have a gradient (`has_gradient` [B]) are in the first groups of `bins` bins. Within a group, the bins
+    have similar total `work`.
     """
     order = np.argsort(~has_gradient, kind="stable")
     order = np.pad(order, (0, -len(order) % (bins * bin_size)), constant_values=-1).reshape(-1, bins * bin_size)

@@ -97,7 +97,7 @@ class Tiles(flax.struct.PyTreeNode):
 
 
 class Inputs(NamedTuple):
-    """Queries [A, H, N, d], keys and values [A, H, S, d], and the lists of tiles. N and S are multiples of the tile size."""
+    """Queries [A, H, N, d], keys and values [A, H, S, d] and lists of tiles. N and S are multiples of the tile size."""
 
     q: jax.Array
     k: jax.Array

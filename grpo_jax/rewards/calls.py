@@ -54,10 +54,10 @@ class Rewards(NamedTuple):
 
     Attributes:
       values: rewards [B, G, K] float32, finite, or NaN for "not scored".
-      stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (omitted
-        for fewer than 1 and 2 of them, respectively; ddof 1 as in TRL), `/missing` (fraction of completions without a
-        score), `/errors` (number of completions affected by errors) and `/seconds`. `rewards/unscored` is the fraction
-        of completions that no function scored.
+      stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (`/mean` is omitted
+        if there are none, and `/std`, with ddof 1 as in TRL, if there are fewer than 2), `/missing` (fraction of
+        completions without a score), `/errors` (number of completions affected by errors) and `/seconds`.
+        `rewards/unscored` is the fraction of completions that no function scored.
       parts: rewards per turn or token, if a function returned them. `values` contains the sum for each completion.
       logged_metrics: values logged with `log_metric`, keyed by name.
       logged_columns: values logged with `log_extra`, one dict for each of the B·G completions.

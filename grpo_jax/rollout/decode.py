@@ -110,7 +110,7 @@ def prefill(
 
 
 @compile_in_one_thread
-@functools.partial(jax.jit, static_argnames=("settings", "steps", "fixed"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("settings", "steps", "all_steps"), donate_argnames=("state",))
 def decode(
     model: BuiltinModel,
     variables: Variables,
@@ -120,13 +120,13 @@ def decode(
     *,
     settings: DecodeSettings,
     steps: int,
-    fixed: bool = False,
+    all_steps: bool = False,
 ) -> tuple[DecodeState, Drawn]:
     """Draw up to `steps` tokens for each completion, starting at `slot`. Returns the new state and the drawn tokens.
 
-    The loop stops when all completions have ended. If `fixed`, it runs all `steps`, because a data-dependent loop on an
-    accelerator or a mesh would wait for the host. `count` is the maximum number of tokens to draw: [B, G] for
-    multi-turn completions, or a scalar for single-turn completions. The scalar is ignored if `fixed`.
+    The loop stops when all completions have ended. If `all_steps`, it runs all `steps`, because a data-dependent loop
+    on an accelerator or a mesh would wait for the host. `count` is the maximum number of tokens to draw: [B, G] for
+    multi-turn completions, or a scalar for single-turn completions. The scalar is ignored if `all_steps`.
     """
     b, g = state.token.shape
     chex.assert_shape([state.ended, state.keys], (b, g))
@@ -139,7 +139,7 @@ def decode(
     # On a mesh, the head is resharded once per burst, outside the loop. With several turns it is not resharded, so that
     # logits are rounded in the same way as in `prefill_chunk`.
     mesh, axes = settings.mesh, vocabulary_axes(model.config.vocab_size, settings.mesh)
-    head_model, head = for_head((model, variables), None if multi_turn else mesh, axes)
+    head_model, head_variables = for_head((model, variables), None if multi_turn else mesh, axes)
 
     def unfinished(carry: Carry) -> jax.Array:
         i, ended = carry[0], carry[3]
@@ -157,7 +157,7 @@ def decode(
             write=~ended[..., None] if multi_turn else None,
             method="hidden",
         )
-        drawn, log_prob = draw_next(head_model, head, u[i], hidden[:, :, 0], settings)
+        drawn, log_prob = draw_next(head_model, head_variables, u[i], hidden[:, :, 0], settings)
         drawn = jnp.where(ended, settings.pad_token_id, drawn)
         tokens = tokens.at[i].set(drawn)
         log_probs = log_probs.at[i].set(jnp.where(ended, 0.0, log_prob))
@@ -169,7 +169,7 @@ def decode(
         return i + 1, cache, drawn, ended, stop_state, tokens, log_probs, mask
 
     carry = (jnp.int32(0), state.cache, state.token, state.ended, state.stop_state, tokens, log_probs, mask)
-    if fixed:
+    if all_steps:
         carry = jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), carry)
     else:
         carry = jax.lax.while_loop(unfinished, step, carry)
@@ -191,7 +191,7 @@ def prefill_chunk(
     *,
     settings: DecodeSettings,
 ) -> tuple[DecodeState, jax.Array, jax.Array]:
-    """Prefill right-aligned tokens [B, G, N], starting at `slot`, and draw the next token.
+    """Prefill a chunk of right-aligned observation tokens [B, G, N], starting at `slot`, and draw the next token.
 
     `valid` [B, G, N] is False on padding. Returns the state with the new cache, and the next tokens and their log-probs
     [B, G]. The next tokens are valid only after the last chunk, and only where the last entry of `valid` is True.

@@ -112,8 +112,8 @@ def generate(
       as_numpy: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
 
     Returns:
-      `Completions` with the sampled tokens' log-probs, through which no gradient flows. With `answer_turn`, `mask`
-      is True on sampled tokens, `present` also on observed tokens, and `ended` where the last answer is None.
+      `Completions` with the sampled tokens' log-probs, through which no gradient flows. With `answer_turn`, `mask` is
+      True on sampled tokens, `present` also on observed tokens, and `ended` for completions whose last answer is None.
 
     Raises:
       ValueError: if a shape, count or sampling setting is invalid.
@@ -219,7 +219,7 @@ class _SingleTurnRollout:
             model, params, settings = job.model, job.params, job.settings
             shapes, _ = prefill.eval_shape(model, params, *job.inputs(part), settings=settings, slots=self.slots)
             state = shape_structs_like(shapes, (params, model))
-            burst = functools.partial(decode.lower, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
+            burst = functools.partial(decode.lower, settings=settings, steps=layouts.steps, all_steps=layouts.all_steps)
             burst(model, job.decode_variables, state, 0, 0).compile()
 
     @property
@@ -244,10 +244,10 @@ class _SingleTurnRollout:
         if self.slot >= self.slots < layouts.slots[-1]:
             self.slots = layouts.slots[layouts.slots.index(self.slots) + 1]
             self.states = tuple(grow(state, slots=self.slots, mesh=job.mesh) for state in self.states)
-        count = layouts.steps if layouts.fixed else min(layouts.steps, self.slots - self.slot)
+        count = layouts.steps if layouts.all_steps else min(layouts.steps, self.slots - self.slot)
 
         def decode_state(state: DecodeState) -> DecodeResult:
-            burst = functools.partial(decode, settings=job.settings, steps=layouts.steps, fixed=layouts.fixed)
+            burst = functools.partial(decode, settings=job.settings, steps=layouts.steps, all_steps=layouts.all_steps)
             return burst(job.model, job.decode_variables, state, self.slot, count)
 
         self.states, drawn = self._run(decode_state, self.states)

@@ -62,10 +62,10 @@ Selection = tuple[np.ndarray, np.ndarray]
 """Indices of the groups to keep [B''], and of the completions to keep in each of these groups [B'', G'']."""
 
 
-def num_cache_slots(length: int, *, fixed: bool) -> int:
-    """Return the number of slots for `length` tokens; the last token needs no slot. See `DecodeLayouts` for `fixed`."""
+def num_cache_slots(length: int, *, round_up: bool) -> int:
+    """Return the number of slots for `length` tokens; the last token needs no slot. Rounds to `SLOT_MULTIPLE`."""
     slots = max(1, length - 1)
-    return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else slots
+    return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE if round_up else slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class DecodeLayouts:
     shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) in each layout; the first contains all
     slots: tuple[int, ...]  # cache sizes in increasing order
     steps: int  # number of steps per burst
-    fixed: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host
+    all_steps: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host
     step: StepCost  # cost of a decode step with the largest cache
     shards: int = 1  # number of devices over which groups are sharded; groups do not change devices
 
@@ -92,7 +92,7 @@ class DecodeLayouts:
         *,
         shards: int = 1,
         multi_turn: bool = False,
-        fixed: bool = False,
+        all_steps: bool = False,
         grows: bool = True,
     ) -> DecodeLayouts:
         """Compute the layouts for [groups, width] completions of at most `length` tokens.
@@ -100,14 +100,14 @@ class DecodeLayouts:
         `multi_turn` is True if completions have several turns, each with any number of bursts. `grows` is True if steps
         also read empty slots, so that a smaller cache is faster.
         """
-        max_slots, tokens = num_cache_slots(length, fixed=fixed), max(1, length - 1)
+        max_slots, tokens = num_cache_slots(length, round_up=all_steps), max(1, length - 1)
         # Bursts end where the cache grows. A short rollout is divided into bursts of equal length, so that few steps
         # run after all completions have ended.
         steps = BURST if tokens > MIN_SLOTS else -(-tokens // -(-tokens // BURST))
         slots = [max_slots]
         if grows:
             first = max(MIN_SLOTS, -(-length // 4))
-            first = -(-first // SLOT_MULTIPLE) * SLOT_MULTIPLE if fixed else first
+            first = -(-first // SLOT_MULTIPLE) * SLOT_MULTIPLE if all_steps else first
             slots = [*(n for n in (first, 2 * first) if n < max_slots), max_slots]
         shapes = [(groups, width)]
         # Completions move at most once between bursts.
@@ -118,7 +118,7 @@ class DecodeLayouts:
             if smaller is None:
                 break
             shapes.append(smaller)
-        return cls(tuple(shapes), tuple(slots), steps, fixed, step, shards)
+        return cls(tuple(shapes), tuple(slots), steps, all_steps, step, shards)
 
     def smaller(self, layout: int, slots: int, active: np.ndarray) -> tuple[int, int, Selection] | None:
         """Return the cheapest smaller layout that holds all active completions, or None if no move saves enough.
@@ -226,10 +226,10 @@ def choose_layouts(
 ) -> DecodeLayouts:
     """Return the layouts for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
-    slots = num_cache_slots(length, fixed=not cpu)
+    slots = num_cache_slots(length, round_up=not cpu)
     step = decode_step_cost(model, params, prompt_length, slots, cpu=cpu)
     grows = not _skips_empty_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
-    return DecodeLayouts.of(groups, width, length, step, shards=shards, fixed=not cpu, grows=grows)
+    return DecodeLayouts.of(groups, width, length, step, shards=shards, all_steps=not cpu, grows=grows)
 
 
 def _skips_empty_slots(model: BuiltinModel, completions: int, keys: tuple[int, int], devices: int) -> bool:

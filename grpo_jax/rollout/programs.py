@@ -135,7 +135,7 @@ def decode_call(
         state = shape_structs_like(state, (shapes, argument))
     else:
         state = place_state(state, mesh, _constrained_shape)
-    burst = functools.partial(decode, settings=settings, steps=layouts.steps, fixed=layouts.fixed)
+    burst = functools.partial(decode, settings=settings, steps=layouts.steps, all_steps=layouts.all_steps)
     return functools.partial(burst, argument, variables, state, 0, 0)
 
 

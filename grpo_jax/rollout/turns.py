@@ -58,7 +58,8 @@ TRUNCATED = range(2**31 - 1)
 class AnswerTurn(Protocol):
     """A function that answers turns. It is called once per turn, from any thread, and returns a future without waiting.
 
-    If several processes sample the same completions together, exactly one process answers each completion.
+    If several processes sample the same completions together, exactly one process answers each completion; the
+    others return None.
     """
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Answer | None:

@@ -73,7 +73,7 @@ class RolloutSource:
         self.cursor = self.next_cursor = cursor
 
     def wait_pending(self, state: TrainState) -> None:
-        """Wait for pending completions. Must be called before an update changes the params that are sampled from."""
+        """Wait for pending completions. Must be called before the params that they are sampled from are overwritten."""
 
     def next(self, state: TrainState) -> RolloutResult:
         """Sample and return completions for the next prompts."""
@@ -177,7 +177,7 @@ def _sample_and_reward(
     if not config.dynamic_sampling:
         with phase("reference"):  # on accelerators, dispatches the computation without waiting for it
             batch = _make_batch(run, state, rollout)
-    # Time in an inner phase is not counted in the outer one, so only the wait for sampling after the rewards is added.
+    # Phases exclude the time of inner phases, so the outer "rollout" measures only the wait for sampling after rewards.
     with phase("rollout"), source.prefetch(state, batch), phase("rewards"):
         local_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state

@@ -103,7 +103,7 @@ class ImageEncoder:
         return arrays
 
     def _feature_index(self, counts: Sequence[Sequence[int]], first_tile: Sequence[int], per_tile: int) -> Any:
-        """Return indices [B, N] into the tiles' flattened features. Each prompt's tiles start at index `first_tile`."""
+        """Return indices [B, N] into the tiles' flattened features. The tiles of prompt b start at `first_tile[b]`."""
         feature_index = np.zeros((len(counts), self.num_tokens), np.int32)
         for row, used, start in zip(feature_index, counts, first_tile, strict=True):
             indices = [per_tile * tile + np.arange(count) for tile, count in enumerate(used, start)]

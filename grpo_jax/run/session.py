@@ -187,8 +187,8 @@ class Session:
                 " policy. Fix the cause and repeat the call with the same run_dir to resume"
             )
         warnings.warn(
-            f"step {step} was skipped, and params and optimizer state are unchanged: {cause}. Further skipped"
-            " updates are only counted in the metric update_skipped",
+            f"the update at step {step} was skipped: {cause}. The params and the optimizer state are unchanged. Further"
+            " skipped updates are only counted in the metric update_skipped",
             RuntimeWarning,
             stacklevel=3,  # points to the caller of this method, in `train` or `sft`
         )

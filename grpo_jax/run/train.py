@@ -116,7 +116,7 @@ def train(
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
       SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The
-        current update or reward call is completed first, or with several processes, the current batch and one
+        current update or reward call is completed first. With several processes, this is the current batch and one
         update. Then, a checkpoint is saved. The resumed run repeats an unfinished rollout and its rewards. Without
         `run_dir`, signals are not handled.
 

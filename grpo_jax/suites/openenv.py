@@ -135,6 +135,6 @@ class OpenEnv:
             return as_text(fields)
         if self._observation not in fields:
             raise ValueError(
-                f"observation={self._observation!r} must be one of the server's fields {', '.join(fields)}"
+                f"observation={self._observation!r} must be a field of the server's observations: {', '.join(fields)}"
             )
         return as_text(fields[self._observation])

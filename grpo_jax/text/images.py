@@ -177,8 +177,8 @@ def encode_texts(
         count, required = list(ids).count(processor.image_token_id), sum(processor.num_tokens(*x) for x in text_sizes)
         if count != required:
             raise ValueError(
-                f"{name} has {count} image tokens ({processor.image_token!r}), but its images require {required};"
-                " remove the token from the text, or use the checkpoint's tokenizer"
+                f"the number of image tokens ({processor.image_token!r}) in {name} is {count}, but its images require"
+                f" {required}; remove additional tokens from the text, or use the checkpoint's tokenizer"
             )
     return token_ids
 

@@ -59,13 +59,13 @@ CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Keeps activations in cache."""
 
 CPU_CAST_TOKENS = 1024
-"""Like `CPU_TOKENS`, if products are summed in float32 (`models.matmul`), which casts the weights once per sequence."""
+"""Replaces `CPU_TOKENS` if weights are cast once per sequence for products with float32 sums (`models.matmul`)."""
 
 ACCELERATOR_TOKENS = 32768
 """Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Target for prompt tokens per part and device, unless N / 16 is larger. Bounds the stored activations."""
+"""Target for prompt tokens per part and device, unless a sixteenth of a sequence is larger. Bounds activations."""
 
 
 class Part(flax.struct.PyTreeNode):
@@ -203,10 +203,10 @@ class PackedUpdater(Updater):
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
         gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
-        # All parts have the same number of sequences, the maximum for any completion lengths.
+        # Pad each part to the maximum for any completion lengths, so that all parts have the same shapes.
         completions_per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // devices) // completions_per_sequence) + self.omits_zero_signal_backward
-        # Packing them separately takes more sequences. Do so only if fewer backward passes make up for it.
+        # Separate packing needs more sequences. Use it only if the saved backward passes outweigh the extra sequences.
         num_separate = len(with_grad) + len(without_grad)
         if 3 * len(mixed) <= 2 * len(with_grad) + num_separate or num_separate > max_sequences:
             with_grad, without_grad = mixed, []

@@ -49,7 +49,7 @@ class Updater(flax.struct.PyTreeNode):
       config: training settings.
       micro_shape: shape (prompts, completions per prompt) of a micro-batch.
       optimizer: transformation that created `state.opt_state`, or None if only log-probs are computed.
-      on_policy: whether the params at the start of an update sampled its completions, so that the ratio is 1.
+      on_policy: whether an update's completions were sampled with its initial params, so that the ratio is 1.
       mesh: device mesh that the params are sharded over, or None for one device.
       surrogate: as in `train_step`.
       teacher: as in `train_step`.
@@ -219,7 +219,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
 
 
 def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
-    """Return the `LogitStatistic` for a micro-batch. Runs any teacher model on the micro-batch."""
+    """Return the function of the logits, if any: the divergence from the teacher, or SFT's token accuracy."""
     teacher, states = updater.teacher, None
     if teacher is not None:
         states, _ = predicting_states(teacher.model, teacher.params, part.prompts, teacher.clip_ids(part.tokens))

@@ -55,7 +55,7 @@ def equal_rewards(history: History, config: GRPOConfig) -> str | None:
             f"{100 * unscored:.0f}% of the completions in the last {WINDOW} logged steps had no reward and did not"
             " contribute to the gradient. Check rewards/*/missing, and rewards/*/errors for errors in reward functions"
         )
-    if config.distillation_coef > 0:  # the divergence from the teacher has a gradient, also without reward functions
+    if config.distillation_coef > 0:  # the divergence from the teacher has a gradient even without reward functions
         return None
     return (
         f"{100 * fraction:.0f}% of the groups in the last {WINDOW} logged steps had equal rewards, and thus"

@@ -18,7 +18,7 @@ SMALL = StepCost(weights=0.0, prompt=0.5, own=1.0, products=1.0)
 
 
 def layouts_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
-    return DecodeLayouts.of(groups, width, length, step, fixed=fixed, **how)
+    return DecodeLayouts.of(groups, width, length, step, all_steps=fixed, **how)
 
 
 @pytest.mark.parametrize(

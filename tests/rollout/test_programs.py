@@ -89,10 +89,10 @@ def test_shapes_without_a_sharding_use_the_default_device(monkeypatch):
     def chosen(of):
         return choose_layouts(as_jit_argument(model), of, 5, 4, 2, 20, mesh=None)
 
-    assert not chosen(shapes).fixed
+    assert not chosen(shapes).all_steps
     monkeypatch.setattr(layouts, "platform_of", lambda: ("gpu", 9.0))
-    assert chosen(shapes).fixed
-    assert not chosen(params).fixed, "these params are on a CPU"
+    assert chosen(shapes).all_steps
+    assert not chosen(params).all_steps, "these params are on a CPU"
 
 
 V = 4096

@@ -92,7 +92,7 @@ def test_session_returns_echoes_and_rewards(server):
 def test_observation_and_action_select_fields_of_the_environment(server):
     _, opening = begun(server, observation=None)
     assert '"echoed_message": "Echo environment ready!"' in opening
-    with pytest.raises(ValueError, match=r"observation='text' must be one of the server's fields .*echoed_message"):
+    with pytest.raises(ValueError, match=r"observation='text' must be a field of .*: .*echoed_message"):
         begun(server, observation="text")
     wrong, _ = begun(server, action="text")
     with pytest.raises(RuntimeError, match="message"):
