@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from precision import x64
 from test_enumeration import DTYPES, NO_CLIP, assert_gradient, complex_gradient, softmax
 
 from grpo_jax.maths.losses import grpo_loss
@@ -84,6 +85,9 @@ def test_dtypes_and_the_gradient():
         both = lambda x, y, mode=mode: sampler_weights(x, y, jnp.ones((1, 2)), mode=mode).sum()
         gradients = jax.jit(jax.grad(both, argnums=(0, 1)))(jnp.full((1, 2), -1.0), jnp.full((1, 2), -1.1))
         assert not any(x.any() for x in gradients), "the weights are constants"
+    with x64():  # the weights have the dtype of the old log-probs
+        old, sampling = jnp.zeros((1, 2), jnp.float32), jnp.zeros((1, 2), jnp.float64)
+        assert sampler_weights(old, sampling, jnp.ones((1, 2))).dtype == jnp.float32
 
 
 # By enumeration: an engine samples at another temperature and returns its own log-probs -------------------------------
