@@ -66,7 +66,7 @@ def test_completions_can_be_recovered_from_packed_sequences():
     tokens, mask = rows_of()
     for sequence in packed(tokens, mask, size=64, block=8):
         real = sequence.lengths > 0
-        spread = np.where(sequence.mask, sequence.by_segment(jnp.asarray(sequence.tokens)), 0)[real]
+        spread = np.where(sequence.mask, sequence.split(jnp.asarray(sequence.tokens)), 0)[real]
         whole = np.where(mask, tokens, 0).reshape(-1, mask.shape[2])
         np.testing.assert_array_equal(spread, whole[sequence.completions[real]])
         np.testing.assert_array_equal(np.asarray(sequence.mask)[~real], False)

@@ -167,7 +167,7 @@ def test_evaluation_counts_for_the_step_it_evaluated(tmp_path):
 @pytest.mark.quick
 def test_when_a_save_is_due(tmp_path, monkeypatch):
     """A save is due every `save_steps` steps or `save_minutes` minutes, by default every five minutes."""
-    due = lambda step, **settings: Checkpoints(None, GRPOConfig(**settings), {"total_steps": 7}).due(step)
+    due = lambda step, **settings: Checkpoints(None, GRPOConfig(**settings), {"total_steps": 7}).should_save(step)
     assert [step for step in range(1, 8) if due(step, save_steps=3)] == [3, 6, 7]
     assert [step for step in range(1, 8) if due(step, save_steps=None)] == [7]
     clock = [100.0]

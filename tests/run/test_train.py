@@ -189,7 +189,7 @@ def test_checkpoint_without_a_finite_evaluation_is_not_the_best(tmp_path):
         return [1.0 if trainer_state.global_step < 4 else None for _ in completions]
 
     best = {"metric_for_best_model": "eval/judge", "load_best_model_at_end": True, "eval_steps": 2, "save_steps": 2}
-    with pytest.warns(UserWarning, match="no finite value for the checkpoint at step 4"):
+    with pytest.warns(UserWarning, match="no finite value at step 4"):
         state = run(judge, eval_dataset=ROWS[:2], run_dir=tmp_path, **best)
     assert state.step == 2
 
