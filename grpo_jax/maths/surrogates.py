@@ -1,6 +1,7 @@
 """Components of the objective: tables of importance ratios, per-token policy losses and reductions.
 
-Notation: log-probs l, ratio w, advantage A, mask m, log-ratio d = l − l_ref, and sg = stop_gradient.
+Notation: per-token policy loss p, log-probs l, ratio w, advantage A, mask m, log-ratio d = l − l_ref, clip ranges ε and
+ε_high, and sg = stop_gradient.
 """
 
 from __future__ import annotations
@@ -28,17 +29,14 @@ from grpo_jax.maths.kl import KL_ESTIMATORS
 
 
 class SurrogateInputs(NamedTuple):
-    """Inputs to a surrogate, with shape [..., T] except for `log_weights`.
-
-    Where `mask` is False, log-probs, log-ratios and advantages are 0.
-    """
+    """Inputs, [..., T] except `log_weights`. Where `mask` is False, log-probs, log-ratios and advantages are 0."""
 
     log_probs: jax.Array  # l; gradients flow only through log_probs, log_ratio and ratio
     log_ratio: jax.Array  # l − l_old
     ratio: jax.Array  # w, importance ratio at the importance sampling level
     advantages: jax.Array  # A
     mask: jax.Array  # bool
-    log_weights: jax.Array  # [...], sum of the logs of `importance_weights` over each row, used by vespo only
+    log_weights: jax.Array  # [...], sum over each row of the logs of the sampler's weights, used by vespo only
 
 
 class Counts(NamedTuple):
@@ -144,7 +142,7 @@ def kl_term(inputs: SurrogateInputs, d: jax.Array, settings: LossSettings) -> ja
 def off_policy_mask(
     inputs: SurrogateInputs, l_old: jax.Array, sampling_log_probs: jax.Array | None, threshold: Scalar
 ) -> jax.Array:
-    """Compute DeepSeek-V3.2's off-policy mask: True where A ≥ 0 or the row mean of l_sampling − l is ≤ threshold."""
+    """Compute DeepSeek-V3.2's off-policy mask: keep where A ≥ 0 or the row mean of l_sampling − l is ≤ threshold."""
     l, l_sampling = inputs.log_probs, l_old
     if sampling_log_probs is not None:
         l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
@@ -317,7 +315,7 @@ class LossSettings:
     vespo_lambda_neg: Scalar = 2.0
     top_entropy_quantile: Scalar = 1.0  # fraction of tokens to keep, by highest entropy
     off_policy_mask_threshold: Scalar | None = None
-    kl_correction_level: str = "token"  # for sequence-level importance sampling, the level of w in the KL term
+    kl_correction_level: str = "token"  # level of w in the KL term, for importance_sampling_level="sequence"
     surrogate: Surrogate | None = None
 
     def __post_init__(self) -> None:

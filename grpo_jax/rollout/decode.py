@@ -124,9 +124,10 @@ def decode(
 ) -> tuple[DecodeState, Drawn]:
     """Draw up to `steps` tokens for each completion, starting at `slot`. Returns the new state and the drawn tokens.
 
-    The loop stops when all completions have ended. If `all_steps`, it runs all `steps`, because a data-dependent loop
-    on an accelerator or a mesh would wait for the host. `count` is the maximum number of tokens to draw: [B, G] for
-    multi-turn completions, or a scalar for single-turn completions. The scalar is ignored if `all_steps`.
+    The loop stops when all completions have ended. If `all_steps`, it runs all `steps`, because on an
+    accelerator or a mesh, a data-dependent condition would synchronize with the host at each step. `count` is the
+    maximum number of tokens to draw: [B, G] for multi-turn completions, or a scalar for single-turn completions. The
+    scalar is ignored if `all_steps`.
     """
     b, g = state.token.shape
     chex.assert_shape([state.ended, state.keys], (b, g))

@@ -87,7 +87,8 @@ class Episode:
             with contextlib.suppress(_Failed):
                 observation = self._observation(parsed)
         if observation is None:
-            # A turn that was cut short may lack a tool call, so without a response the completion is truncated.
+            # A turn that was cut short may lack a tool call. Its completion counts as truncated, unless `respond` ended
+            # it or the limit on tool calls did (`clipped`).
             unanswered = cut and not self.record.clipped and not hasattr(self.environment, "respond")
             return TRUNCATED if unanswered else None
         tokens = self._encode(observation, int(ids[-1]))
@@ -95,7 +96,7 @@ class Episode:
             self._extend_context(tokens)
             messages = [] if isinstance(observation, str) else observation
             texts = [observation] if isinstance(observation, str) else [message["content"] for message in messages]
-            self.record.turns += [(False, text) for text in texts]
+            self.record.turns += [(False, text) for text in texts]  # observations also count as turns here
             self.record.messages += messages
         return tokens
 

@@ -70,13 +70,10 @@ def num_cache_slots(length: int, *, round_up: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLayouts:
-    """The layouts of a rollout: the array shapes that it can use, in decreasing order of size.
-
-    The n-th layout uses only the n-th and later cache sizes, since it is reached late.
-    """
+    """The layouts of a rollout: the array shapes that it can use, in decreasing order of size."""
 
     shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) in each layout; the first contains all
-    slots: tuple[int, ...]  # cache sizes in increasing order
+    slots: tuple[int, ...]  # cache sizes in increasing order; the n-th layout uses only the n-th and later sizes
     steps: int  # number of steps per burst
     all_steps: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host
     step: StepCost  # cost of a decode step with the largest cache

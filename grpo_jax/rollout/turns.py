@@ -13,9 +13,9 @@ one prefill of 0        EOS         x  y  z
 
 Answers are computed while other completions are decoded. When half of a thread's unfinished completions are waiting,
 the others are decoded for two more bursts (a burst is a compiled call with up to `BURST` decode steps), during which
-most answers arrive. Then all observations are prefilled together. The sequence of compiled functions and their shapes
-thus depends only on the tokens, not on how long answers take, and a resumed run reproduces the same results bit for
-bit.
+most answers arrive. Then the thread waits for the remaining answers and prefills all observations together. The
+sequence of compiled functions and their shapes thus depends only on the tokens, not on how long answers take, and a
+resumed run reproduces the same results bit for bit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Answer = Future[Sequence[int] | None]
 """Future of the token ids that the environment appends after a turn, or of None at the end of the completion."""
 
 TRUNCATED = range(2**31 - 1)
-"""Result of an `Answer` that truncates the completion after the turn. The range is longer than any limit."""
+"""Result of an `Answer` that truncates the completion, like an observation that is longer than any limit."""
 
 
 class AnswerTurn(Protocol):
@@ -85,6 +85,7 @@ class _MultiTurnDecoder:
         self.answer_turn, self.max_turn_length = answer_turn, max_turn_length
         self.rows = job.rows(groups)  # [B', G'] table row at each position, −1 if empty
         g, p, length = job.keys.shape[1], job.prompts.tokens.shape[1], job.table.length
+        # When completions end, the remaining ones move to smaller arrays, the next layout.
         cost = decode_step_cost(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
         self.layouts = DecodeLayouts.of(len(groups), g, length, cost, shards=shard_count(job.mesh), multi_turn=True)
         self.layout_index, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # slots is the ring size
@@ -220,7 +221,7 @@ class _MultiTurnDecoder:
     def _align(self, counts: np.ndarray, *, min_slots: int) -> None:
         """Move completions so that each ends `counts` [B', G'] slots before the end of the ring.
 
-        The ring grows to at least `min_slots` slots. The completions also move to the next smaller layout if they fit.
+        The ring grows to at least `min_slots` slots. If the completions fit into the next layout, they move to it.
         """
         groups, order = np.arange(len(self.rows)), np.broadcast_to(np.arange(self.rows.shape[1]), self.rows.shape)
         if self.layout_index + 1 < len(self.layouts.shapes):

@@ -57,9 +57,9 @@ class RolloutSource:
     """A source of rollouts that samples completions from the current policy on request. Subclasses prefetch.
 
     Attributes:
-      cursor: number of prompts in completed iterations. Checkpoints store it, so a resumed run repeats an interrupted
-        iteration. Prompts and keys depend only on the position in the shuffled epochs.
-      next_cursor: number of prompts in completed iterations and in the current one.
+      cursor: number of prompts whose batches have been collected. Checkpoints store it, so a resumed run repeats an
+        interrupted `collect`. Prompts and keys depend only on the position in the shuffled epochs.
+      next_cursor: as `cursor`, but includes the prompts that are being collected.
       in_progress: whether an engine is sampling completions for the prompts from `cursor` on. Checkpoints store it.
     """
 
@@ -85,7 +85,7 @@ class RolloutSource:
         return contextlib.nullcontext()
 
     def commit(self) -> None:
-        """Mark the current iteration as completed: advance `cursor` to `next_cursor`."""
+        """Mark the current batch as collected: advance `cursor` to `next_cursor`."""
         self.cursor = self.next_cursor
 
     def to_checkpoint(self) -> tuple[Completions | None, Json | None]:
@@ -154,7 +154,7 @@ def collect(
     with interruptible_phase("reference"):  # waits for the log-probs
         batch = fetch(batch)
         batch = batch.replace(advantages=_advantages(run, state, batch, rollout, rewards, counted))
-    if run.distillation is not None:
+    if run.distillation is not None:  # full distributions of a teacher model are computed in the update instead
         with interruptible_phase("teacher"):
             batch = run.distillation.add_log_probs(batch, rollout.completions, config)
     if run.sampler is not None:
@@ -177,7 +177,7 @@ def _sample_and_reward(
     if not config.dynamic_sampling:
         with phase("reference"):  # on accelerators, dispatches the computation without waiting for it
             batch = _make_batch(run, state, rollout)
-    # Phases exclude the time of inner phases, so the outer "rollout" measures only the wait for sampling after rewards.
+    # A phase excludes nested phases. The outer "rollout" is thus the wait for prefetched completions after the rewards.
     with phase("rollout"), source.prefetch(state, batch), phase("rewards"):
         local_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state

@@ -6,7 +6,7 @@ RolloutSource       device:  sample 1 from θ0 │           │ update 1 │ sa
 PrefetchedRollouts  device:  sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ …
 (rollout_ahead)     host:                     │ rewards 1        │          │ rewards 2        │
 EngineRollouts      engine:  sample 1 from θ0 │ sample 2 from θ0 ────────────┤ sample 3 from θ1 ────────────┤ …
-(and an engine)     trainer:                  │ rewards 1 │ update 1 (θ0→θ1) │ rewards 2 │ update 2 (θ1→θ2) │ …
+(also an engine)    trainer:                  │ rewards 1 │ update 1 (θ0→θ1) │ rewards 2 │ update 2 (θ1→θ2) │ …
 ```
 """
 
@@ -45,7 +45,7 @@ class PrefetchedRollouts(RolloutSource):
         """Return completions for the next prompts, sampling them first if they were not prefetched."""
         start, self.next_cursor = self.next_cursor, self.next_cursor + self._num_prompts
         result, self._unconsumed = self._unconsumed, None
-        # Drop the environments in every iteration, because a rollout restored from a checkpoint has none.
+        # Drop the environments: restored rollouts have none, and a resumed run must give the same result.
         return (self.sample_at(state, start) if result is None else result)._replace(environments=None)
 
     @contextlib.contextmanager
@@ -64,7 +64,7 @@ class PrefetchedRollouts(RolloutSource):
             self._unconsumed = future.result()
 
     def commit(self) -> None:
-        """Mark the current iteration as completed. From now on, checkpoints store the prefetched completions."""
+        """Mark the current batch as collected. From now on, checkpoints store the prefetched completions."""
         self.cursor, self.prefetched = self.next_cursor, self._unconsumed
 
     def to_checkpoint(self) -> tuple[Completions | None, Json | None]:
@@ -142,7 +142,7 @@ class EngineRollouts(PrefetchedRollouts):
         yield
 
     def commit(self) -> None:
-        """Mark the current iteration as completed. Checkpoints then store whether the engine is sampling."""
+        """Mark the current batch as collected. Checkpoints then store whether the engine is sampling."""
         super().commit()
         self.in_progress = self._future is not None
 

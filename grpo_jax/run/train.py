@@ -115,10 +115,9 @@ def train(
       RuntimeError: if another run is using `run_dir`.
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
-      SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The
-        current update or reward call is completed first. With several processes, this is the current batch and one
-        update. Then, a checkpoint is saved. The resumed run repeats an unfinished rollout and its rewards. Without
-        `run_dir`, signals are not handled.
+      SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The current update
+        or reward call is completed first (with several processes, the current batch and one update). Then, a checkpoint
+        is saved. A resumed run repeats an unfinished rollout and its rewards. Requires `run_dir`.
 
     Example:
       A bigram model with 16 parameters learns in 30 steps to start completions with "b":

@@ -59,13 +59,13 @@ CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Keeps activations in cache."""
 
 CPU_CAST_TOKENS = 1024
-"""Replaces `CPU_TOKENS` if weights are cast once per sequence for products with float32 sums (`models.matmul`)."""
+"""Replaces `CPU_TOKENS` for models that accumulate in float32, which cast their weights once per sequence."""
 
 ACCELERATOR_TOKENS = 32768
 """Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Target for prompt tokens per part and device, unless a sixteenth of a sequence is larger. Bounds activations."""
+"""Target number of prompt tokens per part and device: this, or 1/16 of a sequence if that is more."""
 
 
 class Part(flax.struct.PyTreeNode):
@@ -98,7 +98,7 @@ class PackedUpdater(Updater):
     model: BuiltinModel
 
     def padded_length(self, longest: int) -> int:
-        """Return the length to pad a batch to, which is always T because packing removes the padding."""
+        """Return `max_completion_length`. Packing removes the padding, so a shorter batch would not be faster."""
         return self.config.max_completion_length
 
     def log_probs(self, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array) -> jax.Array:
@@ -203,10 +203,10 @@ class PackedUpdater(Updater):
         packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
         gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
-        # Pad each part to the maximum for any completion lengths, so that all parts have the same shapes.
+        # Pad each part to a number of sequences that suffices for any lengths, so that all parts have the same shapes.
         completions_per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // devices) // completions_per_sequence) + self.omits_zero_signal_backward
-        # Separate packing needs more sequences. Use it only if the saved backward passes outweigh the extra sequences.
+        # A backward pass costs two forward passes, so mixed packing costs 3 and separate packing 3 or 1 per sequence.
         num_separate = len(with_grad) + len(without_grad)
         if 3 * len(mixed) <= 2 * len(with_grad) + num_separate or num_separate > max_sequences:
             with_grad, without_grad = mixed, []
