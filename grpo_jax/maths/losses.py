@@ -250,13 +250,13 @@ def grpo_loss(
       beta: weight ≥ 0 of the KL term. The Python number 0 omits the term.
       epsilon: lower clip range ε ≥ 0.
       epsilon_high: upper clip range ≥ 0; defaults to epsilon. In cispo, it is the cap on the ratio itself (5.0 in the
-        paper). If None, cispo scales on-policy gradients by epsilon.
+        paper). If None, the cap is epsilon, so that on-policy gradients are scaled by it.
       delta: cap on the ratio in the unclipped term; should exceed 1 + epsilon_high. None disables the cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: estimator k of the KL from d: "k1", "k2" or "k3".
       use_bias_correction_kl: whether to multiply k by w (k1, k3) or sg(w) (k2); used by placement "loss" only.
-      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s) instead, which has the gradient of
-        an unclipped loss with the advantages A − beta·Σ_{s≥t} m_s d_s.
+      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s) instead. With an unclipped p,
+        the sum has the gradient of p with the advantages A − beta·Σ_{s≥t} m_s d_s.
       max_completion_length: length in tokens for the denominator in dr_grpo. Defaults to T.
       normalizer: denominator in dapo, cispo and vespo, the number of tokens with mask 1 in the whole minibatch. If
         None, the tokens in this call are counted.

@@ -7,7 +7,7 @@ The device decodes bursts of a few steps (`decode`). Between bursts, the host (`
 completions to a smaller layout (`layouts`) or a larger cache.
 
 Completions with several turns use the same compiled functions in a different loop (`turns`). There, each thread runs
-a separate loop, so that one thread decodes while another waits for answers, and each completion has its own start
+a separate loop, so that one thread decodes while another waits for answers. Each completion also has its own start
 slot. With one turn, all threads share one loop, because their completions move to smaller layouts together.
 """
 

@@ -177,7 +177,7 @@ def _sample_and_reward(
     if not config.dynamic_sampling:
         with phase("reference"):  # on accelerators, dispatches the computation without waiting for it
             batch = _make_batch(run, state, rollout)
-    # A phase excludes nested phases. The outer "rollout" is thus the wait for prefetched completions after the rewards.
+    # A phase's time excludes nested phases, so the outer "rollout" measures only the wait for prefetched completions.
     with phase("rollout"), source.prefetch(state, batch), phase("rewards"):
         local_rewards = call_reward_fns(
             run.policy.tokenizer, run.reward_fns, rollout, on_error=config.on_reward_error, trainer_state=trainer_state
@@ -226,8 +226,8 @@ def _advantages(
     config = run.config
     # Rewards of NaN exclude padding groups from batch statistics.
     values = np.where(counted[:, None, None], rewards.values, np.float32(np.nan))
-    if run.advantage_fn is not None:
-        return run.advantage_fn(state, batch, rollout, rewards._replace(values=values), counted)
+    if run.custom_advantages is not None:
+        return run.custom_advantages(state, batch, rollout, rewards._replace(values=values), counted)
     if config.turn_credit == "to_go":
         from grpo_jax.run.multi_turn import credit_turns
 

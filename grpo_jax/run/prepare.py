@@ -113,7 +113,7 @@ def prepare(
         reward_fns=fns or (),
         episode_setup=episode_setup,
         sampler=sampler,
-        advantage_fn=None if checked_fn is None else dataclasses.replace(checked_fn, config=config),
+        custom_advantages=None if checked_fn is None else dataclasses.replace(checked_fn, config=config),
     )
     from grpo_jax.run.memory import decide_checkpointing
 

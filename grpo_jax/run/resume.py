@@ -100,7 +100,7 @@ def _hash_prompts(datasets: Iterable[EncodedPrompts]) -> Json:
 
 def _function_names(run: BaseRun) -> dict[str, list[str]]:
     """Return the names of the caller's functions, tools and environments for each argument to `train`."""
-    advantage_fn = None if run.advantage_fn is None else run.advantage_fn.function
+    advantage_fn = None if run.custom_advantages is None else run.custom_advantages.function
     kinds = {} if run.episode_setup is None else run.episode_setup.environment_classes
     return {
         "reward_fns": reward_names(run.reward_fns),

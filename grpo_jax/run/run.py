@@ -53,7 +53,7 @@ class BaseRun:
     reward_fns: Sequence[RewardFn] = ()
     episode_setup: EpisodeSetup | None = None  # the tools and environments of multi-turn rollouts
     sampler: Sampler | None = None
-    advantage_fn: CheckedAdvantageFn | None = None
+    custom_advantages: CheckedAdvantageFn | None = None
     distillation: Distillation | None = None
 
     @property
@@ -104,7 +104,9 @@ class Run(BaseRun):
     def zero_batch(self, state: TrainState) -> Batch:
         batch, config = super().zero_batch(state), self.config
         log_probs = batch.sampling_log_probs
-        per_token = config.turn_credit == "to_go" if self.advantage_fn is None else self.advantage_fn.per_token
+        per_token = (
+            config.turn_credit == "to_go" if self.custom_advantages is None else self.custom_advantages.per_token
+        )
         batch = batch.replace(
             advantages=log_probs if per_token else batch.advantages,
             ref_log_probs=None if state.ref_params is None else log_probs,

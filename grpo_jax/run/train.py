@@ -116,8 +116,8 @@ def train(
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
       SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The current update
-        or reward call is completed first (with several processes, the current batch and one update). Then, a checkpoint
-        is saved. A resumed run repeats an unfinished rollout and its rewards. Requires `run_dir`.
+        or reward call is completed first; with several processes, the current batch and one update are. A checkpoint is
+        then saved. A resumed run repeats an unfinished rollout and its rewards. Requires `run_dir`.
 
     Example:
       A bigram model with 16 parameters learns in 30 steps to start completions with "b":

@@ -65,7 +65,7 @@ ACCELERATOR_TOKENS = 32768
 """Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Target number of prompt tokens per part and device: this, or 1/16 of a sequence if that is more."""
+"""Target number of prompt tokens per part and device, unless 1/16 of a packed sequence has more tokens."""
 
 
 class Part(flax.struct.PyTreeNode):
@@ -206,7 +206,7 @@ class PackedUpdater(Updater):
         # Pad each part to a number of sequences that suffices for any lengths, so that all parts have the same shapes.
         completions_per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // devices) // completions_per_sequence) + self.omits_zero_signal_backward
-        # A backward pass costs two forward passes, so mixed packing costs 3 and separate packing 3 or 1 per sequence.
+        # A sequence costs 3 with a backward pass and 1 without. Mixed sequences all need a backward pass.
         num_separate = len(with_grad) + len(without_grad)
         if 3 * len(mixed) <= 2 * len(with_grad) + num_separate or num_separate > max_sequences:
             with_grad, without_grad = mixed, []

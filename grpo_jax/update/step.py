@@ -49,7 +49,7 @@ class Updater(flax.struct.PyTreeNode):
       config: training settings.
       micro_shape: shape (prompts, completions per prompt) of a micro-batch.
       optimizer: transformation that created `state.opt_state`, or None if only log-probs are computed.
-      on_policy: whether an update's completions were sampled with its initial params, so that the ratio is 1.
+      on_policy: whether the params before each update are the ones that sampled its completions; the ratio is then 1.
       mesh: device mesh that the params are sharded over, or None for one device.
       surrogate: as in `train_step`.
       teacher: as in `train_step`.
@@ -78,7 +78,7 @@ class Updater(flax.struct.PyTreeNode):
         return self.skip_zero_signal and zero_advantage_has_no_gradient(self.model, self.config, self.surrogate)
 
     def padded_length(self, longest: int) -> int:
-        """Return the smallest integer of T, T/2, T/4, … that is at least 8 and `longest`, or T if T is less than 8."""
+        """Halve `max_completion_length` while it is even and the result is at least 8 and at least `longest`."""
         length = self.config.max_completion_length
         while length % 2 == 0 and length // 2 >= max(longest, 8):
             length //= 2
