@@ -352,4 +352,4 @@ def from_trl(arguments: Namespace) -> None:
     else:
         Path(arguments.out).write_text(text, encoding="utf-8")
     if migration.missing:
-        raise SystemExit(1)
+        raise SystemExit(f"grpo-jax from-trl: these fields cannot be converted: {', '.join(migration.missing)}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from grpo_jax.cli.keys import GROUPS
+from grpo_jax.config.settings import OTHER_NAMES
 from grpo_jax.messages import nearest
 from grpo_jax.run import distributed
 
@@ -137,7 +138,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         command = parsers.get(argv[0], parser)
         close = nearest(unknown[0], command._option_string_actions) if unknown[0].startswith("--") else None
-        command.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close}?" if close else ""))
+        hint = OTHER_NAMES.get(unknown[0].strip("-").replace("-", "_"), f"did you mean {close}?" if close else "")
+        command.error(f"unrecognized arguments: {' '.join(unknown)}" + f"; {hint}" * bool(hint))
     values = {name.removeprefix("keys."): x for name, x in vars(arguments).items() if name.startswith("keys.")}
     arguments.keys = {name: value for name, value in values.items() if value is not None}
     return arguments

@@ -51,7 +51,7 @@ def find(text: object, folder: Path) -> Any:
         is_file = module_name.endswith(".py")
         module = _import_file(folder / module_name) if is_file else _import_module(module_name, folder)
     except (Exception, SystemExit) as error:  # the module may raise anything
-        raise ValueError(f"{module_name} cannot be imported ({type(error).__name__}: {error}); {_FORM}") from error
+        raise ValueError(f"{module_name} cannot be imported ({type(error).__name__}: {error})") from error
     try:
         return operator.attrgetter(name)(module)
     except AttributeError:
@@ -112,7 +112,7 @@ def _call(factory: Callable[..., _Server], name: object, arguments: object) -> _
         if isinstance(arguments, dict):
             return factory(**arguments)
         return factory(*arguments) if isinstance(arguments, list) else factory(arguments)
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
         raise ValueError(f"{name} cannot be called with these arguments ({error}); see its signature") from error
 
 

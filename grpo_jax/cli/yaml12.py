@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from grpo_jax.types import Json
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader for YAML 1.2 scalars."""
+    """Loader for YAML 1.2 scalars that rejects duplicate keys, of which PyYAML would use the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        keys = [key.value for key, _ in node.value]
+        if duplicates := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"duplicate keys {', '.join(duplicates)}; remove one of each")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -57,7 +64,7 @@ def parse_value(name: str, text: str) -> Any:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a YAML file. Raises FileNotFoundError if it does not exist, and ValueError if it is not a YAML mapping."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; pass the path of a RUN.yaml")
+        raise FileNotFoundError(f"{path} does not exist; pass the path of an existing YAML file or run directory")
     try:
         values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError is raised for invalid UTF-8

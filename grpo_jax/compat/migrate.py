@@ -77,13 +77,15 @@ def from_trl(values: Json) -> Migration:
       ({'beta': 0.04, 'compute_dtype': 'bfloat16'}, 'out', ['use_vllm'], ['hub_token'])
     """
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
-    known = {*fields, *TRL_ONLY}
+    known = {*fields, *TRL_ONLY, "warmup_ratio"}  # transformers 4 has this field
     unknown = [unknown_field(name, known, OTHER_NAMES) for name in values if name not in known]
     raise_all(f"GRPOConfig (TRL {TRL_VERSION} or grpo_jax)", unknown)
     migration = Migration({name: value for name, value in values.items() if name in fields})
     for name, value in values.items():
         if name in TRL_ONLY:
             _translate(migration, name, value, values)
+    if values.get("warmup_ratio"):
+        migration.set_field("warmup_ratio", "warmup_steps", values["warmup_ratio"])
     _translate_evaluation(migration, values)
     _translate_server(migration, values)
     if values.get(_CORRECTION, True) is False and "sampler_correction" not in values:

@@ -62,7 +62,7 @@ def with_adapters(policy: Policy, peft: Any, *, seed: int) -> Policy:
 
     `target_modules` must be "all-linear" or a list of names, such as "q_proj" or "self_attn.q_proj".
     """
-    peft_type = getattr(peft, "peft_type", "LORA")
+    peft_type = getattr(peft, "peft_type", None)
     if getattr(peft_type, "value", peft_type) != "LORA":
         raise ValueError(f"peft_config must be a LoraConfig; got {type(peft).__name__}")
     default: dict[str, object] = {"bias": "none", "init_lora_weights": True}

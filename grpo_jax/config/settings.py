@@ -56,6 +56,7 @@ OTHER_NAMES = {
     "max_new_tokens": "use max_completion_length",
     "kl_coef": "use beta",
     "lr": "use learning_rate",
+    "epochs": "use num_train_epochs",
     "max_length": "use max_completion_length, or max_prompt_length",
     "max_seq_length": "use max_prompt_length and max_completion_length (SFTConfig: max_length)",
     "vllm_sampling_params": "use temperature, top_p, top_k and min_p; for vLLM pass sampler=engines.vllm(...)",

@@ -78,6 +78,8 @@ def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TAR
     """
     if rank < 1:
         raise ValueError(f"rank must be at least 1; got {rank}.")
+    if not isinstance(targets, str):
+        raise ValueError(f"targets must be a regular expression, such as '.*/(q_proj|v_proj)'; got {targets!r}.")
     kernels = dict(projections(base))
     chosen = [path for path in kernels if re.fullmatch(targets, "/".join(path))]
     if not chosen:

@@ -123,9 +123,7 @@ def compute_rewards(
         if failures and (on_error == "raise" or errors > WARNING_FRACTION * count):
             explanation, first = _explain(name, failures, inputs, num_generations), next(iter(failures.values()))
             if on_error == "raise":
-                fix = (
-                    "Fix the error, or set on_error='none' (GRPOConfig: on_reward_error) to leave completions unscored"
-                )
+                fix = "Fix the error, or set on_reward_error='none' (on_error of compute_rewards) to ignore the reward"
                 raise RewardError(f"{explanation}. {fix}") from (first if isinstance(first, BaseException) else None)
             message = f"{errors} of {count} completions were not scored: {explanation}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -106,13 +106,11 @@ def read_number(item: Any) -> float | str:
     except (TypeError, ValueError):
         number = None
     if number is None:
-        return (
-            f"returned {show(item)} of type {type(item).__name__}; a reward must be a number, or None for 'not scored'"
-        )
+        return f"returned {show(item)} of type {type(item).__name__} instead of a number or None"
     if np.isnan(number):
-        return "returned nan; use None for 'not scored'"
+        return "returned nan instead of a number or None"
     if abs(number) > _FLOAT32_MAX:
-        return f"returned {number}; a reward must be finite in float32"
+        return f"returned {number}, which is not finite in float32"
     return number
 
 

@@ -120,8 +120,7 @@ def run_problems(
     by_evaluation = (config.metric_for_best_model or "").startswith("eval/")
     if not has_eval_data and (config.eval_steps is not None or by_evaluation):
         name = "metric_for_best_model" if config.eval_steps is None else "eval_steps"
-        function = "train" if isinstance(config, GRPOConfig) else "sft"
-        problems.append(f"{shown(config, name)}: needs an evaluation dataset; pass eval_dataset to {function}")
+        problems.append(f"{shown(config, name)}: needs an evaluation dataset; set eval_dataset (RUN.yaml: eval_data)")
     if config.router_aux_loss_coef and (shape is None or not shape.num_experts):
         name = "router_aux_loss_coef"
         problems.append(f"{shown(config, name)}: the model is not a mixture of experts; set it to None")

@@ -65,6 +65,9 @@ def open_session(
     `state` is the state at step 0. `hints` is a function that takes a line of metrics and returns a list of messages.
     Signals are deferred unless `run_dir` is None. Only process 0 locks the directory, logs and publishes.
     """
+    for callback in callbacks:
+        if not callable(callback):
+            raise TypeError(f"callbacks must be functions of (step, metrics); got a {type(callback).__name__}")
     identity = None if run_dir is None else run_identity(run, state)
     is_logging = jax.process_index() == 0
     log_dir = run_dir if is_logging else None

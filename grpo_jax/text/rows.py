@@ -77,7 +77,7 @@ def load_checked(
 
 def _row_fault(row: Json, first: Json) -> str:
     if "prompt" not in row:
-        return f"lacks a 'prompt'; rename one of its columns {sorted(map(str, row))} or add one"
+        return f"lacks a 'prompt'; set the template prompt, or rename one of the columns {sorted(map(str, row))}"
     if fault := messages_fault(row["prompt"], "prompt") or columns_fault(row, first):
         return fault
     if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):

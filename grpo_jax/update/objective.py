@@ -39,7 +39,7 @@ def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> Los
     return LossSettings(**{name: getattr(config, name) for name in names}, surrogate=surrogate)
 
 
-def sampling_settings(config: Config) -> Sampling:
+def sampling_for(config: Config) -> Sampling:
     """Return the temperature and filters that define the distribution for both sampling and log-probs."""
     return Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
 
@@ -246,7 +246,7 @@ def logit_statistic(
         unembed, params = unembed_of(teacher.model), teacher.params
 
         def compare_all(logits: jax.Array, states: jax.Array) -> jax.Array:
-            teacher_logits = process_logits(unembed(params, states), sampling_settings(config))
+            teacher_logits = process_logits(unembed(params, states), sampling_for(config))
             shared = min(logits.shape[-1], teacher_logits.shape[-1])  # vocabularies are padded to different sizes
             log_p, log_q = (jax.nn.log_softmax(x[..., :shared]) for x in (logits, teacher_logits))
             return divergence(log_p, log_q, kind=kind, alpha=alpha)

@@ -51,7 +51,7 @@ from grpo_jax.models.threads import (
 )
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
-from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic, router_coef_of
+from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic, router_coef_of, sampling_for
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
 
@@ -302,7 +302,7 @@ def _loss(
         prompt_states,
         lengths,
         sequence,
-        updater.sampling_settings,
+        sampling_for(config),
         router_mask=batch.mask if router_coef else None,
         rngs=None if key is None else {"dropout": key},
         statistic=statistic_fn,
@@ -369,7 +369,7 @@ def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | 
 def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""
     model, prompts, mask = updater.model, part.batch.prompts, part.batch.mask
-    states, sampling = _prefill(model, params, prompts, updater.mesh, None), updater.sampling_settings
+    states, sampling = _prefill(model, params, prompts, updater.mesh, None), sampling_for(updater.config)
 
     def add(i: jax.Array, scores: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         sequence = part.sequence(i)

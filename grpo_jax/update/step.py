@@ -19,7 +19,6 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import Config
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
 from grpo_jax.maths.reference import sync_reference
-from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.lora import LoraModel, sync_adapters
 from grpo_jax.models.scoring import LogitStatistic, predicting_states, score_completions
@@ -32,7 +31,7 @@ from grpo_jax.update.objective import (
     count_totals,
     logit_statistic,
     router_coef_of,
-    sampling_settings,
+    sampling_for,
     zero_advantage_has_no_gradient,
 )
 from grpo_jax.update.state import TrainState, apply_optimizer
@@ -66,11 +65,6 @@ class Updater(flax.struct.PyTreeNode):
     surrogate: Surrogate | None = flax.struct.field(pytree_node=False, default=None)
     teacher: Teacher | None = None
     skip_zero_signal: bool = flax.struct.field(pytree_node=False, default=True)
-
-    @property
-    def sampling_settings(self) -> Sampling:
-        """The distribution that completions were sampled from, which also defines their log-probs."""
-        return sampling_settings(self.config)
 
     @property
     def omits_zero_signal_backward(self) -> bool:
@@ -163,7 +157,7 @@ def train_step(
 def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
     """Compute a minibatch's gradient and metric sums, like `train_step` without the optimizer step."""
     model, config = updater.model, updater.config
-    sampling, dropout_rng = updater.sampling_settings, dropout_key(model, state)
+    sampling, dropout_rng = sampling_for(updater.config), dropout_key(model, state)
     router_coef = router_coef_of(model, config)
     micro_batches, selected = split_batch(batch, updater.micro_shape), None
 
@@ -278,7 +272,7 @@ def compute_log_probs(
     updater: Updater, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array
 ) -> jax.Array:
     """Return log-probs [B, G, T] of completions under `params`, computed one micro-batch at a time."""
-    model, sampling = updater.model, updater.sampling_settings
+    model, sampling = updater.model, sampling_for(updater.config)
     batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
 
     def score(part: Batch) -> jax.Array:

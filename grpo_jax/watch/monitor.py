@@ -164,9 +164,6 @@ class Monitor:
         self._config, self._hints, self._quiet = config, hints, quiet
         self._writer = RunWriter(run_dir)
         self._callbacks = tuple(callbacks)
-        for i, callback in enumerate(self._callbacks):
-            if not callable(callback):
-                raise TypeError(f"callbacks[{i}] must be a function of (step, metrics); got {callback!r}")
         self._trackers: list[Tracker] = []
         self.display = Display(quiet=quiet, activity=lambda: self.phase.current)
         self._tokens = 0.0  # `num_tokens` in the last logged line

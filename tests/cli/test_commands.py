@@ -278,7 +278,7 @@ def test_from_trl_exits_with_1_if_a_field_is_lost(tmp_path):
     script.write_text(text + "repetition_penalty: 1.1\n")
     with pytest.raises(SystemExit) as ended:
         run("from-trl", script, "--out", out)
-    assert ended.value.code == 1
+    assert ended.value.code == "grpo-jax from-trl: these fields cannot be converted: repetition_penalty"
     assert "\n#   repetition_penalty: " in out.read_text()
     script.write_text("learning_rat: 1\nbeta: 0.1\nsystem_prompt: hi\n")
     with pytest.raises(SystemExit, match=r"2 errors:\n  learning_rat: no such field; .*learning_rate\?\n  system_prom"):

@@ -68,6 +68,7 @@ def test_help_fits_a_screen_lists_all_keys_and_is_in_the_docs(command):
     (["train"], "grpo-jax train: the following arguments are required: RUN.yaml; see grpo-jax train --help\n"),
     (["train", "a", "--bta", "1"], "grpo-jax train: unrecognized arguments: --bta 1; did you mean --beta?; see"),
     (["train", "a", "--beta"], "grpo-jax train: argument --beta: expected one argument; see"),
+    (["train", "a", "--lr", "1"], "grpo-jax train: unrecognized arguments: --lr 1; use learning_rate; see"),
     (["train", "a", "--xyz"], "grpo-jax train: unrecognized arguments: --xyz; see grpo-jax train --help\n"),
     (["trian"], "grpo-jax: argument COMMAND: invalid choice: 'trian'"),
     ([], "grpo-jax: the following arguments are required: COMMAND; see grpo-jax --help\n"),

@@ -57,7 +57,7 @@ def test_rewards_and_samplers_receive_their_arguments(folder):
     (find, "nowhere_at_all:right", r"nowhere_at_all cannot be imported \(ModuleNotFoundError: No module named"),
     (find, "nowhere.py:right", r"nowhere.py cannot be imported \(FileNotFoundError: .*nowhere.py does not exist"),
     (reward_function, "get_soft_overlong_punishment", r"cannot be called with these arguments \(.*missing 2 required"),
-    (reward_function, {"format_reward": "("}, "format_reward cannot be called with these arguments .pattern"),
+    (reward_function, {"format_reward": "("}, "^pattern must be a regular expression"),
     (reward_function, {"a:b": 1, "c:d": 2}, "must name exactly one function"),
     (reward_function, "os:sep", "must be a function; got str"),
     (server_of, {"sglang": {}}, "use {vllm: {base_url"),

@@ -27,14 +27,15 @@ def test_scalars_follow_yaml_1_2(text, value):
     ("a: [", "is not valid YAML"),
     ("- a", r"must contain a mapping, such as model: .*; got \['a'\]"),
     ("", "must contain a mapping, .*; got None"),
-], ids=["syntax", "list", "empty"])  # fmt: skip
+    ("a: 1\nb: {c: 2, d: 3, c: 4}", "is not valid YAML: duplicate keys c; remove one of each"),
+], ids=["syntax", "list", "empty", "duplicate"])  # fmt: skip
 def test_errors_name_the_file(text, message, tmp_path):
     path = tmp_path / "my_run.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"my_run.yaml {message}"):
         read_file(path)
-    with pytest.raises(FileNotFoundError, match=r" is not a file; pass the path of a RUN\.yaml"):
-        read_file(tmp_path)
+    with pytest.raises(FileNotFoundError, match="my_path does not exist; pass the path of an existing YAML file"):
+        read_file(tmp_path / "my_path")
 
 
 def test_command_line_values_are_yaml_except_for_text_fields():

@@ -143,12 +143,13 @@ def test_dump_of_a_whole_config_is_converted():
     moved = from_trl(dump)
     assert (moved.run_dir, moved.missing) == ("out", {})
     assert moved.config() == GRPOConfig(steps_per_generation=1, pad_to_multiple_of=None, compute_dtype="bfloat16")
+    assert from_trl({"warmup_ratio": 0.1}).config() == GRPOConfig(warmup_steps=0.1)
 
 
 def test_unknown_names_are_rejected_with_a_hint():
-    hints = "did you mean num_generations.*use warmup_steps.*use temperature, .*use max_prompt_length.*zzz: no such"
+    hints = "did you mean num_generations.*use temperature, .*use max_prompt_length.*use num_train_epochs.*zzz: no such"
     with pytest.raises(ValueError, match=f"(?s){hints}"):
-        from_trl(dict.fromkeys(("num_generation", "warmup_ratio", "vllm_sampling_params", "max_seq_length", "zzz"), 1))
+        from_trl(dict.fromkeys(("num_generation", "vllm_sampling_params", "max_seq_length", "epochs", "zzz"), 1))
 
 
 # YAML files for TRL's scripts

@@ -19,7 +19,9 @@ adapted = lambda policy: {"/".join(path[:-1]) for path in flatten_dict(policy.pa
 
 
 def peft_config(**fields):
-    return types.SimpleNamespace(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **fields})
+    return types.SimpleNamespace(
+        **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **fields}
+    )
 
 
 @pytest.mark.parametrize(("fields", "message"), [

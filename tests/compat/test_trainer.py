@@ -112,7 +112,7 @@ def test_arguments_reach_train(calls, tmp_path):
     # The policy is not donated because it belongs to the caller.
     assert settings == {**wanted, "environment_factory": dict, "donate": False}
     assert state is trainer.train_state
-    peft = types.SimpleNamespace(r=4, lora_alpha=8, lora_dropout=0.3, target_modules=["o_proj"])
+    peft = types.SimpleNamespace(peft_type="LORA", r=4, lora_alpha=8, lora_dropout=0.3, target_modules=["o_proj"])
     trainer = GRPOTrainer(tiny_policy(), reward, train_dataset=rows, peft_config=peft)
     assert (trainer.policy.model.scale, trainer.policy.model.dropout) == (2.0, 0.3)
     trainer.train()

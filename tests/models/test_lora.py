@@ -106,6 +106,7 @@ def test_targets_choose_projections():
 @pytest.mark.quick
 @pytest.mark.parametrize(("options", "message"), [
     ({"rank": 0}, "rank must be at least 1; got 0"),
+    ({"targets": ["q_proj"]}, r"targets must be a regular expression, such as .*; got \['q_proj'\]"),
     ({"dropout": 1.0}, r"dropout must be in \[0, 1\); got 1\.0"),
     ({"targets": "q_proj"}, "targets must match the full path of a projection, such as 'l.*; got 'q_proj'"),
 ])  # fmt: skip

@@ -210,11 +210,11 @@ WHOLE = {
 }
 
 ELEMENTS = {
-    "nan": (float("nan"), "returned nan; use None for 'not scored'"),
-    "inf in float32": (1e39, r"returned 1e\+39; a reward must be finite in float32"),
-    "huge int": (10**400, "returned inf; a reward must be finite"),
-    "text": ("1.0", "returned '1.0' of type str; a reward must be a number, or None for 'not scored'"),
-    "array": (np.ones(1), r"returned array\(\[1.\]\) of type ndarray; a reward must be a number"),
+    "nan": (float("nan"), "returned nan instead of a number or None"),
+    "inf in float32": (1e39, r"returned 1e\+39, which is not finite in float32"),
+    "huge int": (10**400, "returned inf, which is not finite"),
+    "text": ("1.0", "returned '1.0' of type str instead of a number or None"),
+    "array": (np.ones(1), r"returned array\(\[1.\]\) of type ndarray instead of a number or None"),
 }
 
 
@@ -222,7 +222,9 @@ ELEMENTS = {
 def test_a_failing_function_can_be_scored_as_missing(case):
     """A failing function ends the run or, with `on_error="none"`, counts as missing; other functions still score."""
     fn, message = WHOLE[case]
-    with pytest.raises(RewardError, match=rf"^reward function 'reward' {message}.*on_error='none' .*on_reward_error"):
+    with pytest.raises(
+        RewardError, match=rf"^reward function 'reward' {message}.*on_reward_error='none' .*on_error of compute_rewards"
+    ):
         score([length, fn])
     with pytest.warns(RuntimeWarning, match=f"6 of 6 completions were not scored: reward function 'reward' {message}"):
         rewards, stats = score([length, fn], on_error="none")

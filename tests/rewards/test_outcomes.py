@@ -15,7 +15,7 @@ INPUTS = {
     "completion_ids": [[1, 2, 3], [4, 5], [6], [7, 8, 9, 9]],
     "num_generations": 2,
 }
-NUMBERS = "a reward must be a number, or None for 'not scored'"
+NUMBERS = "instead of a number or None"
 
 
 def returned(*values):
@@ -39,12 +39,12 @@ def test_lists_are_turn_rewards_and_arrays_are_token_rewards():
 
 
 @pytest.mark.parametrize(("value", "message"), [
-    ([1, 2, 3], f"returned [1, 2, 3] of type list; {NUMBERS}, or a list with one reward per turn (2)"),
-    (np.zeros(2), f"returned array([0., 0.]) of type ndarray; {NUMBERS}, or an array with one reward per token (3)"),
+    ([1, 2, 3], f"returned [1, 2, 3] of type list {NUMBERS}, or a list with one reward per turn (2)"),
+    (np.zeros(2), f"returned array([0., 0.]) of type ndarray {NUMBERS}, or an array with one reward per token (3)"),
     ([1, None], "returned [1, None]; the reward for turn 1 must be a finite number"),
     (np.array([0, np.inf, 1]), "returned array([ 0., inf,  1.]); the reward for token 1 must be a finite number"),
-    ([3e38, 3e38], "returned 6e+38; a reward must be finite in float32"),
-    ("12", f"returned '12' of type str; {NUMBERS}"),
+    ([3e38, 3e38], "returned 6e+38, which is not finite in float32"),
+    ("12", f"returned '12' of type str {NUMBERS}"),
 ])  # fmt: skip
 def test_other_values_and_lengths_are_refused(value, message):
     """Turn or token rewards of the wrong length and non-numeric values are refused, and the completion is named."""

@@ -57,7 +57,7 @@ OF_ALL = {
     "exit": r"ended its worker process \(exit code 3\)", "kill": r"ended its worker process \(signal 9\)",
     "crash": r"ended its worker process \(signal 11\)",
 }  # fmt: skip
-OF_ONE = {"nan": r"returned nan; use None for 'not scored' for prompt 0 of the batch, completion 0"}
+OF_ONE = {"nan": r"returned nan instead of a number or None for prompt 0 of the batch, completion 0"}
 
 
 @pytest.fixture(scope="module")

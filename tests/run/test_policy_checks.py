@@ -177,7 +177,9 @@ def test_settings_that_do_not_match_the_run_are_reported_at_once():
 
     assert found() == found(reward_weights=[1, 2]) == found(router_aux_loss_coef=0) == []
     (line,) = found(metric_for_best_model="eval/a", save_steps=None)
-    assert line.startswith("metric_for_best_model = 'eval/a': needs an evaluation dataset; pass eval_dataset to train")
+    assert line.startswith(
+        "metric_for_best_model = 'eval/a': needs an evaluation dataset; set eval_dataset (RUN.yaml: eval_data)"
+    )
     (line,) = found(router_aux_loss_coef=0.01)
     assert line.startswith("router_aux_loss_coef = 0.01: the model is not a mixture")
     experts = tiny_model(num_experts=4, num_experts_per_token=2, expert_size=8, expert_layers=(True,), layers=1)[0]

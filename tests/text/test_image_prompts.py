@@ -230,7 +230,7 @@ FAULTS = [
     ({"prompt": [{"role": "system", "content": "a"}], "image": noise(9, 9)}, r"1 images.*, but 0 image.* user message"),
     ({"prompt": user("<start_of_image>?"), "image": noise(9, 9)}, r"row 1 has 1 images.*'<start_of_image>' 2 times"),
     ({"prompt": user({"type": "video"}, text("a"))}, "row 1 has .* part of type 'video'; use parts of type 'text' and"),
-    ({"prompt": user("<image_soft_token>")}, r"row 1 has 1 image tokens .*, but its images require 0"),
+    ({"prompt": user("<image_soft_token>")}, r"image tokens \(.*\) in dataset row 1 is 1, but its images require 0"),
 ]  # fmt: skip
 
 
