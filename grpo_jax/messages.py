@@ -70,7 +70,7 @@ def problems_of(error: BaseException) -> list[str]:
 
 
 class ErrorList(list[Exception]):
-    """Errors collected from several checks, to raise together."""
+    """Errors collected from several checks, to be raised together."""
 
     def check(self, function: Callable[[*_Arguments], _Result], *args: *_Arguments) -> _Result | None:
         """Call a check and return its result. If it raises ValueError or OSError, store the error and return None."""

@@ -275,7 +275,7 @@ def _load_checkpoint(run: RunFile, run_dir: Path, checkpoint: int | None) -> tup
 def evaluate(arguments: Namespace) -> None:
     """Evaluate a model or a checkpoint and print its mean rewards (`grpo-jax evaluate`)."""
     if arguments.out is not None and not Path(arguments.out).parent.is_dir():
-        raise FileNotFoundError(f"--out {arguments.out}: the directory does not exist; create it first")
+        raise FileNotFoundError(f"--out {arguments.out}: its directory does not exist; create it first")
     target = Path(arguments.run).expanduser()
     steps = dict[str, int]()
     if target.is_dir():

@@ -163,7 +163,7 @@ class GRPOTrainer:
 
     def __init_subclass__(cls) -> None:
         for name in _INSTEAD.keys() & vars(cls).keys():
-            raise AttributeError(f"{cls.__name__}.{name} would have no effect; {_INSTEAD[name]}")
+            raise AttributeError(f"{cls.__name__}.{name} has no effect; {_INSTEAD[name]}")
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"GRPOTrainer has no {name}; {_INSTEAD.get(name, _PAGE)}")

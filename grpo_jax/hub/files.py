@@ -185,7 +185,7 @@ def check_dtypes(stored: Mapping[str, StoredTensor]) -> None:
 def check_replaceable(target: Path) -> None:
     """Raise FileExistsError if `target` is a file or symbolic link, or contains files that are not checkpoint files."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise FileExistsError(f"directory {str(target)!r} is a file or symbolic link; pass a different path.")
+        raise FileExistsError(f"directory={str(target)!r} is a file or symbolic link; pass a different path.")
     if not target.exists():
         return
     known = {"config.json", "adapter_config.json", "generation_config.json", "model.safetensors.index.json"}

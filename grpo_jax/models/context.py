@@ -78,7 +78,7 @@ class Context(flax.struct.PyTreeNode):
     last: jax.Array | None = None
     present: jax.Array | None = None  # [B, G, T] bool, False for padding; only used by recurrent layers
     tile_mask: TileMask | None = None  # mask for fused attention; None for "einsum"
-    last_visible: jax.Array | None = None  # [B, T] index of the last token that each attends to; for images in prompts
+    last_visible: jax.Array | None = None  # [B, T] last token that each token attends to; for images in prompts
     shared: KeysValues | None = None  # a previous layer's keys and values, if this layer reuses them
     layer_input: jax.Array | None = None  # [B, G, T, ·] per-layer token embeddings (Gemma 4)
 

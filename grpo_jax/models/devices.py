@@ -134,7 +134,7 @@ class Target:
         return None if importlib.util.find_spec(module) else package
 
     def devices(self) -> Sequence[jax.Device]:
-        """Create the absent devices. The process must have been started with the variables in `ENVIRONMENT`."""
+        """Create devices that this machine does not have. The process must have the variables in `ENVIRONMENT` set."""
         if self.kind in GPUS:
             return _gpus(self.kind, self.count)
         from jax.experimental import topologies

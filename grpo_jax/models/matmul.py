@@ -59,7 +59,7 @@ def scale_columns(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _store_transpose(w: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Return an identity function for x [N, M]. On CPU, it stores x's transpose in memory if w [I, O] has I ≥ O."""
+    """Return an identity function for x [N, M]. On CPU, it changes x's layout to column-major if w [I, O] has I ≥ O."""
     # XLA's CPU backend computes xᵀ g, with a transposed left operand, at half the speed of an explicit (gᵀ x)ᵀ.
     return _stored_p.bind if w.shape[0] >= w.shape[1] else lambda x: x
 

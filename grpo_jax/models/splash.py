@@ -57,7 +57,7 @@ def splash_attention(
     )
 
     def steps(tile: jax.Array, count: jax.Array, axis: int) -> MaskInfo:
-        """Return a `MaskInfo` for the first `count` [A, X] entries of `tile` [A, X, Y], at least one, to avoid NaN."""
+        """Return a `MaskInfo` for the first `count` [A, X] entries of `tile` [A, X, Y], at least 1 to avoid NaN."""
         step, last = jnp.arange(tile.shape[2])[None, None], jnp.maximum(count - 1, 0)[..., None]
         tile = jnp.take_along_axis(tile, jnp.minimum(step, last), axis=2)  # a repeated tile is not loaded again
         tile, used = (jnp.moveaxis(x, 2, axis)[:, None] for x in (tile, (step <= last).astype(jnp.int32)))

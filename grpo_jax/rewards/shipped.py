@@ -180,7 +180,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     """
     if not 0 <= soft_punish_cache <= max_completion_len:
         raise ValueError(
-            f"soft_punish_cache must be in 0..{max_completion_len} (max_completion_len); got {soft_punish_cache}"
+            f"soft_punish_cache must be between 0 and max_completion_len={max_completion_len}; got {soft_punish_cache}"
         )
     return _SoftOverlong(max_completion_len, soft_punish_cache)
 

@@ -57,7 +57,7 @@ def isolated(
 ) -> RewardFn:
     """Return a reward function that calls `fn` in worker processes, which are killed if a call takes too long.
 
-    Workers start as new interpreters at the first call, import the function by name (with JAX on the CPU) and exit when
+    Workers start as new interpreters on the first call, import the function by name (with JAX on the CPU) and exit when
     this process exits. The function must be defined at the top level of a module other than the running script.
 
     An error (an exception, an exceeded limit or a crashed worker) affects only the completions in that call. Processes

@@ -246,7 +246,7 @@ class Engine:
         if not gaps.mean() <= version.tolerance:
             self._loaded = None
             raise EngineError(
-                f"{self._server.url} does not sample from the run's weights. After loading them, the probe's log-probs"
+                f"{self._server.url} does not sample from the run's weights. After loading, the probe's log-probs"
                 f" differ by {gaps.mean():.2g} nats per token on average (maximum {gaps.max():.2g}); the tolerance"
                 f" is {version.tolerance:g}. Check that it serves the policy's base model. If its dtype differs from"
                 f" the trainer's, start it with the same --dtype or pass a larger tolerance. {NOT_TRAINED}"

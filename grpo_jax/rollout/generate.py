@@ -228,7 +228,7 @@ class _SingleTurnRollout:
         return self.rows >= 0
 
     def compact(self) -> None:
-        """Move to a smaller layout if it can hold all active completions and is sufficiently cheaper."""
+        """Move to a smaller layout that holds all active completions, if a move saves enough (`MAX_RELATIVE_COST`)."""
         move = self.layouts.smaller(self.layout_index, self.slots, self.active)
         if move is None:
             return

@@ -1,7 +1,7 @@
 """The layouts of a rollout: how many completions are decoded together, and with how many cache slots.
 
 Each layout needs a separate compilation, which takes half a minute on a TPU, so there are few layouts. They are derived
-from the rollout's shapes. The sampled completions determine only when the rollout moves to the next layout:
+from the rollout's shapes. The sampled completions determine only when the rollout moves, and to which layout:
 
 ```
 64 completions   64 slots ─► 128 slots ─► 255 slots        the cache grows with the completions

@@ -151,7 +151,7 @@ def bind_arguments(tool: Tool, arguments: object) -> Json | str:
 
 
 def _converted(value: object, schema: Json) -> tuple[object, str | None]:
-    """Convert a value to the schema's type. Returns (converted value, None); None is not converted.
+    """Convert a value to the schema's type. Returns (converted value, None). A value of None is not converted.
 
     If the value cannot be converted, returns (value, description of the type).
     """

@@ -224,7 +224,7 @@ def _advantages(
 ) -> np.ndarray:
     """Compute a batch's advantages, [B, G] or [B, G, T]. `counted` [B] is False for padding groups."""
     config = run.config
-    # Rewards of NaN exclude padding groups from batch statistics.
+    # NaN rewards exclude padding groups from batch statistics.
     values = np.where(counted[:, None, None], rewards.values, np.float32(np.nan))
     if run.custom_advantages is not None:
         return run.custom_advantages(state, batch, rollout, rewards._replace(values=values), counted)

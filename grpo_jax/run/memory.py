@@ -61,7 +61,7 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
 
 
 def compiled_peak_bytes(run: Run) -> int:
-    """Return an update's peak memory per device in bytes: the state, the models, and the compiler's estimate."""
+    """Return an update's peak memory per device in bytes: the state, the models and the compiled programs' memory."""
     state, batch = abstract_arrays(run)
     constant_bytes = device_bytes(state) + device_bytes((as_jit_argument(run.policy.model), run.policy.params))
     if run.distillation is not None:

@@ -148,7 +148,7 @@ def weight_problems(config: GRPOConfig, num_reward_fns: int) -> list[str]:
 def warn_of_tokens(
     data: EncodedPrompts, policy: Policy, argument: str, *, ends: TurnEnds = BY_EOS, template_kwargs: Json | None = None
 ) -> None:
-    """Warn about duplicate special tokens, end-of-turn tokens without effect, and templates that write the date."""
+    """Warn about duplicate special tokens, end-of-turn tokens without effect, and templates that include the date."""
     for line in (
         *_duplicate_special_tokens(data, policy, argument),
         *_missing_turn_ends(data, policy, ends, template_kwargs, argument),

@@ -27,7 +27,7 @@ POLICY = "policy"
 
 
 def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
-    """Write the files that `grpo-jax chat`, `evaluate` and `export` need, if no `run.yaml` names the model."""
+    """Write the files that `grpo-jax chat`, `evaluate` and `export` need, unless a `run.yaml` names the model."""
     unneeded = run_dir is None or (Path(run_dir) / "run.yaml").exists()
     if unneeded or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
         return

@@ -301,7 +301,7 @@ def describe_non_finite(
 
 
 def _decoded(batch: Batch, prompt: int, completion: int, tokenizer: Any) -> str:
-    """Return the decoded prompt and completion in parentheses, or "" without a tokenizer."""
+    """Return the decoded prompt and completion in parentheses, or "" if there is no tokenizer."""
     if tokenizer is None:
         return ""
     prompt_ids = batch.prompts.tokens[prompt, : batch.prompts.lengths[prompt]]

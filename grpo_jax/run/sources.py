@@ -104,14 +104,14 @@ class EngineRollouts(PrefetchedRollouts):
         self._worker.close()
 
     def start_sampling(self, state: TrainState) -> None:
-        """Start sampling completions for the next prompts from the params in `state`, which may then be donated."""
+        """Start sampling completions for the next prompts, with the params in `state`. Then, `state` may be donated."""
         run, params, start = self.run, sampling_params(state), self.next_cursor
         set_params: Callable[[Policy, Params], None] = getattr(run.sampler, "set_params")  # noqa: B009 (optional in `Sampler`)
         set_params(run.policy, params)
         # The shapes suffice. The engine has the values, and an update may overwrite the arrays.
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        # Put the key on one device. Programs that the thread runs on the mesh might not start in the same order on all
-        # devices.
+        # Put the key on one device, so that the thread runs no program on the mesh. Such a program might start in
+        # a different order on each device.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
         def interrupt() -> None:

@@ -160,7 +160,7 @@ def train(
     )
     check_run_dir(run, run_dir, resume)
     donate = donate and not _shares_params(policy, teacher)  # the teacher's arrays must stay intact
-    # Commit the arrays to devices, as restored arrays are. Otherwise, a resumed run would compile different programs.
+    # Commit the arrays to devices. Restored arrays are committed, and would otherwise need different programs.
     state = commit_to_devices(new_state(run, donate=donate))
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     with open_session(run, run_dir, state, callbacks, Hints(run.config)) as session:

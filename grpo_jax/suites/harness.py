@@ -93,7 +93,7 @@ class SharedModelServer:
         self._starting: asyncio.Task[Foreign] | None = None
 
     async def start(self) -> Foreign:
-        """Return the server, which is started at the first call."""
+        """Return the server, which is started on the first call."""
         self._starting = self._starting or asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 

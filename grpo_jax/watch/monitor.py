@@ -145,7 +145,7 @@ class Monitor:
     """A run's log files, callbacks, trackers, stopwatch, hints and display.
 
     Inside the context, Python warnings are also written to `warnings.jsonl`. Exiting the context writes the report and
-    closes the trackers. `hints` is called with each line of metrics and returns new hints (see `watch.hints`).
+    closes the trackers. `hints` is called with each line of training metrics and returns new hints (see `watch.hints`).
     `quiet=True`, for processes that do not log, disables the display and the trackers. `stopped` is True once a
     callback has raised `StopRun`.
     """

@@ -1,7 +1,7 @@
 """A run's report: `report.png`, and the page `report.html` with curves, times, completions and settings.
 
 The page does not need a server, and its content security policy forbids requests. Data is embedded as escaped JSON and
-inserted as text, never as markup. The page's size is limited by `POINTS` per curve, `STEPS` and `COMPLETION_BYTES`.
+inserted as text, never as markup. `plots.POINTS`, `STEPS` and `COMPLETION_BYTES` limit the page's size.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_api_run_is_read_with_its_policy_and_sampling_settings(tmp_path):
 
 
 def test_evaluate_equals_the_last_evaluation_of_the_run(folder, trained, params):
-    with pytest.raises(SystemExit, match=r"--out .*none/out.jsonl: the directory does not exist; create it first"):
+    with pytest.raises(SystemExit, match=r"--out .*none/out.jsonl: its directory does not exist; create it first"):
         run("evaluate", trained, "--out", folder / "none" / "out.jsonl")
     out = folder / "completions.jsonl"
     found = json.loads(run("evaluate", trained, "--out", out))

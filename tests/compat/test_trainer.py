@@ -160,7 +160,7 @@ def test_unsupported_argument_is_rejected_by_name(arguments, message):
     (lambda t: t.model, "GRPOTrainer has no model; use trainer.policy, with .model and .params"),
     (lambda t: t.vllm_client_of_mine, "no vllm_client_of_mine; docs/coming_from_trl.md lists what is supported"),
     (lambda t: setattr(t.args, "learning_rat", 1.0), "learning_rat: no such field; did you mean learning_rate"),
-    (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss would have no effect"),
+    (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss has no effect; use"),
     (lambda t: t.evaluate(), "eval_dataset is None; pass rows"),
     (lambda t: t.push_to_hub(), "hub_model_id and output_dir are both None; set one"),
     (lambda t: t.train(), "train_dataset is None; pass rows"),

@@ -635,9 +635,11 @@ def test_batch_totals():
     totals = batch_totals(MASK, selected.astype(int))
     assert set(totals) == {"num_rows", "num_tokens", "num_selected_tokens"}
     assert int(totals["num_selected_tokens"]) == (selected & MASK).sum()
-    totals = batch_totals([[1, 0, 1], [1, 1, 0]])
+    totals = batch_totals([[1, 0, 1], [1, 1, 0]], selected=[[1, 1, 0], [0, 1, 0]])
     assert all(isinstance(value, jax.Array) for value in totals.values())
-    assert {name: int(value) for name, value in totals.items()} == {"num_rows": 2, "num_tokens": 4}
+    assert {name: int(value) for name, value in totals.items()} == {
+        "num_rows": 2, "num_tokens": 4, "num_selected_tokens": 2,
+    }  # fmt: skip
 
 
 def test_metrics_in_edge_cases():
