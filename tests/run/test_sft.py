@@ -218,7 +218,7 @@ def test_examples_are_read_to_the_end_if_packed_and_spread_evenly():
 BAD = [
     ({"config": GRPOConfig()}, "config must be an SFTConfig"),
     ({"policy": 3}, "policy must be a Policy; got int"),
-    ({"config": settings(eval_steps=2)}, "eval_steps = 2: needs an evaluation dataset; set eval_dataset (RUN.yaml: eval_data)"),
+    ({"config": settings(eval_steps=2)}, "eval_steps = 2: needs an evaluation dataset; set eval_dataset"),
     ({"dataset": [{"text": "a" * 300}], "config": settings(max_length=None)}, "the longest example has 301 tokens"),
     ({"eval_dataset": ROWS, "config": settings(metric_for_best_model="eval/los", eval_steps=1)},
         "metric_for_best_model='eval/los' is not an evaluation metric; available: eval/loss"),
