@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sft import Config, config_class
+from grpo_jax.config.sft import GRPOOrSFTConfig, config_class
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.quantize import without_quantization
@@ -97,7 +97,7 @@ class Plan:
 
 def programs(
     model: ModelName,
-    config: Config,
+    config: GRPOOrSFTConfig,
     *,
     prompt_length: int | None = None,
     devices: Sequence[jax.Device],
@@ -135,7 +135,7 @@ def programs(
 
 def plan(
     model: ModelName,
-    config: Config,
+    config: GRPOOrSFTConfig,
     *,
     prompt_length: int | None = None,
     device: str | None = None,
@@ -238,7 +238,7 @@ class AbstractRun:
         cls,
         devices: Sequence[jax.Device],
         raw: Json,
-        config: Config,
+        config: GRPOOrSFTConfig,
         prompt_length: int | None,
         loading: Loading,
         memory: float | None = None,
@@ -316,7 +316,7 @@ class AbstractRun:
         return max(rounded, cost.arguments - self._params_size() + originals) + cost.temporaries
 
 
-def _derive(policy: Policy, config: Config, mesh: jax.sharding.Mesh, prompt_length: int | None) -> BaseRun:
+def _derive(policy: Policy, config: GRPOOrSFTConfig, mesh: jax.sharding.Mesh, prompt_length: int | None) -> BaseRun:
     if isinstance(config, GRPOConfig):
         if prompt_length is None or prompt_length < 1:
             raise ValueError(

@@ -19,7 +19,7 @@ from grpo_jax.cli.named import find, in_folder, is_reference, server_of
 from grpo_jax.cli.runfile import NAME, Part, RunFile, read_run
 from grpo_jax.cli.yaml12 import dump_yaml, read_file
 from grpo_jax.compat.migrate import from_trl_script
-from grpo_jax.config.sft import Config, SFTConfig, config_class
+from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig, config_class
 from grpo_jax.engines import vllm_scorer
 from grpo_jax.hub.files import read_json
 from grpo_jax.hub.huggingface import from_pretrained, load_tokenizer, save_pretrained
@@ -240,7 +240,7 @@ def plan(arguments: Namespace) -> None:
     run = read_run(arguments.run, arguments.keys)
     named = isinstance(run.model, str) and not is_reference(run.model)
     model = in_folder(str(run.model), run.folder) if named else load_policy(run).config
-    configs: dict[str, Config] = {} if run.sft is None else {"sft": run.sft.config}
+    configs: dict[str, GRPOOrSFTConfig] = {} if run.sft is None else {"sft": run.sft.config}
     configs |= {"grpo": run.config} if "grpo" in run.stages else {}
     for stage, config in configs.items():
         estimate = plan_run(

@@ -62,7 +62,7 @@ def write_start(folder: str | Path) -> list[Path]:
     files = [folder / name for name in ("my_run.yaml", "rows.jsonl", "rewards.py")]
     existing = [path for path in (*files, folder / "model") if path.exists()]
     if existing:
-        raise ValueError(f"{existing[0]} already exists; pass a new directory, or move it away")
+        raise ValueError(f"{existing[0]} already exists; move or delete it, or pass a different directory")
     folder.mkdir(parents=True, exist_ok=True)
     save_pretrained(folder / "model", init_policy(_CONFIG, jax.random.key(0), tokenizer=_make_tokenizer()))
     rows = "".join(json.dumps({"word": word}) + "\n" for word in _WORDS)

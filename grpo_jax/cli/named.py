@@ -130,7 +130,7 @@ def server_of(entry: object, factory: Callable[..., _Server]) -> _Server:
 
 
 def resolve_source(source: object, folder: Path, argument: str) -> Any:
-    """Convert a value of a key such as `data` to an argument for `load_rows`: rows, an absolute path or a hub name."""
+    """Convert the value of a key such as `data` to an argument for `load_rows`, with absolute paths."""
     if is_suite(source):
         return suite_of(source, argument).rows
     if isinstance(source, Mapping) and "path" in source:

@@ -265,7 +265,7 @@ class GRPOConfig(Settings):
         return self.sizes().updates_per_iteration == 1 and not self.rollout_ahead
 
     def _batch_problems(self, invalid: Container[str]) -> Iterator[str]:
-        """Yield error messages about batch sizes that do not fit together or into the shards of the mesh."""
+        """Yield error messages for batch sizes that do not match each other or the number of data shards."""
         sizes = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
         others = ("steps_per_generation", "generation_batch_size", "rollout_batch_size", "mesh")
         if any(name in invalid for name in (*sizes, *others)):

@@ -104,7 +104,7 @@ class SFTConfig(Settings):
         )
 
 
-Config = GRPOConfig | SFTConfig
+GRPOOrSFTConfig = GRPOConfig | SFTConfig
 """Config of a GRPO or an SFT run."""
 
 

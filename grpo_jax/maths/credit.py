@@ -59,8 +59,8 @@ def turn_advantages(
       | the same in every completion, "grpo" | (G − 1)/G · ∇E[R] |
       | depends on the sample | biased: late turns are compared with few completions |
 
-      A turn that no other completion in its group reaches has A_n = 0. Crediting every token with the total reward
-      gives (G − 1)/G · ∇E[R] for any number of turns, but the rewards before a turn add variance.
+      A turn that no other completion in its group reaches has A_n = 0. With "grpo", crediting every token with the
+      total reward gives (G − 1)/G · ∇E[R] for any number of turns, but the rewards before a turn add variance.
       These results are verified by enumeration in tests/maths/test_credit.py.
 
     References:
@@ -79,7 +79,7 @@ def turn_advantages(
       >>> turn_advantages(rewards, turns, scale_rewards="none").tolist()
       [[[0.5, 0.5, 0.0, 0.0], [-0.5, 0.0, 0.0, 0.0]]]
     """
-    token_rewards, turns = jnp.asarray(token_rewards), jnp.asarray(turns)
+    token_rewards, turns = jax.lax.stop_gradient(jnp.asarray(token_rewards)), jnp.asarray(turns)
     if token_rewards.ndim != 4 or token_rewards.shape[:3] != turns.shape:
         raise ValueError(
             f"token_rewards must be [B, G, T, K] and turns [B, G, T]; got {token_rewards.shape} and {turns.shape}."

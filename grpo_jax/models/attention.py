@@ -217,7 +217,7 @@ def make_tile_mask(
     if not (splash and segments is not None):
         return TileMask(tiles, None, kernel.implementation)
     # Upper bound on visible key tiles. The kernels run this number of steps for every tile of queries.
-    most = sum((keys - 2) // kernel.columns + 2 for keys in (kernel.rows + segments.longest, shared))
+    most = sum((keys - 2) // kernel.columns + 2 for keys in (kernel.rows + segments.max_segment_length, shared))
     tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
     slot, query_prompt = jnp.arange(shared)[None], jnp.broadcast_to(prompt, (b, n))
     slot_prompt = jnp.where(slot % size >= size - jnp.repeat(lengths, size, axis=1), slot // size, NO_PROMPT)

@@ -276,8 +276,7 @@ def cpu_remat(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable
     """Wrap a layer's `apply` to store only its arguments for the backward pass, like `jax.checkpoint`, but on CPUs.
 
     XLA's CPU compiler drops `jax.checkpoint`'s optimization barriers and would merge the recomputation with the forward
-    pass. Adding a zero computed from the cotangents to the arguments prevents this. Supports only first-order
-    reverse mode.
+    pass. Adding a zero computed from the cotangents to the arguments prevents this. First-order reverse mode only.
     """
 
     @jax.custom_vjp

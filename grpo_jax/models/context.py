@@ -59,7 +59,7 @@ class Segments:
     number: jax.Array  # [A, N] int32 segment index of each token; -1 for padding
     position: jax.Array  # [A, N] int32, counted from the segment's first token
     prompt: jax.Array  # [A, M] int32 index into the device's shard of a `Prefix`, which has B / A prompts
-    longest: int = flax.struct.field(pytree_node=False)  # upper bound on the number of tokens in a segment
+    max_segment_length: int = flax.struct.field(pytree_node=False)  # upper bound on a segment's tokens
     reach: int = flax.struct.field(pytree_node=False)  # upper bound on how many blocks back a token's segment starts
 
 

@@ -26,7 +26,7 @@ BLOCK = 64
 class PackedSequence(flax.struct.PyTreeNode):
     """Concatenated completions from a batch [B, G, T]: S segments in N tokens, on each of A devices.
 
-    Each device holds completions for B / A prompts.
+    Each device holds completions for B / A prompts. L is `segments.max_segment_length`.
     """
 
     tokens: jax.Array  # [A, N] int32 token ids; 0 in padding
@@ -35,32 +35,32 @@ class PackedSequence(flax.struct.PyTreeNode):
     starts: jax.Array  # [A, S] int32 index of the first token of each segment
     lengths: jax.Array  # [A, S] int32 number of tokens in each segment; 0 for unused segments
 
-    def split(self, x: jax.Array) -> jax.Array:
-        """Convert per-token values [A, N] to [A, S, longest]. Values past a segment's end are arbitrary."""
-        index = self.starts[..., None] + jnp.arange(self.segments.longest)[None, None]
+    def to_segments(self, x: jax.Array) -> jax.Array:
+        """Convert per-token values [A, N] to [A, S, L]. Values past a segment's end are arbitrary."""
+        index = self.starts[..., None] + jnp.arange(self.segments.max_segment_length)[None, None]
         return jax.vmap(lambda x, index: x[index])(x, jnp.minimum(index, x.shape[1] - 1))
 
-    def concatenate(self, x: jax.Array) -> jax.Array:
-        """Convert per-segment values [A, S, longest, ...] to [A, N, ...], 0 in padding. Inverts `split`."""
+    def to_packed(self, x: jax.Array) -> jax.Array:
+        """Convert per-segment values [A, S, L, ...] to [A, N, ...], 0 in padding. Inverts `to_segments`."""
         number, position = self.segments.number, self.segments.position
         values = jax.vmap(lambda x, number, position: x[number, position])(x, number, position)
         return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)
 
-    def gather(self, x: jax.Array) -> jax.Array:
-        """Gather each segment's values [A, S] or [A, S, longest, ...] from an array [B, G] or [B, G, T, ...]."""
+    def gather_from_batch(self, x: jax.Array) -> jax.Array:
+        """Gather each segment's values [A, S] or [A, S, L, ...] from an array [B, G] or [B, G, T, ...]."""
         values = jax.vmap(lambda x, i: x[i])(x.reshape((len(self.tokens), -1, *x.shape[2:])), self.completions)
-        return values if x.ndim == 2 else values[:, :, : self.segments.longest]
+        return values if x.ndim == 2 else values[:, :, : self.segments.max_segment_length]
 
-    def add_to(self, whole: jax.Array, x: jax.Array) -> jax.Array:
-        """Return `whole` [B, G, T] plus segment values [A, S, longest], which must be 0 past the end of a segment."""
-        devices, t = self.tokens.shape[0], self.segments.longest
+    def add_to_batch(self, whole: jax.Array, x: jax.Array) -> jax.Array:
+        """Return `whole` [B, G, T] plus segment values [A, S, L], which must be 0 past the end of a segment."""
+        devices, t = self.tokens.shape[0], self.segments.max_segment_length
         parts = whole.reshape(devices, -1, whole.shape[-1])
         return jax.vmap(lambda part, i, x: part.at[i, :t].add(x))(parts, self.completions, x).reshape(whole.shape)
 
     @property
-    def mask(self) -> jax.Array:
-        """Mask [A, S, longest] bool, True for the tokens of each segment."""
-        return jnp.arange(self.segments.longest)[None, None] < self.lengths[..., None]
+    def segment_mask(self) -> jax.Array:
+        """Mask [A, S, L] bool, True for the tokens of each segment."""
+        return jnp.arange(self.segments.max_segment_length)[None, None] < self.lengths[..., None]
 
 
 MIN_HALF_SIZE = 256
@@ -85,7 +85,7 @@ class SequenceShape(NamedTuple):
 
     size: int  # N, a multiple of `block`, at least the length of the longest completion
     block: int  # tokens per block
-    longest: int  # upper bound on the tokens per segment
+    max_segment_length: int  # upper bound on the tokens per segment
     whole: bool  # whether all completions have T tokens, so that blocks may have gcd(N, T) tokens
 
 
@@ -95,8 +95,7 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
     The first shape has max(`tokens`, T) tokens, rounded up to whole blocks. With fused attention, a second shape may
     have a quarter to half of these tokens. Without fused attention, the cost depends on the block size and on the
     number of previous blocks that a block reads, so further shapes may be returned: for completions that all have T
-    tokens, for completions of up to T / 4 tokens and, for batches with few sequences, with half the size and half the
-    block size.
+    tokens, for completions of up to T / 4 tokens and, for batches with few sequences, with half the size and block size.
     `batch_tokens` is the number of tokens in a device's shard of the batch if all completions have T tokens.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
@@ -107,7 +106,7 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
     if t % BLOCK == 0:
         shapes.append(shapes[0]._replace(whole=True))
     if short >= BLOCK:
-        shapes.append(shapes[0]._replace(longest=short))
+        shapes.append(shapes[0]._replace(max_segment_length=short))
     half = sequence_size(size // 2, t, block=BLOCK // 2)
     if half >= MIN_HALF_SIZE and 2 * half <= size and batch_tokens <= FEW_SEQUENCES * size:
         shapes.append(SequenceShape(half, BLOCK // 2, t, whole=False))
@@ -129,10 +128,10 @@ def best_shape(
         blocks = np.add.reduceat(-(-groups // shape.block), begins, axis=1).max(axis=0)
         return int((-(-blocks * shape.block // shape.size)).sum()) * shape.size
 
-    fitting = [shape for shape in shapes if lengths.max() <= shape.longest]
+    fitting = [shape for shape in shapes if lengths.max() <= shape.max_segment_length]
     if any(shape.whole for shape in fitting):
         fitting = [shape for shape in fitting if shape.whole == bool((lengths == t).all())]
-    return min(fitting, key=lambda shape: (tokens(shape), shape.longest, -shape.size))
+    return min(fitting, key=lambda shape: (tokens(shape), shape.max_segment_length, -shape.size))
 
 
 def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
@@ -142,23 +141,23 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
     with enough free blocks among the last few (`OPEN_SEQUENCES`). A completion ends at its last True in the mask, and
     empty completions are omitted. B must be divisible by the number of devices.
     """
-    size, block, longest, whole = shape
+    size, block, max_length, whole = shape
     b, g, t = mask.shape
-    lengths = lengths_of(mask)
+    lengths = unpadded_lengths(mask)
     n = lengths.max(initial=0)
     if n > size or size % block:
         raise ValueError(
             f"shape.size must be a multiple of {block} and at least the length of the longest completion ({n}); got"
             f" {size}."
         )
-    if whole and longest == t and t % block == 0 and (lengths == t).all():
+    if whole and max_length == t and t % block == 0 and (lengths == t).all():
         # If T divides N, each completion is one block that does not read previous blocks, so keys are not copied.
         block = math.gcd(size, t)
         reach = t // block - 1
     else:
-        reach = min(-(-(longest - 1) // block), size // block - 1)
-    # For S > 8, arrays [S, longest] have at most 32 N elements, which is small compared with logits [N, V].
-    most = max(8, min(size // 4, 32 * size // longest))
+        reach = min(-(-(max_length - 1) // block), size // block - 1)
+    # For S > 8, arrays [S, L] have at most 32 N elements, which is small compared with logits [N, V].
+    most = max(8, min(size // 4, 32 * size // max_length))
     flat, by_device = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
     lay_out = functools.partial(_lay_out, size=size, block=block, most=most)
     chosen = [_choose(part, size // block, block, most) for part in by_device]
@@ -168,12 +167,12 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
         parts = map(lay_out, groups, flat, by_device.reshape(devices, -1))
         arrays: Any = [np.stack(x) for x in zip(*parts, strict=True)]
         packed, number, position, prompt, completions, starts, counts = arrays
-        segments = Segments(number, position, prompt, longest, reach)
+        segments = Segments(number, position, prompt, max_length, reach)
         sequences.append(PackedSequence(packed, segments, completions, starts, counts))
     return sequences
 
 
-def lengths_of(mask: np.ndarray) -> np.ndarray:
+def unpadded_lengths(mask: np.ndarray) -> np.ndarray:
     """Return completion lengths [B, G], counted through the last True in mask [B, G, T]."""
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 

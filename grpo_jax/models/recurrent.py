@@ -258,7 +258,7 @@ class GatedDeltaNet(nn.Module):
 def delta_step(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, memory: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply `delta_rule` to one token. Arrays do not have the axis N."""
+    """Apply `delta_rule` to a single token. The inputs have no N axis."""
     alpha = jnp.exp(decay)[..., None]
     # Reading the memory is most of the cost of a step, so both reads share one pass.
     reads = jnp.einsum("...xk,...kv->...xv", jnp.stack([k, q], axis=-2), memory)

@@ -142,7 +142,7 @@ def score_completions(
     training. If None, dropout is disabled. The arrays in `statistic` are [B, G, T, X].
     """
     b, g, t = tokens.shape
-    states, aux = predicting_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
+    states, aux = last_hidden_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
     if is_builtin(model):
         if statistic is not None:
             statistic = statistic._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in statistic.arrays))
@@ -167,7 +167,7 @@ def _masked(scores: Scores, mask: jax.Array, aux: jax.Array | None) -> Scores:
     return scores._replace(router_loss=aux)
 
 
-def predicting_states(
+def last_hidden_states(
     model: Model,
     params: Params,
     prompts: Prompts,
@@ -218,7 +218,7 @@ def _hidden(
 
 
 def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
-    """Return a function that maps params and states from `predicting_states` to logits."""
+    """Return a function that maps params and states from `last_hidden_states` to logits."""
     if not is_builtin(model):
         return lambda params, states: states
     return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
@@ -252,9 +252,9 @@ def score_packed(
     rngs: dict[str, jax.Array] | None = None,
     statistic: LogitStatistic | None = None,
 ) -> Scores:
-    """Compute `Scores` [A, S, longest] for the segments of a packed sequence, 0 past the end of each segment.
+    """Compute `Scores` [A, S, L] for the segments of a packed sequence, 0 past the end of each segment.
 
-    `prompt_states` and prompt `lengths` [B] cover the whole batch. `router_mask` [A, S, longest] bool selects tokens
+    `prompt_states` and prompt `lengths` [B] cover the whole batch. `router_mask` [A, S, L] bool selects tokens
     for the router loss, which is not computed if the mask is None. The arrays in `statistic` are [A, N, X]. Other
     arguments are as in `score_completions`.
     """
@@ -270,7 +270,7 @@ def score_packed(
         chunk=states.shape[0] * max(CHUNK, min(2 * CHUNK, states.shape[1] // 10)),
         statistic=statistic,
     )
-    return _masked(jax.tree.map(sequence.split, scores), sequence.mask, aux)
+    return _masked(jax.tree.map(sequence.to_segments, scores), sequence.segment_mask, aux)
 
 
 def packed_states(
@@ -283,10 +283,10 @@ def packed_states(
     router_mask: jax.Array | None = None,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute states [A, N, D] and router loss like `predicting_states`, with the arguments of `score_packed`."""
+    """Compute states [A, N, D] and router loss like `last_hidden_states`, with the arguments of `score_packed`."""
     chex.assert_equal_shape_prefix((prompt_states.last, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
-    router_mask = None if router_mask is None else sequence.concatenate(router_mask)
+    router_mask = None if router_mask is None else sequence.to_packed(router_mask)
     prefix = Prefix(prompt_states.layers, lengths)
     hidden, aux = _hidden(model, params, tokens, prefix, router_mask, segments=segments, rngs=rngs)
     hidden = hidden[:, 0]

@@ -1,8 +1,7 @@
 """Sharding of parameters, with a table that maps paths to mesh axes, and of batches along the prompt axis.
 
 A mesh has the axes "data" (shards prompts), "fsdp" (shards prompts, and parameters along one dimension) and "tensor"
-(shards parameters along the other dimension: heads and MLP channels). XLA's partitioner propagates the arguments'
-shardings.
+(shards parameters along the other dimension: heads and MLP channels). XLA propagates the arguments' shardings.
 """
 
 from __future__ import annotations
@@ -208,7 +207,7 @@ def constrain_params(tree: Tree, mesh: Mesh | None) -> Tree:
     return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_sharding(tree, mesh))
 
 
-def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
+def reshard_embedding(tree: Tree, mesh: Mesh | None) -> Tree:
     """Replicate the embedding over "fsdp" for a rollout, inside a compiled function.
 
     Otherwise, each device would process all devices' prompts, since tokens are also sharded over "fsdp".
@@ -220,7 +219,7 @@ def for_lookup(tree: Tree, mesh: Mesh | None) -> Tree:
     return _constrain_by_name(tree, mesh, spec)
 
 
-def for_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
+def reshard_head(tree: Tree, mesh: Mesh | None, axes: Sequence[str]) -> Tree:
     """Shard the output head over `axes` along the vocabulary, inside a compiled function.
 
     The head is stored sharded along D, so each logit would otherwise be a sum over devices.
@@ -329,9 +328,9 @@ def place_of(tree: Params) -> jax.sharding.Sharding | None:
     return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
 
 
-def shape_structs_like(tree: Tree, source: object) -> Tree:
-    """Convert a tree to `ShapeDtypeStruct`s with the sharding of arrays computed from `source` (see `place_of`)."""
-    sharding = place_of(source)
+def shape_structs(tree: Tree, *, placed_like: object) -> Tree:
+    """Convert to `ShapeDtypeStruct`s with the sharding of arrays computed from `placed_like` (see `place_of`)."""
+    sharding = place_of(placed_like)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 

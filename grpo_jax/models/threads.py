@@ -1,7 +1,6 @@
 """Threads for independent parts of a batch on CPUs, and for device work in parallel with reward functions.
 
-XLA's CPU backend parallelizes only large operations, but the operations in a decode step are small. On GPUs and TPUs,
-batches are not split.
+XLA's CPU backend parallelizes only large operations, unlike those in a decode step. GPUs and TPUs use one thread.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Transformer(nn.Module):
             positions = positions + prefix.lengths[:, None]
         if start is not None:
             positions = positions[:, None] - start[..., None]
-        longest = num_slots(cache) if cache is not None else t if segments is None else segments.longest
+        longest = num_slots(cache) if cache is not None else t if segments is None else segments.max_segment_length
         last_visible = None if images is None or not c.bidirectional_images else last_of_image(images.feature_index)
         by_axis = None if images is None else images.positions
         rotated = positions if by_axis is None else positions_by_channel(by_axis, c.rope)

@@ -86,10 +86,10 @@ def compute_rewards(
 ) -> Rewards:
     """Compute rewards for B·G completions with K reward functions.
 
-    Each function is called once with the keywords that it accepts, including `trainer_state`, `log_metric(name, value)`
-    and `log_extra(column, values)`. Asynchronous functions run concurrently, after the synchronous functions, in
-    one event loop per process, so they can reuse clients and locks. `turn_counts` is the number of turns in each
-    completion. If it is None, each completion is a single turn.
+    Each function is called once with the keyword arguments that it accepts, including `trainer_state`,
+    `log_metric(name, value)` and `log_extra(column, values)`. Asynchronous functions run concurrently, after the
+    synchronous functions, in one event loop per process, so they can reuse clients and locks. `turn_counts` is the
+    number of turns in each completion; None means one turn each.
 
     Valid values are None, numbers that are finite in float32, lists with a number per turn, and arrays with a number
     per token. An error is an exception, an invalid value, or a result that does not have B·G values. If `on_error`

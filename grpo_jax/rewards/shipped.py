@@ -88,8 +88,7 @@ def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str |
 
     Both strings are stripped of whitespace. If the value is None, the completion is not scored. `extract` selects the
     answer: a regular expression selects the first group in its last match, or the whole match if it has no groups (`.`
-    matches line breaks); a function returns the answer or None. If `extract` is None, the whole completion is the
-    answer.
+    matches line breaks); a function returns the answer or None. None selects the whole completion.
 
     Example:
       >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")
@@ -205,8 +204,7 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
 
     math-verify may not terminate, so each completion is scored in a worker process (see `isolated`), which is killed
     if this takes more than `timeout` seconds. If `timeout` is None, completions are scored in this process, without a
-    limit. Before sampling, a run calls the function's `check_rows`, which rejects rows with values that math-verify
-    cannot parse.
+    limit. Before sampling, a run calls the function's `check_rows`, which rejects rows that math-verify cannot parse.
     """
     package = import_extra("math_verify", "math-verify")
     reward = _FormulaReward(column, package.parse, package.verify)

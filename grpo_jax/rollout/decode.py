@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from grpo_jax.models.context import Cache, Prefix, empty_cache, pad_slots, rotate_ring
-from grpo_jax.models.sharding import constrain, for_head, for_lookup
+from grpo_jax.models.sharding import constrain, reshard_embedding, reshard_head
 from grpo_jax.models.threads import compile_in_one_thread
 from grpo_jax.rollout.draw import (
     DecodeSettings,
@@ -93,7 +93,7 @@ def prefill(
     prompts and heads. Returns the state, and `Drawn` with one step.
     """
     b, g = keys.shape
-    model, params = for_lookup((model, params), settings.mesh)
+    model, params = reshard_embedding((model, params), settings.mesh)  # for the lookup of the prompts' tokens
     last_hidden, prefix = model.apply({"params": params}, prompts, method="prefill")
     logits = model.apply({"params": params}, last_hidden, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))
@@ -137,10 +137,10 @@ def decode(
     tokens = jnp.full((steps, b, g), settings.pad_token_id, jnp.int32)
     log_probs = jnp.zeros((steps, b, g), jnp.float32)
     mask = jnp.zeros((steps, b, g), bool)
-    # On a mesh, the head is resharded once per burst, outside the loop. With several turns it is not resharded, so that
-    # logits are rounded in the same way as in `prefill_chunk`.
+    # On a mesh, the output head is resharded once per call, outside the loop. For multi-turn completions it is not
+    # resharded, so that logits are rounded exactly as in `prefill_chunk`.
     mesh, axes = settings.mesh, vocabulary_axes(model.config.vocab_size, settings.mesh)
-    head_model, head_variables = for_head((model, variables), None if multi_turn else mesh, axes)
+    head_model, head_variables = reshard_head((model, variables), None if multi_turn else mesh, axes)
 
     def unfinished(carry: Carry) -> jax.Array:
         i, ended = carry[0], carry[3]
@@ -221,8 +221,7 @@ def rearrange(
 
     `groups` [B'] contains the indices of the groups to keep, and `order` [B', G'] the indices of the completions within
     each group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] contains the
-    new first slots of multi-turn completions, which are in one state. It is None for single-turn completions, whose
-    slots do not change.
+    new first slots of multi-turn completions, which are in one state. It is None for single-turn completions.
     """
     unsqueezed = [state.replace(cache=_unsqueeze_cache(state)) for state in states]
     state = jax.tree.map(lambda *x: jnp.concatenate(x), *unsqueezed)

@@ -45,7 +45,7 @@ from grpo_jax.rollout.ends import decode_settings
 from grpo_jax.rollout.engine_client import MAX_RECOVERIES, NOT_TRAINED, ConnectionLost, EngineError, Requests
 from grpo_jax.rollout.engine_server import VLLM
 from grpo_jax.rollout.table import TokenTable
-from grpo_jax.rollout.turns import AnswerTurn, wait_for
+from grpo_jax.rollout.turns import NextObservation, wait_for
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_jit_argument, is_builtin
 
 PROBE = 65
@@ -67,14 +67,14 @@ class _Version(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """Prompts, seeds and settings for B·G completions. `answer_turn` is None for single-turn completions."""
+    """Prompts, seeds and settings for B·G completions. `next_observation` is None for single-turn completions."""
 
     prompts: list[list[int]]
     seeds: list[int]
     settings: DecodeSettings
     max_completion_length: int
     max_turn_length: int
-    answer_turn: AnswerTurn | None
+    next_observation: NextObservation | None
 
 
 class Engine:
@@ -131,8 +131,8 @@ class Engine:
         eos_token_ids: Sequence[int],
         pad_token_id: int,
         prompt_indices: np.ndarray,
-        interrupt: Callable[[], None],
-        answer_turn: AnswerTurn | None = None,
+        check_interrupt: Callable[[], None],
+        next_observation: NextObservation | None = None,
         stop: str | Sequence[str] | None = None,
         stop_token_ids: int | Sequence[int] | None = None,
         max_turn_length: int | None = None,
@@ -158,12 +158,12 @@ class Engine:
             settings=settings,
             max_completion_length=max_completion_length,
             max_turn_length=min(max_completion_length, max_turn_length or max_completion_length),
-            answer_turn=answer_turn,
+            next_observation=next_observation,
         )
         table, problem = TokenTable(len(words), max_completion_length, pad_token_id), None
         if jax.process_index() == 0:
             try:
-                table = run_on_event_loop(self._sample(batch), functools.partial(wait_for, interrupt=interrupt))
+                table = run_on_event_loop(self._sample(batch), lambda future: wait_for(future, check_interrupt))
             except Exception as error:
                 if jax.process_count() == 1:
                     raise
@@ -197,7 +197,7 @@ class Engine:
                 if await self._has_loaded():
                     return table
             message = f"{self._server.url} no longer has the run's weights; it may have been restarted"
-            if batch.answer_turn is not None:  # environments cannot answer the same turns twice
+            if batch.next_observation is not None:  # environments cannot process the same turns twice
                 break
             warnings.warn(f"{message}. Sampling the batch again", stacklevel=2)
         raise EngineError(f"{message}. {NOT_TRAINED}")
@@ -216,13 +216,13 @@ class Engine:
             )
             turn = await requests.send(draw)
             table.append_sampled(row, turn.tokens, turn.log_probs)
-            table.ended[row] = turn.ended and batch.answer_turn is None
+            table.ended[row] = turn.ended and batch.next_observation is None
             remaining -= len(turn.tokens)
-            if batch.answer_turn is None or (not turn.ended and remaining == 0):
+            if batch.next_observation is None or (not turn.ended and remaining == 0):
                 return
-            answer = batch.answer_turn(row, np.array(turn.tokens, np.int32), remaining - 1)
-            assert answer is not None, "a single process must answer all completions"
-            observation = await asyncio.wrap_future(answer)
+            future = batch.next_observation(row, np.array(turn.tokens, np.int32), remaining - 1)
+            assert future is not None, "a single process must compute all observations"
+            observation = await asyncio.wrap_future(future)
             if observation is None:
                 table.ended[row] = True
             if observation is None or len(observation) >= remaining:
@@ -297,7 +297,7 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
         write_policy(directory, written.replace(files={}) if adapters else _with_head(written))
     except Exception as error:  # for example, the disk is full
         problem = f"the weights for the server could not be written to {directory}: {one_line(error)}"
-        raise EngineError(f"{problem}. Free space there, or pass another directory to engines.vllm") from error
+        raise EngineError(f"{problem}. Check its free space, or pass another directory to engines.vllm") from error
     return adapters
 
 

@@ -47,7 +47,7 @@ class VLLM:
 
     def __init__(self, client: Client, model: str = ""):
         self.client, self.url = client, client.base_url
-        self._base = self._name = model  # names of the base model, and of the model that requests use
+        self._base = self._name = model  # the base model's name, and the name sent with requests
         self._reports_version = True
 
     async def check(self, sampling: Sampling) -> None:

@@ -5,8 +5,7 @@ token ids of a turn ──► text ──► tool calls, or respond(text) ──
 ```
 
 An episode is one completion with its own environment. If a tool raises an error, the policy receives the error as
-the tool's result. If an environment raises an error, `on_environment_error` determines whether the run or
-only the episode ends.
+the tool's result. If an environment raises an error, the run or only the episode ends, as in `on_environment_error`.
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ def _to_float(value: Any) -> float | list[float] | str | None:
 
 
 class Episodes:
-    """The B·G episodes of one rollout, G per dataset row. Implements `rollout.turns.AnswerTurn`.
+    """The B·G episodes of one rollout, G per dataset row. Implements `rollout.turns.NextObservation`.
 
     With several processes, each process creates environments for its `local_rows` only. All processes must call `reset`
     and `end` together. Use this class as a context manager, so that its threads are shut down.
@@ -291,7 +290,7 @@ class Episodes:
                 episode.preceding = preceding
 
     def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Future[Sequence[int] | None] | None:
-        """Start computing the answer to a turn; see `rollout.turns.AnswerTurn`."""
+        """Start computing the observation that follows a turn; see `rollout.turns.NextObservation`."""
         if completion not in self._indices:
             return None
         return self._pool.submit(self.episodes[completion].answer, turn, limit)

@@ -4,10 +4,10 @@ Token t of completion (b, g) is drawn with the key fold_in(fold_in(fold_in(key, 
 therefore does not depend on the other completions, the batch or the number of devices.
 
 The device decodes bursts of a few steps (`decode`). Between bursts, the host (`_SingleTurnRollout`) moves the active
-completions to a smaller layout (`layouts`) or a larger cache.
+completions to a smaller layout (`decode_plan`) or a larger cache.
 
 Completions with several turns use the same compiled functions in a different loop (`turns`). There, each thread runs
-a separate loop, so that one thread decodes while another waits for answers. Each completion also has its own start
+a separate loop, so that one thread decodes while another waits for observations. Each completion also has its own start
 slot. With one turn, all threads share one loop, because their completions move to smaller layouts together.
 """
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.maths.sampling import Sampling, check_sampling
-from grpo_jax.models.sharding import fetch, mesh_of, shape_structs_like, shard_count
+from grpo_jax.models.sharding import fetch, mesh_of, shape_structs, shard_count
 from grpo_jax.models.threads import in_background, run_in_threads
 from grpo_jax.rollout.decode import (
     DecodeState,
@@ -35,15 +35,15 @@ from grpo_jax.rollout.decode import (
     prefill,
     rearrange,
 )
+from grpo_jax.rollout.decode_plan import decode_threads, groups_at_once, on_cpu, plan_decode
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import decode_settings
-from grpo_jax.rollout.layouts import choose_layouts, decode_threads, groups_at_once, on_cpu
-from grpo_jax.rollout.programs import make_decode_variables
+from grpo_jax.rollout.programs import convert_weights
 from grpo_jax.rollout.table import SamplingJob, TokenTable
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_jit_argument, is_builtin
 
 if TYPE_CHECKING:
-    from grpo_jax.rollout.turns import AnswerTurn
+    from grpo_jax.rollout.turns import NextObservation
 
 Item = TypeVar("Item")
 DecodeResult = tuple[DecodeState, Drawn]
@@ -73,8 +73,8 @@ def generate(
     pad_token_id: int = 0,
     prompt_indices: jax.Array | np.ndarray | None = None,
     batch_size: int | None = None,
-    answer_turn: AnswerTurn | None = None,
-    interrupt: Callable[[], None] = lambda: None,
+    next_observation: NextObservation | None = None,
+    check_interrupt: Callable[[], None] = lambda: None,
     on_tokens: OnTokens | None = None,
     as_numpy: bool = False,
 ) -> Completions:
@@ -94,26 +94,24 @@ def generate(
       eos_token_ids: token ids that end a turn. A sampled EOS is part of the turn.
       stop: strings that end a turn. A match may span tokens, but must be within one turn. The token that completes the
         match is part of the turn. Needs `tokenizer`.
-      max_turn_length: number of tokens at which a turn is truncated and then answered. With one turn, T is at
+      max_turn_length: number of tokens at which a turn is truncated and an observation follows. With one turn, T is at
         most `max_turn_length`. If None, `max_completion_length` is used.
       tokenizer: the model's tokenizer, needed for `stop`.
       pad_token_id: id of the token that pads a completion after its end.
-      prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A prompt with a given index has the same
-        samples in any batch.
+      prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. Samples depend on the index, not on the batch.
       batch_size: maximum number of completions that are decoded together, in whole groups, over all devices. The
         samples do not depend on it. If None, there is no limit. Not supported under `jit`.
-      answer_turn: function that returns a future of the tokens after a turn, or of None after the last turn (see
-        `turns.AnswerTurn`). If `answer_turn` is None, completions have one turn. Needs a built-in model; not supported
-        under `jit`.
-      interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
+      next_observation: function that returns a future of the tokens after a turn, or of None after the last turn (see
+        `turns.NextObservation`). If None, completions have one turn. Needs a built-in model, outside `jit`.
+      check_interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
         called under `jit` or for models that are not built in.
       on_tokens: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. Called only
         for single-turn completions of built-in models, outside `jit`.
       as_numpy: whether to return NumPy arrays instead of JAX arrays. Not supported under `jit`.
 
     Returns:
-      `Completions` with the sampled tokens' log-probs, through which no gradient flows. With `answer_turn`, `mask` is
-      True on sampled tokens, `present` also on observed tokens, and `ended` for completions whose last answer is None.
+      `Completions` with the sampled tokens' log-probs, through which no gradient flows. With `next_observation`, `mask`
+      is True on sampled tokens, `present` also on observed tokens, and `ended` if the last observation is None.
 
     Raises:
       ValueError: if a shape, count or sampling setting is invalid.
@@ -142,7 +140,7 @@ def generate(
     if batch_size is not None and batch_size < shards * num_generations:
         least = f"{shards * num_generations}, one group of completions on each data-parallel device"
         raise ValueError(f"batch_size must be at least {least}; got {batch_size!r}.")
-    if answer_turn is not None and not is_builtin(model):
+    if next_observation is not None and not is_builtin(model):
         kind = type(model).__name__
         raise ValueError(f"model must be a built-in model if completions have several turns; got {kind}.")
     groups, longest = prompts.tokens.shape[0], int(max_completion_length)
@@ -159,17 +157,17 @@ def generate(
         return fetch(completions) if as_numpy else completions
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return generate_traced(argument, params, prompts, keys, settings=settings, length=turn_length)
-    table = TokenTable(keys.size, turn_length if answer_turn is None else longest, settings.pad_token_id)
-    variables = make_decode_variables(argument, params)
+    table = TokenTable(keys.size, turn_length if next_observation is None else longest, settings.pad_token_id)
+    variables = convert_weights(argument, params)  # copies in the compute dtype, column-major on a CPU; see `programs`
     settings = settings._replace(mesh=mesh)
-    job = SamplingJob(argument, params, variables, prompts, keys, settings, table, interrupt)
+    job = SamplingJob(argument, params, variables, prompts, keys, settings, table, check_interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)
-    if answer_turn is None:
+    if next_observation is None:
         completions = _sample_one_turn(job, at_once, on_tokens)
     else:
         from grpo_jax.rollout.turns import sample_turns
 
-        completions = sample_turns(job, at_once, answer_turn, turn_length)
+        completions = sample_turns(job, at_once, next_observation, turn_length)
     return completions if as_numpy else jax.tree.map(jnp.asarray, completions)
 
 
@@ -179,7 +177,7 @@ def _sample_one_turn(job: SamplingJob, at_once: int, on_tokens: OnTokens | None)
     for first in range(0, b, at_once):
         batch = _SingleTurnRollout(job, np.arange(first, first + at_once))
         while True:
-            job.interrupt()
+            job.check_interrupt()
             if on_tokens is not None:
                 on_tokens(table.tokens.reshape(b, g, -1), table.mask.reshape(b, g, -1))
             if not batch.active.any():
@@ -195,8 +193,8 @@ class _SingleTurnRollout:
 
     def __init__(self, job: SamplingJob, groups: np.ndarray):
         self.job, g, p = job, job.keys.shape[1], job.prompts.tokens.shape[1]
-        self.layouts = choose_layouts(job.model, job.params, p, len(groups), g, job.table.length, mesh=job.mesh)
-        self.layout_index, self.slots = 0, self.layouts.slots[0]  # slots is the cache size
+        self.plan = plan_decode(job.model, job.params, p, len(groups), g, job.table.length, mesh=job.mesh)
+        self.layout_index, self.cache_size = 0, self.plan.cache_sizes[0]
         self.slot = 0  # next slot; `slot + 1` tokens have been drawn
         self.rows = job.rows(groups)  # [B', G'] table row of the completion at each position, −1 if it has ended
         self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # bursts not yet recorded in the table
@@ -204,9 +202,9 @@ class _SingleTurnRollout:
 
         def prefill_part(part: np.ndarray) -> DecodeResult:
             prompts, keys = job.inputs(part)
-            return prefill(job.model, job.params, prompts, keys, settings=job.settings, slots=self.slots)
+            return prefill(job.model, job.params, prompts, keys, settings=job.settings, slots=self.cache_size)
 
-        job.interrupt()
+        job.check_interrupt()
         parts = np.split(groups, decode_threads(job.params, len(groups), g))
         with in_background(functools.partial(self._compile, parts[0])):
             self.states, drawn = self._run(prefill_part, parts)
@@ -214,12 +212,12 @@ class _SingleTurnRollout:
 
     def _compile(self, part: np.ndarray) -> None:
         """Compile the first burst while the prompts are prefilled. Does nothing on a mesh."""
-        job, layouts = self.job, self.layouts
+        job, plan = self.job, self.plan
         if job.mesh is None:
             model, params, settings = job.model, job.params, job.settings
-            shapes, _ = prefill.eval_shape(model, params, *job.inputs(part), settings=settings, slots=self.slots)
-            state = shape_structs_like(shapes, (params, model))
-            burst = functools.partial(decode.lower, settings=settings, steps=layouts.steps, all_steps=layouts.all_steps)
+            shapes, _ = prefill.eval_shape(model, params, *job.inputs(part), settings=settings, slots=self.cache_size)
+            state = shape_structs(shapes, placed_like=(params, model))
+            burst = functools.partial(decode.lower, settings=settings, steps=plan.burst_steps, all_steps=plan.all_steps)
             burst(model, job.decode_variables, state, 0, 0).compile()
 
     @property
@@ -229,25 +227,25 @@ class _SingleTurnRollout:
 
     def compact(self) -> None:
         """Move to a smaller layout that holds all active completions, if a move saves enough (`MAX_RELATIVE_COST`)."""
-        move = self.layouts.smaller(self.layout_index, self.slots, self.active)
+        move = self.plan.smaller(self.layout_index, self.cache_size, self.active)
         if move is None:
             return
-        self.layout_index, self.slots, (groups, order) = move
+        self.layout_index, self.cache_size, (groups, order) = move
         self.rows = self.rows[groups[:, None], order]
         parts, mesh = decode_threads(self.job.params, len(groups), order.shape[1]), self.job.mesh
         kept = groups if mesh is None else None  # on a mesh, groups stay on their devices
-        self.states = rearrange(self.states, kept, order, slots=self.slots, parts=parts, mesh=mesh)
+        self.states = rearrange(self.states, kept, order, slots=self.cache_size, parts=parts, mesh=mesh)
 
     def decode(self) -> None:
         """Decode one burst. Grows the cache first if it is full. On a CPU, a burst ends when the cache is full."""
-        job, layouts = self.job, self.layouts
-        if self.slot >= self.slots < layouts.slots[-1]:
-            self.slots = layouts.slots[layouts.slots.index(self.slots) + 1]
-            self.states = tuple(grow(state, slots=self.slots, mesh=job.mesh) for state in self.states)
-        count = layouts.steps if layouts.all_steps else min(layouts.steps, self.slots - self.slot)
+        job, plan = self.job, self.plan
+        if self.slot >= self.cache_size < plan.cache_sizes[-1]:
+            self.cache_size = plan.cache_sizes[plan.cache_sizes.index(self.cache_size) + 1]
+            self.states = tuple(grow(state, slots=self.cache_size, mesh=job.mesh) for state in self.states)
+        count = plan.burst_steps if plan.all_steps else min(plan.burst_steps, self.cache_size - self.slot)
 
         def decode_state(state: DecodeState) -> DecodeResult:
-            burst = functools.partial(decode, settings=job.settings, steps=layouts.steps, all_steps=layouts.all_steps)
+            burst = functools.partial(decode, settings=job.settings, steps=plan.burst_steps, all_steps=plan.all_steps)
             return burst(job.model, job.decode_variables, state, self.slot, count)
 
         self.states, drawn = self._run(decode_state, self.states)

@@ -1,9 +1,8 @@
 """Conversion of params for decoding, and a rollout's largest compiled function with abstract arguments.
 
 On a CPU, multiplying 8 to 32 rows by column-major kernels takes only 60% to 80% as long as with row-major kernels, so
-`make_decode_variables` adds column-major copies. An accelerator would cast float32 kernels to the compute dtype at each
-step and write and read an additional 2 bytes per weight. The kernels are therefore cast once, which gives the same
-values.
+`convert_weights` adds column-major copies. An accelerator would cast float32 kernels to the compute dtype at each
+step and write and read an additional 2 bytes per weight. The kernels are therefore cast once; the values are the same.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.layers import Quantized
-from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, shape_structs_like, shard_count
+from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, shape_structs, shard_count
 from grpo_jax.models.threads import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
 from grpo_jax.rollout.decode import DecodeState, decode, place_state, prefill
+from grpo_jax.rollout.decode_plan import groups_at_once, plan_decode
 from grpo_jax.rollout.draw import DecodeSettings, Variables, completion_keys
-from grpo_jax.rollout.layouts import choose_layouts, groups_at_once
 from grpo_jax.types import BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
 
 Tree = TypeVar("Tree")
@@ -35,8 +34,10 @@ _jit_kernels_by_columns = jax.jit(kernels_by_columns, static_argnums=1)
 _jit_cast = jax.jit(lambda arrays, dtype: {path: x.astype(dtype) for path, x in arrays.items()}, static_argnums=1)
 
 
-def make_decode_variables(model: BuiltinModel, params: Params) -> Variables:
-    """Convert params to variables for `decode`: with column-major kernels on one CPU, else in the compute dtype."""
+def convert_weights(model: BuiltinModel, params: Params) -> Variables:
+    """Convert params to variables for `decode`.
+
+    On a single CPU, column-major kernels are added. Otherwise, float32 matrices are cast to the compute dtype."""
     params = _without_tower(params)
     if _uses_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params), _dtype(model))}
@@ -45,7 +46,7 @@ def make_decode_variables(model: BuiltinModel, params: Params) -> Variables:
 
 
 def variables_shape(model: BuiltinModel, params: Params) -> Variables:
-    """Return the result of `make_decode_variables` as `ShapeDtypeStruct`s."""
+    """Return the result of `convert_weights` as `ShapeDtypeStruct`s."""
     params = _without_tower(params)
     if _uses_columns(params):
         columns, base = functools.partial(kernels_by_columns, dtype=_dtype(model)), getattr(model, "base", params)
@@ -57,7 +58,7 @@ def variables_shape(model: BuiltinModel, params: Params) -> Variables:
 
 
 def copies(model: BuiltinModel, params: Params) -> tuple[Params, Params]:
-    """Return the params that `make_decode_variables` copies for decoding, and their copies, as abstract arrays."""
+    """Return the params that `convert_weights` copies for decoding, and their copies, as abstract arrays."""
     variables = variables_shape(model, params)
     if "columns" in variables:
         base = abstract(getattr(model, "base", params))
@@ -118,24 +119,22 @@ def decode_call(
     argument, shapes = abstract((as_jit_argument(model), params))
     variables, mesh = variables_shape(model, params), mesh_of(params)
     if "columns" in variables:
-        variables["columns"] = shape_structs_like(variables["columns"], (shapes, argument))
+        variables["columns"] = shape_structs(variables["columns"], placed_like=(shapes, argument))
     at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
-    layouts = choose_layouts(
-        argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh
-    )
+    plan = plan_decode(argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh)
     settings = settings._replace(mesh=mesh)
 
     def prefilled(model: BuiltinModel, params: Params) -> DecodeState:
         indices, tokens = jnp.arange(at_once), jnp.zeros((at_once, prompt_length), jnp.int32)
         prompts, keys = Prompts(tokens, indices), completion_keys(jax.random.key(0), indices, num_generations)
-        return prefill(model, params, prompts, keys, settings=settings, slots=layouts.slots[-1])[0]
+        return prefill(model, params, prompts, keys, settings=settings, slots=plan.cache_sizes[-1])[0]
 
     state: DecodeState = jax.eval_shape(prefilled, argument, shapes)
     if mesh is None:
-        state = shape_structs_like(state, (shapes, argument))
+        state = shape_structs(state, placed_like=(shapes, argument))
     else:
         state = place_state(state, mesh, _constrained_shape)
-    burst = functools.partial(decode, settings=settings, steps=layouts.steps, all_steps=layouts.all_steps)
+    burst = functools.partial(decode, settings=settings, steps=plan.burst_steps, all_steps=plan.all_steps)
     return functools.partial(burst, argument, variables, state, 0, 0)
 
 

@@ -70,9 +70,9 @@ class TokenTable:
 class SamplingJob:
     """Arguments of a rollout, and the table that its tokens are written to.
 
-    Prefill uses `params`. Decoding uses `decode_variables`, which are the same weights, partly cast or transposed for
-    single-token steps (`programs.make_decode_variables`).
-    `keys` are typed PRNG keys [B, G]. `interrupt` is called before each prefill and burst, and during long waits.
+    Prefill uses `params`, and decoding `decode_variables`, which are the same weights, partly cast or transposed
+    (`programs.convert_weights`).
+    `keys` are typed PRNG keys [B, G]. `check_interrupt` is called before each prefill and burst and in long waits.
     """
 
     model: BuiltinModel
@@ -82,7 +82,7 @@ class SamplingJob:
     keys: jax.Array
     settings: DecodeSettings
     table: TokenTable
-    interrupt: Callable[[], None]
+    check_interrupt: Callable[[], None]
 
     @property
     def mesh(self) -> Mesh | None:

@@ -11,11 +11,11 @@ position of 0     0  1  2           3  4  5           6  7  8  9
 one prefill of 0        EOS         x  y  z
 ```
 
-Answers are computed while other completions are decoded. When half of a thread's unfinished completions are waiting,
-the others are decoded for two more bursts (a burst is a compiled call with up to `BURST` decode steps), during which
-most answers arrive. Then the thread waits for the remaining answers and prefills all observations together. The
-sequence of compiled functions and their shapes thus depends only on the tokens, not on how long answers take, and a
-resumed run reproduces the same results bit for bit.
+Observations are computed while other completions are decoded. When half of a thread's unfinished completions wait, the
+others are decoded for two more bursts (a burst is a compiled call with up to `BURST` decode steps), during which
+most observations arrive. Then the thread waits for the rest and prefills all observations together. The sequence of
+compiled functions and their shapes thus depends only on the tokens, not on how long environments take, and a resumed
+run reproduces the same results bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 from grpo_jax.models.sharding import fetch, gather_objects, shard, shard_count
 from grpo_jax.models.threads import run_in_threads
 from grpo_jax.rollout.decode import Drawn, decode, prefill, prefill_chunk, rearrange
-from grpo_jax.rollout.layouts import BURST, SLOT_MULTIPLE, DecodeLayouts, decode_step_cost, decode_threads, on_cpu
+from grpo_jax.rollout.decode_plan import BURST, SLOT_MULTIPLE, DecodePlan, decode_step_cost, decode_threads, on_cpu
 from grpo_jax.rollout.table import SamplingJob
 from grpo_jax.types import Completions
 
@@ -46,24 +46,24 @@ completions are idle, but prefilling a single observation takes as long as prefi
 
 EXTRA_BURSTS = 2
 """Number of bursts that are decoded after `MIN_WAITING` is reached. With 0, each prefill would wait for the slowest
-answer; with a large value, one long turn would delay all other turns."""
+observation; with a large value, one long turn would delay all other turns."""
 
-Answer = Future[Sequence[int] | None]
+ObservationFuture = Future[Sequence[int] | None]
 """Future of the token ids that the environment appends after a turn, or of None at the end of the completion."""
 
 TRUNCATED = range(2**31 - 1)
-"""Result of an `Answer` that truncates the completion, like an observation that is longer than any limit."""
+"""Result of an `ObservationFuture` that truncates the completion, like an observation that is longer than any limit."""
 
 
-class AnswerTurn(Protocol):
-    """A function that answers turns. It is called once per turn, from any thread, and returns a future without waiting.
+class NextObservation(Protocol):
+    """A function that returns a future of the observation after a turn. It is called once per turn, from any thread.
 
-    If several processes sample the same completions together, exactly one process answers each completion; the
-    others return None.
+    If several processes sample the same completions together, exactly one of them computes a completion's
+    observations; in the others, the function returns None.
     """
 
-    def __call__(self, completion: int, turn: np.ndarray, limit: int) -> Answer | None:
-        """Start computing the answer to a turn.
+    def __call__(self, completion: int, turn: np.ndarray, limit: int) -> ObservationFuture | None:
+        """Start computing the observation that follows a turn.
 
         Args:
           completion: index b · G + g of the completion.
@@ -72,7 +72,7 @@ class AnswerTurn(Protocol):
 
         Returns:
           A future that returns the observation's token ids, or None if the turn is the last one. If a different
-          process answers, None is returned instead of a future.
+          process computes it, None is returned instead of a future.
         """
         ...
 
@@ -80,22 +80,22 @@ class AnswerTurn(Protocol):
 class _MultiTurnDecoder:
     """Decoding state of one thread's completions."""
 
-    def __init__(self, job: SamplingJob, answer_turn: AnswerTurn, groups: np.ndarray, max_turn_length: int):
+    def __init__(self, job: SamplingJob, next_observation: NextObservation, groups: np.ndarray, max_turn_length: int):
         self.job, self.table = job, job.table
-        self.answer_turn, self.max_turn_length = answer_turn, max_turn_length
+        self.next_observation, self.max_turn_length = next_observation, max_turn_length
         self.rows = job.rows(groups)  # [B', G'] table row at each position, −1 if empty
         g, p, length = job.keys.shape[1], job.prompts.tokens.shape[1], job.table.length
         # When completions end, the remaining ones move to smaller arrays, the next layout.
         cost = decode_step_cost(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
-        self.layouts = DecodeLayouts.of(len(groups), g, length, cost, shards=shard_count(job.mesh), multi_turn=True)
-        self.layout_index, self.slots = 0, self._ring_size(min(length, 4 * BURST))  # slots is the ring size
+        self.plan = DecodePlan.of(len(groups), g, length, cost, shards=shard_count(job.mesh), multi_turn=True)
+        self.layout_index, self.cache_size = 0, self._ring_size(min(length, 4 * BURST))  # slots of the ring
         self.slot = 0  # next slot of the active completions
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
-        self.waiting: dict[int, Answer | None] = {}  # pending answers, keyed by table row
+        self.waiting: dict[int, ObservationFuture | None] = {}  # pending observations, keyed by table row
         self.bursts_waited = 0  # number of bursts since enough completions have been waiting
         prompts, keys = job.inputs(groups)
         self.device_state, drawn = prefill(
-            job.model, job.params, prompts, keys, settings=job.settings, slots=self.slots, multi_turn=True
+            job.model, job.params, prompts, keys, settings=job.settings, slots=self.cache_size, multi_turn=True
         )
         self._record(self.rows, drawn)
 
@@ -120,10 +120,10 @@ class _MultiTurnDecoder:
     def _draw(self) -> None:
         """Decode one burst for all active completions."""
         job, table, active = self.job, self.table, self.active
-        job.interrupt()
+        job.check_interrupt()
         lengths = table.lengths[self.rows]
         min_slots = min(int(lengths[active].max()) - 1 + BURST, table.length)
-        if min_slots > self.slots:  # the ring is full
+        if min_slots > self.cache_size:  # the ring is full
             self._align(np.zeros_like(lengths), min_slots=min_slots)
             active, lengths = self.active, table.lengths[self.rows]
         remaining = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
@@ -140,8 +140,8 @@ class _MultiTurnDecoder:
     def _record(self, rows: np.ndarray, drawn: Drawn) -> int:
         """Record the tokens drawn for table rows [B', G'], where −1 marks an empty position.
 
-        Requests answers to turns that have just ended, and ends completions that have no space for more tokens. Returns
-        the number of steps that drew any tokens.
+        Requests observations for turns that have just ended, and ends completions without space for more tokens.
+        Returns the number of steps that drew any tokens.
         """
         table, drawn = self.table, fetch(drawn)
         _, _, mask = drawn
@@ -151,21 +151,21 @@ class _MultiTurnDecoder:
         for row in map(int, rows[turn_ended]):
             length = int(table.lengths[row])
             turn = table.tokens[row, self.turn_starts[row] : length]
-            self.waiting[row] = self.answer_turn(row, turn, table.length - length - 1)
+            self.waiting[row] = self.next_observation(row, turn, table.length - length - 1)
         finished = has_drawn & ~turn_ended & (lengths == table.length)
         self.rows = np.where(finished, -1, self.rows)
         return int(mask.sum(axis=-1).max())
 
     def _observations(self) -> dict[int, Sequence[int]]:
-        """Wait for answers and return observations, keyed by table row. Ends completions without an observation."""
+        """Wait for observations and return them, keyed by table row. Ends completions without an observation."""
         table, observed = self.table, dict[int, Sequence[int]]()
-        local = [(row, answer) for row, answer in self.waiting.items() if answer is not None]
-        answers = [(row, wait_for(answer, self.job.interrupt)) for row, answer in local]
+        local = [(row, future) for row, future in self.waiting.items() if future is not None]
+        received = [(row, wait_for(future, self.job.check_interrupt)) for row, future in local]
         if jax.process_count() > 1:
             limit = table.length  # enough to show that an observation is too long
-            lists = [(row, None if tokens is None else [int(i) for i in tokens[:limit]]) for row, tokens in answers]
-            answers = [(row, tokens) for part in gather_objects(lists) for row, tokens in part]
-        by_row = dict(answers)
+            lists = [(row, None if tokens is None else [int(i) for i in tokens[:limit]]) for row, tokens in received]
+            received = [(row, tokens) for part in gather_objects(lists) for row, tokens in part]
+        by_row = dict(received)
         for row in self.waiting:  # in the same order in all processes
             tokens = by_row[row]
             if tokens is None:
@@ -204,7 +204,7 @@ class _MultiTurnDecoder:
         for start in range(0, padded_length, chunk_length):
             chunk = slice(start, start + chunk_length)
             ids, valid_chunk = shard((padded[..., chunk], valid[..., chunk]), job.mesh)
-            slot = self.slots - padded_length + start
+            slot = self.cache_size - padded_length + start
             self.device_state, token, log_prob = prefill_chunk(
                 job.model, job.decode_variables, self.device_state, slot, ids, valid_chunk, settings=job.settings
             )
@@ -215,7 +215,7 @@ class _MultiTurnDecoder:
 
     def _ring_size(self, min_slots: int) -> int:
         """Round `min_slots` up to a ring size. There are few ring sizes, because each needs a separate compilation."""
-        sizes = (*self.layouts.slots[:-1], self.table.length)
+        sizes = (*self.plan.cache_sizes[:-1], self.table.length)
         return -(-next((n for n in sizes if n >= min_slots), min_slots) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
     def _align(self, counts: np.ndarray, *, min_slots: int) -> None:
@@ -224,27 +224,29 @@ class _MultiTurnDecoder:
         The ring grows to at least `min_slots` slots. If the completions fit into the next layout, they move to it.
         """
         groups, order = np.arange(len(self.rows)), np.broadcast_to(np.arange(self.rows.shape[1]), self.rows.shape)
-        if self.layout_index + 1 < len(self.layouts.shapes):
-            selection = self.layouts.select(self.layout_index + 1, self.rows >= 0)
+        if self.layout_index + 1 < len(self.plan.shapes):
+            selection = self.plan.select(self.layout_index + 1, self.rows >= 0)
             if selection is not None:
                 self.layout_index, (groups, order) = self.layout_index + 1, selection
-        self.slots = max(self.slots, self._ring_size(min_slots))
+        self.cache_size = max(self.cache_size, self._ring_size(min_slots))
         self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
         filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)
-        self.slot, mesh = self.slots, self.job.mesh
+        self.slot, mesh = self.cache_size, self.job.mesh
         kept = groups if mesh is None else None  # on a mesh, groups stay on their devices
-        start = self.slots - counts - filled
-        (self.device_state,) = rearrange((self.device_state,), kept, order, start, slots=self.slots, mesh=mesh)
+        start = self.cache_size - counts - filled
+        (self.device_state,) = rearrange((self.device_state,), kept, order, start, slots=self.cache_size, mesh=mesh)
 
 
-def wait_for(future: Future[Result], interrupt: Callable[[], None]) -> Result:
-    """Wait for a future's result, and call `interrupt` every 0.2 s until it arrives."""
+def wait_for(future: Future[Result], check_interrupt: Callable[[], None]) -> Result:
+    """Wait for a future's result, and call `check_interrupt` every 0.2 s until it arrives."""
     while not wait([future], timeout=0.2).done:
-        interrupt()
+        check_interrupt()
     return future.result()
 
 
-def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_turn_length: int) -> Completions:
+def sample_turns(
+    job: SamplingJob, at_once: int, next_observation: NextObservation, max_turn_length: int
+) -> Completions:
     """Sample multi-turn completions and return NumPy arrays. At most `at_once` groups are decoded together."""
     b, g = job.keys.shape
     # With several processes, all must exchange observations in the same order, so each uses one thread.
@@ -254,7 +256,7 @@ def sample_turns(job: SamplingJob, at_once: int, answer_turn: AnswerTurn, max_tu
 
     def sample_groups(thread: int) -> None:
         for first in range(thread * size, b, at_once):
-            _MultiTurnDecoder(job, answer_turn, np.arange(first, first + size), max_turn_length).run()
+            _MultiTurnDecoder(job, next_observation, np.arange(first, first + size), max_turn_length).run()
 
     run_in_threads(sample_groups, range(threads))
     return job.table.to_completions(b, multi_turn=True)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.messages import one_line
 from grpo_jax.models.sharding import fetch, gather_objects, mesh_of, shard
 from grpo_jax.run.checkpoint_reader import abstract_of, as_target, shapes_of, try_read_in_all_processes
@@ -62,7 +62,7 @@ class Checkpoints:
     If a save fails, `save`, `wait` or `__exit__` raises OSError. Each method must be called in all processes of a run.
     """
 
-    def __init__(self, run_dir: str | Path | None, config: Config, identity: Json | None = None):
+    def __init__(self, run_dir: str | Path | None, config: GRPOOrSFTConfig, identity: Json | None = None):
         self._config, self._identity = config, identity
         self._last_step = None if identity is None else identity["total_steps"]
         self._metrics: Mapping[str, float] = {}  # step → `metric_for_best_model`, at the last save

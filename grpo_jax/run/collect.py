@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.advantages import compute_advantages
-from grpo_jax.models.packing import lengths_of
+from grpo_jax.models.packing import unpadded_lengths
 from grpo_jax.models.sharding import fetch, local_range
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, compute_rewards, means_of
@@ -42,7 +42,7 @@ from grpo_jax.update.state import TrainState
 
 if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.rollout.episode_setup import EpisodeSetup
-    from grpo_jax.rollout.turns import AnswerTurn
+    from grpo_jax.rollout.turns import NextObservation
     from grpo_jax.run.sampler import Sampler
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -66,9 +66,14 @@ class RolloutSource:
     in_progress = False
 
     def __init__(
-        self, run: Run, *, cursor: int = 0, num_prompts: int | None = None, interrupt: Callable[[], None] = lambda: None
+        self,
+        run: Run,
+        *,
+        cursor: int = 0,
+        num_prompts: int | None = None,
+        check_interrupt: Callable[[], None] = lambda: None,
     ):
-        self.run, self._interrupt = run, interrupt
+        self.run, self._check_interrupt = run, check_interrupt
         self._num_prompts = run.sizes.prompts_per_iteration if num_prompts is None else num_prompts
         self.cursor = self.next_cursor = cursor
 
@@ -98,14 +103,16 @@ class RolloutSource:
     def sample_at(self, state: TrainState, start: int) -> RolloutResult:
         """Sample completions for the prompts that start at position `start` in the shuffled epochs."""
         params = sampling_params(state)
-        result = self.sample_with(params, sampling_key(state), start, self._interrupt)
+        result = self.sample_with(params, sampling_key(state), start, self._check_interrupt)
         if self.run.sampler is None:
             return result
         from grpo_jax.run.sampler import with_old_log_probs
 
         return with_old_log_probs(result, self.run.updater, params)
 
-    def sample_with(self, params: Params, key: jax.Array, start: int, interrupt: Callable[[], None]) -> RolloutResult:
+    def sample_with(
+        self, params: Params, key: jax.Array, start: int, check_interrupt: Callable[[], None]
+    ) -> RolloutResult:
         """Sample completions like `sample_at`, but do not compute `old_log_probs` for an engine's completions."""
         run = self.run
         return sample(
@@ -119,7 +126,7 @@ class RolloutSource:
             prompt_length=run.prompt_length,
             episode_setup=run.episode_setup,
             sampler=run.sampler,
-            interrupt=interrupt,
+            check_interrupt=check_interrupt,
         )
 
 
@@ -127,20 +134,19 @@ def collect(
     run: Run,
     state: TrainState,
     source: RolloutSource,
-    *,
     phase: Phase = lambda name: contextlib.nullcontext(),
-    interrupt: Callable[[], None] = lambda: None,
+    check_interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[Batch, dict[str, float], list[dict[str, Any]]]:
     """Sample one iteration's completions and compute their rewards, advantages and log-probs.
 
     Returns the `Batch` with NumPy arrays, the rollout's metrics, and one dict per completion for
     `completions.jsonl`. `phase` times the phases "rollout", "reference" (log-probs and advantages), "rewards" and
-    "teacher". `interrupt` is called between phases and may raise an exception.
+    "teacher". `check_interrupt` is called between phases and may raise an exception.
     """
     config = run.config
 
     def interruptible_phase(name: str) -> AbstractContextManager[None]:
-        interrupt()
+        check_interrupt()
         return phase(name)
 
     rollout, rewards, metrics, batch = _sample_and_reward(run, state, source, interruptible_phase)
@@ -161,7 +167,7 @@ def collect(
         from grpo_jax.run.sampler import mismatch_metrics
 
         metrics |= mismatch_metrics(batch, config)
-    interrupt()
+    check_interrupt()
     source.commit()
     return batch, metrics, completion_records(rewards, reward_names(run.reward_fns), rollout, _mean_advantages(batch))
 
@@ -195,7 +201,7 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
     `counted` [B] is False for padding groups, which fill the batch if dynamic sampling found too few groups.
     """
     prompts, completions, config = rollout.prompts, rollout.completions, run.config
-    t = run.updater.padded_length(int(lengths_of(np.asarray(completions.mask)).max()))
+    t = run.updater.padded_length(int(unpadded_lengths(np.asarray(completions.mask)).max()))
     tokens, mask = completions.tokens[:, :, :t], completions.mask[:, :, :t]
     if counted is not None:
         mask = mask & counted[:, None, None]
@@ -275,14 +281,13 @@ def sample(
     evaluation: bool = False,
     episode_setup: EpisodeSetup | None = None,
     sampler: Sampler | None = None,
-    interrupt: Callable[[], None] = lambda: None,
+    check_interrupt: Callable[[], None] = lambda: None,
     on_tokens: OnTokens | None = None,
 ) -> RolloutResult:
     """Sample completions for the rows of `data` at `row_indices`, with `generate` or with the engine `sampler`.
 
     The sampling keys are derived from `prompt_indices` [B]. Prompts are padded to `prompt_length` tokens, or to
-    more if an environment makes a prompt longer. `interrupt` is called repeatedly, and may raise an exception to
-    stop sampling.
+    more if an environment makes a prompt longer. `check_interrupt` is called repeatedly; an exception stops sampling.
     """
     turn_ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     generate_fn: Callable[..., Completions] = generate
@@ -291,7 +296,7 @@ def sample(
 
         generate_fn = functools.partial(generate_with_engine, sampler, policy)
 
-    def sample_completions(prompts: Prompts, answer_turn: AnswerTurn | None = None) -> Completions:
+    def sample_completions(prompts: Prompts, next_observation: NextObservation | None = None) -> Completions:
         check_context_length(policy, int(np.max(prompts.lengths)), config.max_completion_length)  # `reset` may add text
         return generate_fn(
             policy.model,
@@ -312,8 +317,8 @@ def sample(
             pad_token_id=policy.pad_token_id,
             prompt_indices=prompt_indices,
             batch_size=None if evaluation else config.rollout_batch_size,
-            answer_turn=answer_turn,
-            interrupt=interrupt,
+            next_observation=next_observation,
+            check_interrupt=check_interrupt,
             on_tokens=on_tokens,
             as_numpy=True,
         )

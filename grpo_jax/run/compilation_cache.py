@@ -57,9 +57,9 @@ def _processor() -> str:
 
 
 def _make_writable(directory: Path) -> bool:
-    """Create the cache directory and delete incomplete programs. Returns whether the directory is writable.
+    """Create the cache directory and delete incomplete entries. Returns whether the directory is writable.
 
-    JAX writes a program and then a file with its access time. Eviction fails if a process is killed in between.
+    JAX writes an entry, then a file with its access time. If the second file is missing, evictions fail.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -153,9 +153,9 @@ def evaluate_encoded(
     episode_setup: EpisodeSetup | None,
     sampler: Sampler | None = None,
     trainer_state: TrainerState | None = None,
-    interrupt: Callable[[], None] = lambda: None,
+    check_interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Run `evaluate` on encoded rows. `interrupt` is called repeatedly. Its exceptions end the evaluation."""
+    """Run `evaluate` on encoded rows. `check_interrupt` is called repeatedly. Its exceptions end the evaluation."""
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
     max_prompts = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()
@@ -177,9 +177,9 @@ def evaluate_encoded(
                 evaluation=True,
                 episode_setup=episode_setup,
                 sampler=sampler,
-                interrupt=interrupt,
+                check_interrupt=check_interrupt,
             ).head(min(batch_size, count - start))
-            interrupt()
+            check_interrupt()
             local = call_reward_fns(
                 policy.tokenizer, reward_fns, sampled, on_error=config.on_reward_error, trainer_state=trainer_state
             )

@@ -13,7 +13,7 @@ from grpo_jax.rewards.calls import Rewards
 from grpo_jax.rewards.outcomes import place_rewards
 from grpo_jax.rollout.episode_setup import EpisodeSetup
 from grpo_jax.rollout.episodes import Episodes
-from grpo_jax.rollout.turns import AnswerTurn
+from grpo_jax.rollout.turns import NextObservation
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.text.prompts import EncodedPrompts, encode_prompts
 from grpo_jax.types import Batch, Completions, Prompts, Row
@@ -25,7 +25,7 @@ _jit_turn_advantages = jax.jit(
 
 def sample_episodes(
     episode_setup: EpisodeSetup,
-    complete: Callable[[Prompts, AnswerTurn], Completions],
+    complete: Callable[[Prompts, NextObservation], Completions],
     data: EncodedPrompts,
     rows: Sequence[int],
     num_generations: int,

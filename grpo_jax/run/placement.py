@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sft import Config, SFTConfig
+from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig
 from grpo_jax.models.attention import mosaic_error
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.devices import compute_dtype, has_fast_float32_sums, platform_of
@@ -59,7 +59,7 @@ def vocab_size(model: Model, params: Params) -> int:
 
 
 def with_settings(
-    model: Model, config: Config, devices: Sequence[jax.Device] = (), mesh: jax.sharding.Mesh | None = None
+    model: Model, config: GRPOOrSFTConfig, devices: Sequence[jax.Device] = (), mesh: jax.sharding.Mesh | None = None
 ) -> Model:
     """Return the model with a run's dtype, checkpointing, attention and mesh. A custom model is returned unchanged."""
     if not isinstance(model, Transformer | LoraModel):
@@ -88,7 +88,7 @@ def _attention(config: TransformerConfig, devices: Sequence[jax.Device]) -> str:
     errors = [error for width in config.attention_widths if (error := mosaic_error(local[0], width)) is not None]
     if errors:
         warnings.warn(
-            f"slower attention kernels are used, because those for {local[0].device_kind} do not work with jax "
+            f"falling back to slower attention kernels: those for {local[0].device_kind} do not work with jax "
             f"{jax.__version__} and this version of CUDA: {errors[0]}. Try another version of CUDA",
             stacklevel=2,
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.fields import nearest_sizes
 from grpo_jax.config.settings import shown
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.messages import show
 from grpo_jax.models.layers import is_quantized
 from grpo_jax.policy import Policy
@@ -97,7 +97,7 @@ def check_context_length(policy: Policy, longest_prompt: int, max_completion_len
 
 
 def run_problems(
-    policy: Policy, config: Config, *, longest: int, has_eval_data: bool, num_reward_fns: int = 0
+    policy: Policy, config: GRPOOrSFTConfig, *, longest: int, has_eval_data: bool, num_reward_fns: int = 0
 ) -> list[str]:
     """Return an error message for each setting that does not fit a run's data, devices or model.
 
@@ -127,7 +127,7 @@ def run_problems(
     return problems
 
 
-def check_best_metric(config: Config, names: Iterable[str]) -> None:
+def check_best_metric(config: GRPOOrSFTConfig, names: Iterable[str]) -> None:
     """Raise ValueError if `metric_for_best_model` is an evaluation metric whose name is not in `names`."""
     metric, known = config.metric_for_best_model or "", [f"eval/{name}" for name in names]
     if metric.startswith("eval/") and metric not in known:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from grpo_jax.config.sft import Config, SFTConfig, config_class
+from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig, config_class
 from grpo_jax.hub.huggingface import hub_endpoint
 from grpo_jax.hub.peft import write_policy
 from grpo_jax.messages import one_line
@@ -51,8 +51,7 @@ def push_to_hub(
 
     Full checkpoints are written in the transformers format, adapters in the PEFT format. An existing model card is
     replaced only if it contains the line `MARK`, which marks generated cards. Log in with `hf auth login` or HF_TOKEN.
-    The environment variable HF_ENDPOINT selects a different hub. In a multi-process run, all processes must call this
-    function.
+    The environment variable HF_ENDPOINT selects a different hub. All processes of a run must call this function.
 
     Args:
       policy: policy to upload, such as `policy.replace(params=state.params)` after a run.
@@ -167,7 +166,7 @@ def check_push(policy: Policy, run_dir: str | os.PathLike[str] | None) -> None:
 class Publisher:
     """Uploader of a run's policy. Files are written to `hub` in the run directory. Training waits for uploads."""
 
-    def __init__(self, config: Config, policy: Policy, run_dir: str | os.PathLike[str]):
+    def __init__(self, config: GRPOOrSFTConfig, policy: Policy, run_dir: str | os.PathLike[str]):
         self._config, self._policy = config, policy
         self._name = ""  # name of the repository; empty except in process 0
         self._run_dir = Path(run_dir).expanduser().absolute()

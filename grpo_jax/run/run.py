@@ -12,7 +12,7 @@ import optax
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.settings import Sizes
-from grpo_jax.config.sft import Config, SFTConfig
+from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import place
 from grpo_jax.policy import Policy
@@ -40,7 +40,7 @@ class BaseRun:
     """
 
     policy: Policy
-    config: Config
+    config: GRPOOrSFTConfig
     data: EncodedPrompts
     prompt_length: int
     mesh: jax.sharding.Mesh | None

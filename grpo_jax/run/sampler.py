@@ -20,14 +20,14 @@ from jax.experimental import multihost_utils
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.messages import show
-from grpo_jax.models.packing import lengths_of
+from grpo_jax.models.packing import unpadded_lengths
 from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import accepts_any_keyword, arguments_of
 from grpo_jax.rollout.ends import BY_EOS, TurnEnds
 from grpo_jax.rollout.episode_setup import EpisodeSetup
 from grpo_jax.rollout.generate import generate
-from grpo_jax.rollout.turns import AnswerTurn
+from grpo_jax.rollout.turns import NextObservation
 from grpo_jax.run.placement import vocab_size
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.types import Batch, Completions, Model, Params, Prompts
@@ -35,7 +35,7 @@ from grpo_jax.update.objective import sampler_correction_weights
 from grpo_jax.update.step import Updater
 
 ARGUMENTS = tuple(
-    name for name in inspect.signature(generate).parameters if name not in ("answer_turn", "on_tokens", "as_numpy")
+    name for name in inspect.signature(generate).parameters if name not in ("next_observation", "on_tokens", "as_numpy")
 )
 """Names of `generate`'s arguments that a sampler can take."""
 ROUNDING = 1e-2
@@ -45,8 +45,8 @@ ROUNDING = 1e-2
 class Sampler(Protocol):
     """A sampling engine: a function that takes any of the arguments to `generate` by keyword.
 
-    A sampler can take two additional arguments: `policy`, for its config and tokenizer, and `answer_turn` (a
-    `rollout.turns.AnswerTurn`, or None), which returns the observation after a turn, for multi-turn completions.
+    A sampler can take two additional arguments: `policy`, for its config and tokenizer, and `next_observation` (a
+    `rollout.turns.NextObservation`, or None), which returns the observation after a turn, for multi-turn completions.
     `**kwargs` receives all arguments except these two. `engines.vllm` returns a sampler.
 
     A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Log-probs are ignored where `mask` is
@@ -57,7 +57,7 @@ class Sampler(Protocol):
       log_probs: [B, G, T] floats ≤ 0, log-probs under the distribution that tokens are sampled from, after
         `temperature`, `top_k`, `top_p` and `min_p`, like the trainer's log-probs.
       ended: [B, G] bool, True if the completion ends with an id in `eos_token_ids`, which includes stop ids, or with a
-        string in `stop`, or if `answer_turn` returned None.
+        string in `stop`, or if `next_observation` returned None.
       present: only for multi-turn completions, [B, G, T] bool, True from the first to the last token of a completion.
         `mask` is then True only on sampled tokens.
 
@@ -79,16 +79,16 @@ def check_sampler(sampler: object, episode_setup: EpisodeSetup | None = None, en
     fix = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)} and policy, or None to use generate"
     if not callable(sampler):
         raise ValueError(f"sampler must be a function; got {show(sampler)}. {fix}")
-    parameters, passed = arguments_of(sampler), (*ARGUMENTS, "policy", "answer_turn")
+    parameters, passed = arguments_of(sampler), (*ARGUMENTS, "policy", "next_observation")
     unknown = [name for name, required in parameters.items() if required and name not in passed]
     if unknown:
         raise ValueError(f"sampler requires arguments that are not passed: {', '.join(unknown)}. {fix}")
     for name, value in (("stop", ends.stop), ("max_turn_length", ends.max_turn_length)):
         if value and name not in parameters and not accepts_any_keyword(sampler):
             raise ValueError(f"sampler must take the argument {name}, which the config sets; add it, or unset {name}")
-    if episode_setup is not None and "answer_turn" not in parameters:
+    if episode_setup is not None and "next_observation" not in parameters:
         raise ValueError(
-            "tools and environment_factory need a sampler with an argument `answer_turn`; pass one, such as"
+            "tools and environment_factory need a sampler with an argument `next_observation`; pass one, such as"
             " engines.vllm, or None"
         )
     if episode_setup is not None and jax.process_count() > 1:
@@ -105,14 +105,14 @@ def generate_with_engine(
     prompts: Prompts,
     key: jax.Array,
     *,
-    answer_turn: AnswerTurn | None = None,
+    next_observation: NextObservation | None = None,
     as_numpy: bool = True,
     **settings: Any,
 ) -> Completions:
     """Call an engine with arguments of `generate`, and validate its result. All processes return process 0's result."""
     size = vocab_size(model, params)
     arguments = {"model": model, "params": params, "prompts": prompts, "key": key}
-    arguments |= {"answer_turn": answer_turn, "policy": policy}
+    arguments |= {"next_observation": next_observation, "policy": policy}
     arguments |= settings | {"eos_token_ids": (*policy.eos_token_ids, *settings["stop_token_ids"])}
     accepted = {*arguments_of(sampler)} | ({*ARGUMENTS} if accepts_any_keyword(sampler) else set())
     returned = sampler(**{name: value for name, value in arguments.items() if name in accepted})
@@ -121,7 +121,7 @@ def generate_with_engine(
         mask = jnp.ones(shape, bool)
         returned = Completions(mask.astype(jnp.int32), mask, jnp.zeros(shape), mask[..., 0])
     completions = read_completions(
-        returned, shape, vocab_size=size, pad_token_id=policy.pad_token_id, turns=answer_turn is not None
+        returned, shape, vocab_size=size, pad_token_id=policy.pad_token_id, turns=next_observation is not None
     )
     if jax.process_count() > 1:
         completions = jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x))[0], completions)
@@ -131,7 +131,7 @@ def generate_with_engine(
 def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) -> RolloutResult:
     """Add `old_log_probs` to an engine's completions: the trainer's log-probs under the same `params`."""
     completions = result.completions
-    t = updater.padded_length(int(lengths_of(np.asarray(completions.mask)).max()))
+    t = updater.padded_length(int(unpadded_lengths(np.asarray(completions.mask)).max()))
     old = fetch(updater.log_probs(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
     padded = _padded(old, completions.mask.shape[-1], 0)
     return result._replace(completions=completions.replace(old_log_probs=padded))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from grpo_jax.maths.checks import masked
+from grpo_jax.maths.checks import masked_clip
 from grpo_jax.messages import one_line, show
 from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.run.checkpoint import RESUME_MODES, Checkpoints, Restored
@@ -95,8 +95,7 @@ def open_session(
 class Session:
     """A run's progress, and the objects that log, stop, save and publish the run.
 
-    `run_dir` is None in all processes except process 0. `train` and `sft` set `evaluate`, a function from params to
-    metrics.
+    `run_dir` is None in all processes except process 0. `train` and `sft` set `evaluate`, which maps params to metrics.
     """
 
     run: BaseRun
@@ -138,7 +137,7 @@ class Session:
         write_policy_files(self.run_dir, self.run.policy)
         return restored
 
-    def stopping(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return whether a signal or a callback has requested a stop in any process."""
         return any(gather_objects(self.signals.received is not None or self.monitor.stopped))
 
@@ -146,9 +145,9 @@ class Session:
         """Return whether any process has received SIGTERM or SIGINT."""
         return any(gather_objects(self.signals.received is not None))
 
-    def running(self) -> bool:
+    def should_continue(self) -> bool:
         """Return whether updates remain and no stop was requested."""
-        return self.progress.step < self.run.total_steps and not self.stopping()
+        return self.progress.step < self.run.total_steps and not self.stop_requested()
 
     def log_batch(self, cursor: int, metrics: Mapping[str, float], records: Sequence[dict[str, Any]] = ()) -> None:
         """Log the metrics of an iteration's batch and, for GRPO, the `records` of its completions."""
@@ -257,7 +256,7 @@ class Session:
         the Hub (`push_to_hub`).
         """
         progress = self.progress
-        if self.stopping():
+        if self.stop_requested():
             self.save(state, batch)
         signalled = self.signalled()
         self.checkpoints.wait()
@@ -290,7 +289,7 @@ def describe_non_finite(
         if values is None:
             continue
         # Log-probs of −inf are valid, because the loss clips them. Infinite advantages are not.
-        array = np.asarray(values if name == "the advantage" else masked(values, batch.mask))
+        array = np.asarray(values if name == "the advantage" else masked_clip(values, batch.mask))
         if not np.isfinite(array).all():
             at = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
             where = ", ".join(f"{axis} {i}" for axis, i in zip(("prompt", "completion", "token"), at, strict=False))

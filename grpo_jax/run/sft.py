@@ -14,7 +14,7 @@ import optax
 
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import ErrorList
-from grpo_jax.models.packing import balanced_order, lengths_of
+from grpo_jax.models.packing import balanced_order, unpadded_lengths
 from grpo_jax.models.sharding import commit_to_devices, fetch, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.run.placement import run_mesh, shape_of
@@ -48,7 +48,7 @@ def sft(
 ) -> TrainState:
     """Fine-tune a policy on a dataset's completions (supervised fine-tuning).
 
-    The update and the run directory are the same as in `train`. The loss is `maths.supervised.likelihood_loss`. With
+    Updates and the files in a run directory are as in `train`. The loss is `maths.supervised.likelihood_loss`. With
     models from this package, examples are packed without padding, and their common prefix (BOS, a system prompt, tools)
     is computed once per batch. Without a common prefix, or with images, examples are padded to multiples of 64 tokens.
 
@@ -103,9 +103,9 @@ def sft(
             policy.release_params()
         progress, monitor = session.progress, session.monitor
         if run.eval_data:
-            session.evaluate = functools.partial(evaluate_examples, run, interrupt=session.signals.interrupt)
+            session.evaluate = functools.partial(evaluate_examples, run, check_interrupt=session.signals.check)
         session.evaluate_if_due(state)
-        while session.running():
+        while session.should_continue():
             batch, cursor, metrics = next_examples(run, progress.cursor)
             session.log_batch(cursor, metrics)
             with monitor.phase("update"):
@@ -113,7 +113,7 @@ def sft(
                 metrics = {name: float(value) for name, value in fetch(measured).items()}
             session.log_update(metrics)
             session.check_skipped(state, batch, metrics, None)
-            if not session.stopping():
+            if not session.stop_requested():
                 session.evaluate_if_due(state)
                 session.save_if_due(state)
         state = session.end(state)
@@ -258,7 +258,7 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
     batch = examples.batch(blocks, rows=rows, length=length, prompt_length=run.prompt_length)
     if groups is None:
         return batch
-    order = balanced_order(lengths_of(np.asarray(batch.mask))[:, 0], groups)
+    order = balanced_order(unpadded_lengths(np.asarray(batch.mask))[:, 0], groups)
 
     def grouped(x: jax.Array) -> jax.Array:
         return x[order].reshape(groups, -1, *x.shape[2:])
@@ -272,13 +272,15 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
     )
 
 
-def evaluate_examples(run: SFTRun, params: Params, *, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+def evaluate_examples(
+    run: SFTRun, params: Params, *, check_interrupt: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """Return the held-out `loss`, averaged over tokens, or one `<name>/loss` for each dataset in a dict."""
     rows, losses = run.config.per_device_eval_batch_size * run.config.data_shards(), {}
     for name, examples in run.eval_data.items():
         count, total, tokens = len(examples.blocks), 0.0, 0
         for start in range(0, count, rows):
-            interrupt()
+            check_interrupt()
             batch = _batch(run, examples, range(start, min(start + rows, count)), rows)
             log_probs = fetch(run.updater.log_probs(params, batch.prompts, batch.tokens, batch.mask))
             l = np.asarray(log_probs, np.float64)[batch.mask]

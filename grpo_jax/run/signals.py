@@ -44,7 +44,7 @@ class StopSignals:
         name = self.received.name
         os.write(2, f"\n{name}: saving after the current update; a second signal ends the run immediately\n".encode())
 
-    def interrupt(self) -> None:
+    def check(self) -> None:
         """Raise `Interrupted` if a signal has arrived, unless other processes participate in the computation."""
         if self.received is not None and self._single_process:
             raise Interrupted

@@ -114,13 +114,15 @@ class EngineRollouts(PrefetchedRollouts):
         # a different order on each device.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
-        def interrupt() -> None:
+        def check_interrupt() -> None:
             if self._closed:
                 raise Interrupted
-            self._interrupt()
+            self._check_interrupt()
 
         self._worker = contextlib.ExitStack()
-        self._future = self._worker.enter_context(in_background(lambda: self.sample_with(specs, key, start, interrupt)))
+        self._future = self._worker.enter_context(
+            in_background(lambda: self.sample_with(specs, key, start, check_interrupt))
+        )
 
     def wait_pending(self, state: TrainState) -> None:
         """Wait for completions in progress, and compute their log-probs under the policy that sampled them."""
@@ -162,15 +164,14 @@ def rollout_source(
     progress: Progress,
     prefetched_completions: Completions | None = None,
     prefetched_metadata: Json | None = None,
-    *,
-    interrupt: Callable[[], None] = lambda: None,
+    check_interrupt: Callable[[], None] = lambda: None,
 ) -> RolloutSource:
     """Create a run's rollout source. `prefetched_*` are from a checkpoint, if the run has one."""
     cursor = progress.cursor
     if not run.config.rollout_ahead:
-        return RolloutSource(run, cursor=cursor, interrupt=interrupt)
+        return RolloutSource(run, cursor=cursor, check_interrupt=check_interrupt)
     kind = EngineRollouts if run.samples_in_background else PrefetchedRollouts
-    source = kind(run, cursor=cursor, interrupt=interrupt)
+    source = kind(run, cursor=cursor, check_interrupt=check_interrupt)
     if prefetched_completions is not None:
         source.set_prefetched(_restored(run, cursor, prefetched_completions, prefetched_metadata))
     if isinstance(source, EngineRollouts) and progress.in_progress:

@@ -52,7 +52,7 @@ class Distillation:
         if config.distillation_mode == "full_logits":
             return batch
         if self.teacher is not None and self.updater is not None:
-            clipped = self.teacher.clip_ids(batch.tokens)
+            clipped = self.teacher.clip_to_vocab(batch.tokens)
             l = fetch(self.updater.log_probs(self.teacher.params, batch.prompts, clipped, batch.mask))
             # As with "full_logits", a token beyond the teacher's vocabulary is not compared: its divergence is 0.
             old = batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs

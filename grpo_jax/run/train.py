@@ -141,7 +141,7 @@ def train(
       >>> evaluate(policy, rows, first, params=state.params, max_completion_length=4)[0]["first"]
       1.0
     """
-    from grpo_jax.watch.hints import Hints
+    from grpo_jax.watch.hints import MetricHints
 
     run_dir = absolute_run_dir(run_dir)
     run = prepare(
@@ -163,25 +163,25 @@ def train(
     # Commit the arrays to devices. Restored arrays are committed, and would otherwise need different programs.
     state = commit_to_devices(new_state(run, donate=donate))
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
-    with open_session(run, run_dir, state, callbacks, Hints(run.config)) as session:
+    with open_session(run, run_dir, state, callbacks, MetricHints(run.config)) as session:
         restored = session.start(state, resume, donate=donate)
         if donate:  # only now, so that the caller's policy is intact if an earlier check fails
             policy.release_params()
         state, batch = restored.state, restored.batch
-        progress, monitor, interrupt = session.progress, session.monitor, session.signals.interrupt
+        progress, monitor, signals = session.progress, session.monitor, session.signals
         if run.eval_data is not None:
             session.evaluate = functools.partial(_evaluate, run, run.eval_data, session)
         source = rollout_source(
-            run, state, progress, restored.prefetched_completions, restored.prefetched_metadata, interrupt=interrupt
+            run, state, progress, restored.prefetched_completions, restored.prefetched_metadata, signals.check
         )
         with contextlib.closing(source) as session.source:
             session.evaluate_if_due(state, batch)
-            while session.running():
+            while session.should_continue():
                 if batch is None:  # start of an iteration
                     try:
                         source.wait_pending(state)  # uses old_params, which the next line overwrites
                         state = _begin_iteration(state)  # old_params ← params, if the old policy is kept
-                        batch, metrics, records = collect(run, state, source, phase=monitor.phase, interrupt=interrupt)
+                        batch, metrics, records = collect(run, state, source, monitor.phase, signals.check)
                     except Interrupted:  # SIGTERM or SIGINT; the resumed run samples this batch again
                         break
                     except Exception:
@@ -196,7 +196,7 @@ def train(
                 if progress.updates_done == 0:  # `log_update` resets it after the iteration's last update
                     batch = None
                 session.check_skipped(state, minibatch, metrics, batch)
-                if not session.stopping():
+                if not session.stop_requested():
                     session.evaluate_if_due(state, batch)
                     session.save_if_due(state, batch)
             state = session.end(state, batch)
@@ -227,5 +227,5 @@ def _evaluate(run: Run, data: EncodedPrompts, session: Session, params: Params) 
         params=params,
         episode_setup=run.episode_setup,
         trainer_state=run.trainer_state(session.progress.step, session.progress.cursor),
-        interrupt=session.signals.interrupt,
+        check_interrupt=session.signals.check,
     )[0]

@@ -1,8 +1,7 @@
 """An agent for the `verifiers` package. Its model is the policy, and its harness is a chat that runs in this process.
 
 The environment runs a `verifiers` rollout, whose harness is a `Chat`. The chat requests each turn from the rollout's
-model server, which records the conversation, checks stop conditions, and forwards requests to a `Conversation` with
-the policy.
+model server, which records the conversation, checks stop conditions, and forwards requests to a `Conversation`.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ def openenv(
       seed: seed for the first row. Row i resets the environment with `seed + i`. `reset` must return the same
         observation for all completions of a row.
       action: name of the action field for the text of a turn, or a function that converts the text to an action.
-      observation: name of the observation field to pass to the policy. If None, the whole observation is passed as
-        JSON.
+      observation: name of the observation field to pass to the policy. If None, all of it is passed, as JSON.
       max_turns: maximum number of turns. If None, the completion ends when the environment is done.
       timeout: time limit in seconds for each server response.
       wait: time in seconds for which `reset` keeps trying to connect. `on_environment_error` determines how sessions

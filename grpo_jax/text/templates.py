@@ -131,7 +131,7 @@ class ChatTemplate:
         raise_all("the chat template", problems)
 
     def turn_of(self, message: Message) -> tuple[str, bool]:
-        """Return a rendered assistant message without the generation prompt, and whether it began with the full prompt.
+        """Render an assistant message and strip the generation prompt. Also returns whether all of it was found.
 
         Many templates open <think> in the generation prompt, but omit the reasoning when they render earlier turns.
         Raises ValueError if the template rejects the message.

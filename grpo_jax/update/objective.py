@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sft import Config, SFTConfig
+from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig
 from grpo_jax.maths.checks import MIN_LOG_PROB
 from grpo_jax.maths.kl import kl_divergence
 from grpo_jax.maths.losses import grpo_loss_terms
@@ -39,23 +39,23 @@ def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> Los
     return LossSettings(**{name: getattr(config, name) for name in names}, surrogate=surrogate)
 
 
-def sampling_for(config: Config) -> Sampling:
+def sampling_for(config: GRPOOrSFTConfig) -> Sampling:
     """Return the temperature and filters that define the distribution for both sampling and log-probs."""
     return Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
 
 
-def has_entropy_bonus(config: Config) -> bool:
+def has_entropy_bonus(config: GRPOOrSFTConfig) -> bool:
     """Return whether the loss includes an entropy term."""
     return config.entropy_coef > 0 or config.use_adaptive_entropy
 
 
-def zero_advantage_has_no_gradient(model: Model, config: Config, surrogate: Surrogate | None = None) -> bool:
+def zero_advantage_has_no_gradient(model: Model, config: GRPOOrSFTConfig, surrogate: Surrogate | None = None) -> bool:
     """Return whether completions with advantage 0 have no gradient. Returns False for a custom surrogate."""
     other_terms = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_coef_of(model, config))
     return surrogate is None and not any(other_terms)
 
 
-def router_coef_of(model: Model, config: Config) -> float:
+def router_coef_of(model: Model, config: GRPOOrSFTConfig) -> float:
     """Return the load-balancing coefficient: the config's, else the checkpoint's, or 0 for a model without experts."""
     if not is_builtin(model) or not model.config.num_experts:
         return 0.0
@@ -91,7 +91,7 @@ def compute_loss(
     state: TrainState,
     totals: dict[str, jax.Array],
     *,
-    config: Config,
+    config: GRPOOrSFTConfig,
     on_policy: bool,
     surrogate: Surrogate | None = None,
     selected: jax.Array | None = None,
@@ -217,7 +217,7 @@ class Teacher(flax.struct.PyTreeNode):
     model: Model
     params: Params
 
-    def clip_ids(self, tokens: jax.Array) -> jax.Array:
+    def clip_to_vocab(self, tokens: jax.Array) -> jax.Array:
         """Clip token ids to the teacher's vocabulary, since larger ids would give NaN.
 
         The policy's vocabulary may have more padding.
@@ -226,7 +226,7 @@ class Teacher(flax.struct.PyTreeNode):
 
 
 def logit_statistic(
-    config: Config,
+    config: GRPOOrSFTConfig,
     tokens: jax.Array,
     *,
     teacher: Teacher | None = None,

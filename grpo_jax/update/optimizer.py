@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.types import Params
 
 # Follows transformers' `Trainer.get_decay_parameter_names`, which also excludes PyTorch layer norms by class. Here,
@@ -18,7 +18,7 @@ from grpo_jax.types import Params
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|/)scale$")
 
 
-def make_schedule(config: Config, total_steps: int) -> optax.Schedule:
+def make_schedule(config: GRPOOrSFTConfig, total_steps: int) -> optax.Schedule:
     """Return the learning rate schedule: constant, or linear or cosine decay to 0, after any warm-up from 0."""
     peak, warmup = config.learning_rate, config.total_warmup_steps(total_steps)
     rest = max(1, total_steps - warmup)
@@ -67,7 +67,7 @@ def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 @functools.lru_cache(maxsize=8)
-def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: GRPOOrSFTConfig, total_steps: int) -> optax.GradientTransformation:
     """Return AdamW with global-norm clipping. Equal configs give the same object, so that `jit` does not recompile.
 
     The learning rate depends on `TrainState.step`. Adam's bias correction counts only applied updates.

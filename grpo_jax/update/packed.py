@@ -26,21 +26,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.maths.metrics import MetricSums, empty_sums, merge_metrics, top_entropy_mask
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.packing import (
     PackedSequence,
     SequenceShape,
     best_shape,
-    lengths_of,
     order_prompts,
     pack,
     padding_share,
     sequence_shapes,
+    unpadded_lengths,
 )
 from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
-from grpo_jax.models.sharding import constrain, constrain_params, fetch, shape_structs_like, shard, shard_count
+from grpo_jax.models.sharding import constrain, constrain_params, fetch, shape_structs, shard, shard_count
 from grpo_jax.models.threads import (
     block_if_cpu,
     compile_in_one_thread,
@@ -143,7 +143,7 @@ class PackedUpdater(Updater):
                 sum_metrics.lower(*arguments).compile()
             if self.optimizer is not None:
                 grads, sums = zero_gradients.eval_shape(self, state.params), sum_metrics.eval_shape(*arguments)
-                apply_update.lower(self, state, *shape_structs_like((grads, sums), state)).compile()
+                apply_update.lower(self, state, *shape_structs((grads, sums), placed_like=state)).compile()
 
         with in_background(compile_next) if self.mesh is None else contextlib.nullcontext():
             results = run_in_threads(add_parts, range(threads))
@@ -179,7 +179,7 @@ class PackedUpdater(Updater):
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
         threads, num_parts, prompts_per_part = self.plan_parts(params, batch)
-        lengths = lengths_of(np.asarray(batch.mask))
+        lengths = unpadded_lengths(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
         indices = order_prompts(work, has_gradient, bins=threads * devices, bin_size=prompts_per_part)
         indices = indices.reshape(num_parts, devices, prompts_per_part)
@@ -204,7 +204,7 @@ class PackedUpdater(Updater):
         gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
         # Pad each part to a number of sequences that suffices for any lengths, so that all parts have the same shapes.
-        completions_per_sequence = shape.size // (-(-shape.longest // shape.block) * shape.block)
+        completions_per_sequence = shape.size // (-(-shape.max_segment_length // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // devices) // completions_per_sequence) + self.omits_zero_signal_backward
         # A sequence costs 3 with a backward pass and 1 without. Mixed sequences all need a backward pass.
         num_separate = len(with_grad) + len(without_grad)
@@ -251,7 +251,7 @@ class PackedUpdater(Updater):
 
 def choose_updater(
     model: Model,
-    config: Config,
+    config: GRPOOrSFTConfig,
     *,
     micro_shape: tuple[int, int],
     optimizer: optax.GradientTransformation | None = None,
@@ -286,12 +286,12 @@ def _loss(
     """Compute the loss and metric sums for the i-th sequence, given the policy's and the teacher's prompt states."""
     model, config, teacher, lengths = updater.model, updater.config, updater.teacher, part.batch.prompts.lengths
     sequence, key = part.sequence(i), dropout_key(model, state, part.index, i + 1)
-    batch = jax.tree.map(sequence.gather, part.batch.replace(prompts=None))
-    batch = batch.replace(mask=batch.mask & sequence.mask)
+    batch = jax.tree.map(sequence.gather_from_batch, part.batch.replace(prompts=None))
+    batch = batch.replace(mask=batch.mask & sequence.segment_mask)
     router_coef, teacher_states = router_coef_of(model, config), None
-    top_ids, top_log_probs = jax.tree.map(sequence.concatenate, (batch.teacher_top_ids, batch.teacher_top_log_probs))
+    top_ids, top_log_probs = jax.tree.map(sequence.to_packed, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_builtin(teacher.model):
-        clipped = sequence.replace(tokens=teacher.clip_ids(sequence.tokens))
+        clipped = sequence.replace(tokens=teacher.clip_to_vocab(sequence.tokens))
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, clipped)
     statistic_fn = logit_statistic(  # the divergence from the teacher, or the token accuracy in SFT
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
@@ -315,7 +315,7 @@ def _loss(
         config=config,
         on_policy=updater.on_policy,
         surrogate=updater.surrogate,
-        selected=None if part.selected is None else sequence.gather(part.selected),
+        selected=None if part.selected is None else sequence.gather_from_batch(part.selected),
         router_coef=router_coef,
     )
 
@@ -375,10 +375,10 @@ def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy:
         sequence = part.sequence(i)
         new = score_packed(model, params, states, prompts.lengths, sequence, sampling, with_entropy=with_entropy)
         # A segment without tokens refers to the first completion and adds zeros to it.
-        return jax.tree.map(lambda x, y: sequence.add_to(x, jnp.where(sequence.gather(mask), y, 0)), scores, new[:2])
+        has_token = sequence.gather_from_batch(mask)
+        return jax.tree.map(lambda x, y: sequence.add_to_batch(x, jnp.where(has_token, y, 0)), scores, new[:2])
 
-    zeros = constrain(jnp.zeros(mask.shape), updater.mesh)
-    return jax.lax.fori_loop(0, part.num_used, add, (zeros, zeros))
+    return jax.lax.fori_loop(0, part.num_used, add, (constrain(jnp.zeros(mask.shape), updater.mesh),) * 2)
 
 
 @functools.partial(jax.jit, keep_unused=True)  # otherwise, jit drops `params`, and the zeros are not committed

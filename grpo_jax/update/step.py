@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
 from grpo_jax.maths.reference import sync_reference
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.lora import LoraModel, sync_adapters
-from grpo_jax.models.scoring import LogitStatistic, predicting_states, score_completions
+from grpo_jax.models.scoring import LogitStatistic, last_hidden_states, score_completions
 from grpo_jax.models.sharding import constrain_params, shard
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import (
@@ -57,7 +57,7 @@ class Updater(flax.struct.PyTreeNode):
     """
 
     model: Model
-    config: Config = flax.struct.field(pytree_node=False)
+    config: GRPOOrSFTConfig = flax.struct.field(pytree_node=False)
     micro_shape: tuple[int, int] = flax.struct.field(pytree_node=False)
     optimizer: optax.GradientTransformation | None = flax.struct.field(pytree_node=False, default=None)
     on_policy: bool = flax.struct.field(pytree_node=False, default=True)
@@ -97,7 +97,7 @@ def train_step(
     *,
     model: Model,
     optimizer: optax.GradientTransformation,
-    config: Config,
+    config: GRPOOrSFTConfig,
     on_policy: bool = True,
     micro_shape: tuple[int, int] | None = None,
     surrogate: Surrogate | None = None,
@@ -216,7 +216,7 @@ def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
     """Return the function of the logits, if any: the divergence from the teacher, or SFT's token accuracy."""
     teacher, states = updater.teacher, None
     if teacher is not None:
-        states, _ = predicting_states(teacher.model, teacher.params, part.prompts, teacher.clip_ids(part.tokens))
+        states, _ = last_hidden_states(teacher.model, teacher.params, part.prompts, teacher.clip_to_vocab(part.tokens))
     return logit_statistic(
         updater.config,
         part.tokens,
@@ -247,7 +247,7 @@ def apply_gradients(
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
     is_finite = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])
     has_tokens = metrics["tokens"] > 0
-    count_names = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")
+    count_names = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")  # rows are completions
     metrics = {name: x if name in count_names else jnp.where(has_tokens, x, jnp.nan) for name, x in metrics.items()}
     metrics["update_skipped"] = jnp.where(is_finite, 0.0, 1.0)
     if isinstance(config, GRPOConfig) and config.use_adaptive_entropy:

@@ -1,7 +1,7 @@
 """Hints: messages about problems visible in the logged metrics, with the config fields that address them.
 
 A hint is a pure function of the logged lines and the config. It returns a message, or None if there is no problem.
-`Hints` applies all `HINTS` to each new line and reports each hint once. A resumed run first replays the logged lines.
+`MetricHints` applies all `HINTS` to each new line and reports each hint once. A resumed run replays logged lines.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ HINTS: dict[str, Callable[[History, GRPOConfig], str | None]] = {
 }
 
 
-class Hints:
+class MetricHints:
     """Hints for a run's metrics. Each hint is reported once."""
 
     def __init__(self, config: GRPOConfig):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import jax
 
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.display import Display
 from grpo_jax.watch.summary import describe_run
@@ -153,7 +153,7 @@ class Monitor:
     def __init__(
         self,
         run_dir: str | Path | None,
-        config: Config,
+        config: GRPOOrSFTConfig,
         *,
         callbacks: Iterable[Callback] = (),
         hints: Callable[[Line], list[str]] | None = None,

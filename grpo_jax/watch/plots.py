@@ -152,7 +152,7 @@ def _values(lines: Sequence[Line], name: str) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Smooth [n] values with a Gaussian kernel of standard deviation `width`. NaN values are excluded and stay NaN."""
+    """Smooth [n] values with a Gaussian kernel of standard deviation `width`. Non-finite values become NaN."""
     reach = min(int(4 * width) + 1, len(values))
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / max(width, 1e-9)) ** 2)
     finite = np.isfinite(values)
@@ -162,7 +162,7 @@ def smooth(values: np.ndarray, width: float) -> np.ndarray:
 
 
 def thin(values: np.ndarray, limit: int) -> np.ndarray:
-    """Reduce [n] values to at most `limit` by averaging neighbors. NaN values are excluded from the averages."""
+    """Reduce [n] values to at most `limit` by averaging neighbors. Non-finite values are excluded."""
     size = -(-len(values) // limit)
     values = np.append(values, np.full(-len(values) % size, np.nan)).reshape(-1, size)
     finite = np.isfinite(values)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
-from grpo_jax.config.sft import Config, config_class
+from grpo_jax.config.sft import GRPOOrSFTConfig, config_class
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.writer import JSON, Line
 
@@ -51,7 +51,7 @@ def short_number(number: float, unit: str = "") -> str:
     return f"{number:.3g} {unit}".rstrip()
 
 
-def describe_run(config: Config, state: TrainState, *, num_rows: int) -> str:
+def describe_run(config: GRPOOrSFTConfig, state: TrainState, *, num_rows: int) -> str:
     """Return a description of a run's sizes, in three lines."""
     parameters = short_number(sum(leaf.size for leaf in jax.tree.leaves(state.params)))
     device = jax.devices()[0].device_kind

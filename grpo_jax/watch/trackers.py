@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.messages import import_extra
 from grpo_jax.watch.writer import read_settings, replace_file
 
@@ -76,7 +76,7 @@ def live_plot(only: Sequence[str] = ("Reward", "Held-out prompts", "KL divergenc
     return Tracker(log, lambda: draw() if lines else None)
 
 
-def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> list[str]:
+def check_trackers(config: GRPOOrSFTConfig, run_dir: str | os.PathLike[str] | None) -> list[str]:
     """Return the names of the trackers in `report_to`. "all" is expanded to all installed trackers.
 
     Raises ValueError if a package is not installed, or if `run_dir` is None and TensorBoard needs it.
@@ -92,7 +92,7 @@ def check_trackers(config: Config, run_dir: str | os.PathLike[str] | None) -> li
     return names
 
 
-def open_trackers(config: Config, run_dir: str | os.PathLike[str] | None, *, step: int = 0) -> list[Tracker]:
+def open_trackers(config: GRPOOrSFTConfig, run_dir: str | os.PathLike[str] | None, *, step: int = 0) -> list[Tracker]:
     """Open the trackers in `report_to`. If `step` > 0, the trackers' previous runs are continued after this step."""
     names = check_trackers(config, run_dir)
     runs = read_settings(run_dir, RUNS) if step and run_dir is not None else {}
@@ -119,7 +119,7 @@ def _open_tensorboard(run_dir: str | os.PathLike[str] | None, step: int) -> Trac
     return Tracker(log, writer.close)
 
 
-def _open_service(name: str, config: Config, runs: dict[str, str]) -> Tracker:
+def _open_service(name: str, config: GRPOOrSFTConfig, runs: dict[str, str]) -> Tracker:
     """Open a wandb or trackio run. `runs` maps trackers to the ids or names of their runs, and is updated in place."""
     package = import_extra(name, name)
     settings = config.to_dict()

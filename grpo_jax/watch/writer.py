@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
-from grpo_jax.config.sft import Config
+from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.text.images import ImageSource, thumbnail
 
 JSON = bool | int | float | str | None | list["JSON"] | dict[str, "JSON"]
@@ -104,8 +104,7 @@ def package_versions() -> dict[str, str]:
 class RunWriter:
     """Writer for the files in a run directory. If `run_dir` is None, nothing is written.
 
-    Lines are written immediately. When a run resumes, `truncate` drops the lines after its checkpoint, so that no step
-    is logged twice.
+    Lines are written immediately. When a run resumes, `truncate` drops the lines after its checkpoint.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None):
@@ -118,7 +117,7 @@ class RunWriter:
         assert self.run_dir is not None
         return self.run_dir / name
 
-    def config(self, config: Config, **extra: object) -> None:
+    def config(self, config: GRPOOrSFTConfig, **extra: object) -> None:
         """Write `run.json`: the config, package versions, and `extra`."""
         content = {
             "config": config.to_dict(),

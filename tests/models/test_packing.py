@@ -66,10 +66,10 @@ def test_completions_can_be_recovered_from_packed_sequences():
     tokens, mask = rows_of()
     for sequence in packed(tokens, mask, size=64, block=8):
         real = sequence.lengths > 0
-        spread = np.where(sequence.mask, sequence.split(jnp.asarray(sequence.tokens)), 0)[real]
+        spread = np.where(sequence.segment_mask, sequence.to_segments(jnp.asarray(sequence.tokens)), 0)[real]
         whole = np.where(mask, tokens, 0).reshape(-1, mask.shape[2])
         np.testing.assert_array_equal(spread, whole[sequence.completions[real]])
-        np.testing.assert_array_equal(np.asarray(sequence.mask)[~real], False)
+        np.testing.assert_array_equal(np.asarray(sequence.segment_mask)[~real], False)
 
 
 def test_sequence_too_short_for_a_completion_is_refused():
@@ -106,9 +106,13 @@ def test_each_device_packs_its_own_prompts(longest):
     assert len(together) == max(counts) > min(counts)
     assert padding_share(together) == pytest.approx(1 - mask.sum() / (len(together) * 3 * 64))
     for sequence in together:
-        assert sequence.mask.shape[2] == (longest or 40)
-        values = jnp.where(sequence.gather(jnp.asarray(mask)), sequence.gather(jnp.asarray(tokens, jnp.float32)), 0)
-        back = sequence.add_to(jnp.zeros(mask.shape), jnp.where(sequence.mask, values, 0))
+        assert sequence.segment_mask.shape[2] == (longest or 40)
+        values = jnp.where(
+            sequence.gather_from_batch(jnp.asarray(mask)),
+            sequence.gather_from_batch(jnp.asarray(tokens, jnp.float32)),
+            0,
+        )
+        back = sequence.add_to_batch(jnp.zeros(mask.shape), jnp.where(sequence.segment_mask, values, 0))
         there = np.asarray(back) > 0
         np.testing.assert_array_equal(np.asarray(back)[there], tokens[there])
         assert there.sum() == sequence.lengths.sum()

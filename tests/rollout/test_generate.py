@@ -11,7 +11,7 @@ from tiny import scored, tiny_model
 
 from grpo_jax import Completions, Prompts, generate, make_prompts
 from grpo_jax.models.lora import LoraModel, init_adapters
-from grpo_jax.rollout.programs import make_decode_variables
+from grpo_jax.rollout.programs import convert_weights
 
 generate_module = importlib.import_module("grpo_jax.rollout.generate")
 
@@ -80,11 +80,11 @@ def test_kernels_by_columns_are_used_and_decode_the_same(monkeypatch):
     adapters, rng = init_adapters(jax.random.key(1), params, rank=2), np.random.default_rng(2)
     adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.1, x.shape), jnp.float32), adapters)
     model, params = LoraModel(params, model), adapters
-    variables = make_decode_variables(model, params)
+    variables = convert_weights(model, params)
     how = {"num_generations": 2, "max_completion_length": 12}
 
     def sampled_with(variables):
-        monkeypatch.setattr(generate_module, "make_decode_variables", lambda *_: variables)
+        monkeypatch.setattr(generate_module, "convert_weights", lambda *_: variables)
         return generate(model, params, make_prompts(PROMPTS), jax.random.key(3), **how)
 
     by_rows, by_columns = sampled_with({"params": params}), sampled_with(variables)

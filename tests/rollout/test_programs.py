@@ -13,10 +13,10 @@ from tiny import random_params, tiny_model
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.sharding import abstract, lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
-from grpo_jax.rollout import layouts
+from grpo_jax.rollout import decode_plan
+from grpo_jax.rollout.decode_plan import BURST, plan_decode
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.layouts import BURST, choose_layouts
-from grpo_jax.rollout.programs import copies, decode_call, make_decode_variables, variables_shape
+from grpo_jax.rollout.programs import convert_weights, copies, decode_call, variables_shape
 from grpo_jax.types import as_jit_argument
 
 
@@ -31,7 +31,7 @@ def on_two_devices(**shape):
 def test_rounded_kernels_give_identical_logits():
     sparse = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True,)}
     model, params = on_two_devices(tie_word_embeddings=False, qkv_bias=True, **sparse)
-    variables = make_decode_variables(model, params)
+    variables = convert_weights(model, params)
     matrices = [x for x in jax.tree.leaves(params) if x.ndim > 1]
     assert sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(variables)) == len(matrices) > 0
     assert all(
@@ -63,7 +63,7 @@ def test_no_step_rounds_a_kernel():
 def test_kernels_by_columns_are_rounded_once():
     model, params = tiny_model(tie_word_embeddings=False)
     model = Transformer(dataclasses.replace(model.config, dtype="bfloat16"))
-    variables = make_decode_variables(model, params)
+    variables = convert_weights(model, params)
     assert {x.dtype for x in jax.tree.leaves(variables["columns"])} == {jnp.dtype("bfloat16")}
     same = lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype)
     assert jax.tree.all(jax.tree.map(same, variables_shape(model, params), variables))
@@ -76,9 +76,9 @@ def test_kernels_by_columns_are_rounded_once():
 @pytest.mark.quick
 def test_params_in_the_compute_dtype_are_not_copied():
     model, params = tiny_model()
-    assert make_decode_variables(model, params)["params"] is params
+    assert convert_weights(model, params)["params"] is params
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), on_two_devices()[1])
-    assert make_decode_variables(on_two_devices()[0], half)["params"] is half
+    assert convert_weights(on_two_devices()[0], half)["params"] is half
 
 
 def test_shapes_without_a_sharding_use_the_default_device(monkeypatch):
@@ -87,10 +87,10 @@ def test_shapes_without_a_sharding_use_the_default_device(monkeypatch):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def chosen(of):
-        return choose_layouts(as_jit_argument(model), of, 5, 4, 2, 20, mesh=None)
+        return plan_decode(as_jit_argument(model), of, 5, 4, 2, 20, mesh=None)
 
     assert not chosen(shapes).all_steps
-    monkeypatch.setattr(layouts, "platform_of", lambda: ("gpu", 9.0))
+    monkeypatch.setattr(decode_plan, "platform_of", lambda: ("gpu", 9.0))
     assert chosen(shapes).all_steps
     assert not chosen(params).all_steps, "these params are on a CPU"
 

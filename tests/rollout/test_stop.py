@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_jax import generate, make_prompts
 from grpo_jax.models.sharding import make_mesh, place
-from grpo_jax.rollout import layouts
+from grpo_jax.rollout import decode_plan
 from grpo_jax.text.completions import token_bytes
 
 NAMES = ["<pad>", "<eos>", "a", "b", "c", ".", "ab", "ba", "cab", " a", " b", "b.", ". ", "aa", "bb", "c ", "é", "éa"]
@@ -94,7 +94,7 @@ def test_completions_end_at_a_stop_string_in_every_layout(monkeypatch):
     assert_same(inside(params), expected())
     assert_same(generate(Bare(model), params, prompts, key, **arguments(stop=STOP)), expected())
     assert_same(sample(place(params, make_mesh({"data": 2})), stop=STOP), expected())
-    monkeypatch.setattr(layouts, "BURST", 3)
+    monkeypatch.setattr(decode_plan, "BURST", 3)
     assert_same(sample(stop=STOP, batch_size=8), expected())
 
 
@@ -136,7 +136,7 @@ def play(**settings):
     model, params = model_and_params()
     answers, prompts = Answers(), make_prompts(PROMPTS)
     how = arguments(max_completion_length=LONG, **settings)
-    completions = generate(model, params, prompts, jax.random.key(7), answer_turn=answers, **how)
+    completions = generate(model, params, prompts, jax.random.key(7), next_observation=answers, **how)
     return completions, answers.heard
 
 

@@ -70,7 +70,7 @@ class Script:
 def play(script=None, *, model=MODEL, params=PARAMS, length=T, **settings):
     script = Script() if script is None else script
     how = {"num_generations": 4, "max_completion_length": length, "eos_token_ids": EOS, "pad_token_id": PAD}
-    return generate(model, params, PROMPTS, jax.random.key(7), answer_turn=script, **how | settings), script
+    return generate(model, params, PROMPTS, jax.random.key(7), next_observation=script, **how | settings), script
 
 
 @functools.cache
@@ -188,7 +188,7 @@ def test_a_model_without_a_cache_is_refused():
     with pytest.raises(ValueError, match="model must be a built-in model if completions have several turns; got Bare"):
         generate(
             *(Bare(MODEL), {}, PROMPTS, jax.random.key(0)),
-            answer_turn=Script(),
+            next_observation=Script(),
             num_generations=2,
             max_completion_length=4,
         )

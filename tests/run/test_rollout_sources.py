@@ -30,9 +30,9 @@ def run(sampler, policy=POLICY, run_dir=None, callbacks=(), environment_factory=
 def waited_for(engine):
     """Return the engine without `set_params`, so that prefetched completions are awaited before the update."""
 
-    def sampler(policy, answer_turn, **how):
+    def sampler(policy, next_observation, **how):
         how.pop("model"), how.pop("batch_size")
-        return engine(policy, answer_turn=answer_turn, **how)
+        return engine(policy, next_observation=next_observation, **how)
 
     return sampler
 

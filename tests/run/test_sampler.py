@@ -83,7 +83,7 @@ def test_evaluation_with_a_sampler():
         with pytest.raises(ValueError, match=message):
             evaluate(POLICY, ROWS, rewards, sampler=sampler, **how)
     speaks = type("Speaks", (), {"respond": lambda self, text: None})
-    with pytest.raises(ValueError, match="need a sampler with an argument `answer_turn`"):
+    with pytest.raises(ValueError, match="need a sampler with an argument `next_observation`"):
         evaluate(POLICY, ROWS, rewards, sampler=engine, environment_factory=speaks, **how)
 
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from grpo_jax import GRPOConfig
-from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, SAMPLER_GAP, SAMPLER_GAP_FLOAT32, Hints
+from grpo_jax.watch.hints import FIRST, HINTS, KL_WINDOW, SAMPLER_GAP, SAMPLER_GAP_FLOAT32, MetricHints
 
 pytestmark = pytest.mark.quick
 
@@ -21,7 +21,7 @@ series = lambda name, values, **others: [{"num_tokens": i, name: value, **others
 
 def reported(lines, config=CONFIG):
     """Return (line index, message) for every hint reported for `lines`."""
-    hints = Hints(config)
+    hints = MetricHints(config)
     return [(i, message) for i, line in enumerate(lines) for message in hints(line)]
 
 
@@ -116,7 +116,7 @@ def test_gap_limit_depends_on_dtype_and_platform(monkeypatch, dtype, platform, l
 
 
 def test_long_run_is_compared_with_its_beginning():
-    hints = Hints(CONFIG)
+    hints = MetricHints(CONFIG)
     for line in series("entropy", [2.0] * FIRST + [0.2] * 300 + [0.0] * 7):
         assert hints(line) == []
     (message,) = hints({"entropy": 0.0})

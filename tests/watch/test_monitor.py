@@ -16,7 +16,7 @@ from grpo_jax import GRPOConfig
 from grpo_jax.run.session import open_session
 from grpo_jax.update.state import create_state
 from grpo_jax.watch import trackers
-from grpo_jax.watch.hints import Hints
+from grpo_jax.watch.hints import MetricHints
 from grpo_jax.watch.monitor import Monitor, Phases, Progress, notify
 from grpo_jax.watch.trackers import Tracker
 from grpo_jax.watch.writer import read_lines
@@ -61,13 +61,13 @@ def test_hint_is_shown_and_stored_once_across_a_resume(tmp_path, capsys):
         for step in steps:
             monitor.log(step, {"num_tokens": 0, "completions/clipped_ratio": 1.0})
 
-    with Monitor(tmp_path, CONFIG, hints=Hints(CONFIG)) as monitor:
+    with Monitor(tmp_path, CONFIG, hints=MetricHints(CONFIG)) as monitor:
         monitor.start(STATE, Progress(), total_steps=30, num_rows=4)
         cut_off(monitor, range(1, 13))
     (kept,) = lines(tmp_path, "warnings.jsonl")
     assert (kept["step"], kept["category"]) == (10, "hint")
     assert f"hint: {kept['message']}" in capsys.readouterr().err
-    with Monitor(tmp_path, CONFIG, hints=Hints(CONFIG)) as monitor:
+    with Monitor(tmp_path, CONFIG, hints=MetricHints(CONFIG)) as monitor:
         monitor.start(STATE, Progress(step=11), total_steps=30, num_rows=4, resumed=True)
         cut_off(monitor, range(12, 25))
     assert "hint" not in capsys.readouterr().err

@@ -9,7 +9,7 @@ from tiny import tiny_model
 
 from grpo_jax.hub.quantize import quantized_shape
 from grpo_jax.models.config import StepCost
-from grpo_jax.rollout.layouts import BURST, MAX_SMALLER, MIN_COMPLETIONS, DecodeLayouts, decode_step_cost
+from grpo_jax.rollout.decode_plan import BURST, MAX_SMALLER, MIN_COMPLETIONS, DecodePlan, decode_step_cost
 from grpo_jax.types import as_jit_argument
 
 pytestmark = pytest.mark.quick
@@ -18,7 +18,7 @@ SMALL = StepCost(weights=0.0, prompt=0.5, own=1.0, products=1.0)
 
 
 def layouts_of(groups=8, width=8, length=256, step=SMALL, *, fixed=False, **how):
-    return DecodeLayouts.of(groups, width, length, step, all_steps=fixed, **how)
+    return DecodePlan.of(groups, width, length, step, all_steps=fixed, **how)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def moves(layouts, layout, slots, alive):
 def test_small_cache_is_left_only_for_a_cheaper_layout():
     step = StepCost(weights=0.0, prompt=0.0, own=1.0)
     layouts = layouts_of(step=step)
-    assert layouts.slots == (64, 128, 255)
+    assert layouts.cache_sizes == (64, 128, 255)
     assert layouts.shapes == ((8, 8), (32, 1), (16, 1), (8, 1))
-    assert [moves(layouts, 0, slots, 32) for slots in layouts.slots] == [None, (1, 128), (1, 255)]
+    assert [moves(layouts, 0, slots, 32) for slots in layouts.cache_sizes] == [None, (1, 128), (1, 255)]
     assert moves(layouts, 3, 255, 1) is None, "there is no smaller layout"
     dear = layouts_of(step=dataclasses.replace(step, products=100.0))
-    assert [moves(dear, 0, slots, 32) for slots in dear.slots] == [(1, 128), (1, 128), (1, 255)]
-    assert [moves(dear, 1, slots, 16) for slots in dear.slots[1:]] == [(2, 255), (2, 255)]
+    assert [moves(dear, 0, slots, 32) for slots in dear.cache_sizes] == [(1, 128), (1, 128), (1, 255)]
+    assert [moves(dear, 1, slots, 16) for slots in dear.cache_sizes[1:]] == [(2, 255), (2, 255)]
 
 
 def test_moves_to_the_cheapest_layout_that_holds_all_active_completions():
@@ -94,14 +94,14 @@ def test_moves_to_the_cheapest_layout_that_holds_all_active_completions():
 @pytest.mark.parametrize("fixed", [False, True])
 def test_slots_and_bursts_hold_every_completion(length, fixed):
     layouts = layouts_of(length=length, fixed=fixed)
-    assert max(1, length - 1) <= layouts.slots[-1] < max(1, length - 1) + (64 if fixed else 1)
-    assert len(layouts.slots) <= 3
-    assert list(layouts.slots) == sorted(set(layouts.slots))
-    assert 1 <= layouts.steps <= BURST
+    assert max(1, length - 1) <= layouts.cache_sizes[-1] < max(1, length - 1) + (64 if fixed else 1)
+    assert len(layouts.cache_sizes) <= 3
+    assert list(layouts.cache_sizes) == sorted(set(layouts.cache_sizes))
+    assert 1 <= layouts.burst_steps <= BURST
     if fixed:  # bursts end where the cache grows, with few steps past the last token
-        assert all(n % layouts.steps == 0 for n in layouts.slots[:-1])
-        assert -(-max(1, length - 1) // layouts.steps) * layouts.steps < max(1, length - 1) * 1.1 + 8
-        assert all(n % 64 == 0 for n in layouts.slots), "a GPU copies the values to pad any other size"
+        assert all(n % layouts.burst_steps == 0 for n in layouts.cache_sizes[:-1])
+        assert -(-max(1, length - 1) // layouts.burst_steps) * layouts.burst_steps < max(1, length - 1) * 1.1 + 8
+        assert all(n % 64 == 0 for n in layouts.cache_sizes), "a GPU copies the values to pad any other size"
 
 
 def test_a_decode_step_reads_half_a_byte_per_weight_in_nf4():

@@ -1,4 +1,4 @@
-"""The layouts of a rollout: how many completions are decoded together, and with how many cache slots.
+"""The plan of a rollout: how many completions are decoded together (the layout), and with how many cache slots.
 
 Each layout needs a separate compilation, which takes half a minute on a TPU, so there are few layouts. They are derived
 from the rollout's shapes. The sampled completions determine only when the rollout moves, and to which layout:
@@ -69,12 +69,12 @@ def num_cache_slots(length: int, *, round_up: bool) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeLayouts:
-    """The layouts of a rollout: the array shapes that it can use, in decreasing order of size."""
+class DecodePlan:
+    """The layouts (array shapes) that a rollout can use, in decreasing order of size, and its cache sizes."""
 
     shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) in each layout; the first contains all
-    slots: tuple[int, ...]  # cache sizes in increasing order; the n-th layout uses only the n-th and later sizes
-    steps: int  # number of steps per burst
+    cache_sizes: tuple[int, ...]  # slots, in increasing order; the n-th layout uses only the n-th and later sizes
+    burst_steps: int  # number of steps per burst
     all_steps: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host
     step: StepCost  # cost of a decode step with the largest cache
     shards: int = 1  # number of devices over which groups are sharded; groups do not change devices
@@ -91,8 +91,8 @@ class DecodeLayouts:
         multi_turn: bool = False,
         all_steps: bool = False,
         grows: bool = True,
-    ) -> DecodeLayouts:
-        """Compute the layouts for [groups, width] completions of at most `length` tokens.
+    ) -> DecodePlan:
+        """Compute the plan for [groups, width] completions of at most `length` tokens.
 
         `multi_turn` is True if completions have several turns, each with any number of bursts. `grows` is True if steps
         also read empty slots, so that a smaller cache is faster.
@@ -125,7 +125,7 @@ class DecodeLayouts:
         max_cost = MAX_RELATIVE_COST * self._cost(layout, slots)
         moves = []
         for target in range(layout + 1, len(self.shapes)):
-            new_slots = next(n for n in self.slots[min(target, len(self.slots) - 1) :] if n >= slots)
+            new_slots = next(n for n in self.cache_sizes[min(target, len(self.cache_sizes) - 1) :] if n >= slots)
             cost, selected = self._cost(target, new_slots), self.select(target, active)
             if cost <= max_cost and selected is not None:
                 moves.append((cost, target, new_slots, selected))
@@ -134,7 +134,7 @@ class DecodeLayouts:
     def _cost(self, layout: int, slots: int) -> float:
         """Return the cost of a decode step on each device."""
         groups, width = self.shapes[layout]
-        step = dataclasses.replace(self.step, own=self.step.own * slots / self.slots[-1])
+        step = dataclasses.replace(self.step, own=self.step.own * slots / self.cache_sizes[-1])
         return step.cost(groups // self.shards, width)
 
     def select(self, layout: int, active: np.ndarray) -> Selection | None:
@@ -218,15 +218,15 @@ def groups_at_once(groups: int, num_generations: int, batch_size: int | None, sh
     return -(-limit // shards) * shards
 
 
-def choose_layouts(
+def plan_decode(
     model: BuiltinModel, params: Params, prompt_length: int, groups: int, width: int, length: int, *, mesh: Mesh | None
-) -> DecodeLayouts:
-    """Return the layouts for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
+) -> DecodePlan:
+    """Return the plan for [groups, width] single-turn completions. `params` may contain `ShapeDtypeStruct`s."""
     cpu, shards = on_cpu(params, mesh), shard_count(mesh)
     slots = num_cache_slots(length, round_up=not cpu)
     step = decode_step_cost(model, params, prompt_length, slots, cpu=cpu)
     grows = not _skips_empty_slots(model, groups * width, (slots, prompt_length), 1 if mesh is None else mesh.size)
-    return DecodeLayouts.of(groups, width, length, step, shards=shards, all_steps=not cpu, grows=grows)
+    return DecodePlan.of(groups, width, length, step, shards=shards, all_steps=not cpu, grows=grows)
 
 
 def _skips_empty_slots(model: BuiltinModel, completions: int, keys: tuple[int, int], devices: int) -> bool:
