@@ -96,7 +96,7 @@ def vocabulary_blocks(size: int) -> tuple[int, int]:
 
     The width is the smallest power of two ≥ √size. If this width would require padding and the size is a multiple of
     32, the number of blocks is instead the largest power of two that divides the size, up to 512, so that a vocabulary
-    can be sharded in whole blocks. Since the blocks determine which token a random number selects, only the size matters.
+    can be sharded in whole blocks. The blocks affect which token a random number selects, and depend only on the size.
 
     Example:
       >>> vocabulary_blocks(8192), vocabulary_blocks(151936), vocabulary_blocks(33)

@@ -95,7 +95,7 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
     The first shape has max(`tokens`, T) tokens, rounded up to whole blocks. With fused attention, a second shape may
     have a quarter to half of these tokens. Without fused attention, the cost depends on the block size and on the
     number of previous blocks that a block reads, so further shapes may be returned: for completions that all have T
-    tokens, for completions of up to T / 4 tokens and, for batches with few sequences, with half the size and block size.
+    tokens, for completions of up to T / 4 tokens and, for batches of few sequences, with half the size and block size.
     `batch_tokens` is the number of tokens in a device's shard of the batch if all completions have T tokens.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)

@@ -38,7 +38,7 @@ class TrainState(flax.struct.PyTreeNode):
       entropy_bonus: [] float32 coefficient for the next update: `entropy_coef`, or 0 while an adaptive bonus is
         disabled because the entropy is above its target.
       skipped: [] int32 number of updates skipped because the loss or the gradient was not finite.
-      master_params: float32 copy of θ that the optimizer updates; `params` are its rounded values. None for float32 params.
+      master_params: float32 copy of θ, which is updated and then rounded to `params`. None if params are float32.
     """
 
     params: Params
