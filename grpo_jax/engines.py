@@ -47,7 +47,7 @@ def vllm(
       tolerance: maximum mean absolute difference between the probe's log-probs, in nats per token. If None, it is 1e-4
         for float32 models and 0.05 for others. With `--dtype bfloat16`, the difference is about 0.01.
       timeout: timeout in seconds for one complete response, such as a completion.
-      patience: seconds for which requests to a busy server are retried and an unavailable server is awaited.
+      patience: seconds for which to retry requests to a busy server, and to wait for an unavailable server.
       api_key_env: name of the environment variable that contains the server's API key. The key is not stored elsewhere.
 
     Returns:

@@ -265,8 +265,7 @@ its tower, the name of the image processor's class in transformers, and the corr
 def load_processor(policy: Policy) -> ImageProcessor:
     """Create the image processor of a vision-language policy from its configs and tokenizer.
 
-    Raises ValueError if the model does not support images, its processor files are missing or not supported, or Pillow
-    is not installed.
+    Raises ValueError if the model does not support images, its processor files are unusable, or Pillow is missing.
     """
     policy.check_tokenizer()
     raw, decode, tower = policy.config, policy.tokenizer.decode, tower_config(policy.config)

@@ -46,12 +46,12 @@ class PackedSequence(flax.struct.PyTreeNode):
         values = jax.vmap(lambda x, number, position: x[number, position])(x, number, position)
         return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)
 
-    def gather_from_batch(self, x: jax.Array) -> jax.Array:
-        """Gather each segment's values [A, S] or [A, S, L, ...] from an array [B, G] or [B, G, T, ...]."""
+    def segment_rows(self, x: jax.Array) -> jax.Array:
+        """Return each segment's row of an array [B, G] or [B, G, T, ...], as [A, S] or [A, S, L, ...]."""
         values = jax.vmap(lambda x, i: x[i])(x.reshape((len(self.tokens), -1, *x.shape[2:])), self.completions)
         return values if x.ndim == 2 else values[:, :, : self.segments.max_segment_length]
 
-    def add_to_batch(self, whole: jax.Array, x: jax.Array) -> jax.Array:
+    def add_segment_rows(self, whole: jax.Array, x: jax.Array) -> jax.Array:
         """Return `whole` [B, G, T] plus segment values [A, S, L], which must be 0 past the end of a segment."""
         devices, t = self.tokens.shape[0], self.segments.max_segment_length
         parts = whole.reshape(devices, -1, whole.shape[-1])
@@ -143,7 +143,7 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
     """
     size, block, max_length, whole = shape
     b, g, t = mask.shape
-    lengths = unpadded_lengths(mask)
+    lengths = lengths_to_last_true(mask)
     n = lengths.max(initial=0)
     if n > size or size % block:
         raise ValueError(
@@ -172,7 +172,7 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
     return sequences
 
 
-def unpadded_lengths(mask: np.ndarray) -> np.ndarray:
+def lengths_to_last_true(mask: np.ndarray) -> np.ndarray:
     """Return completion lengths [B, G], counted through the last True in mask [B, G, T]."""
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 

@@ -130,7 +130,7 @@ def score_completions(
     sampling: Sampling,
     *,
     with_entropy: bool = True,
-    with_router: bool = False,
+    with_router_loss: bool = False,
     rngs: dict[str, jax.Array] | None = None,
     statistic: LogitStatistic | None = None,
 ) -> Scores:
@@ -138,11 +138,11 @@ def score_completions(
 
     top_k, top_p and min_p always keep these tokens, so that their log-probs remain finite when the params change. If
     `with_entropy` is False, entropies of built-in models are 0, which saves a pass over the vocabulary. If
-    `with_router` is True, the router loss over tokens with mask 1 is also computed. `rngs` is `{"dropout": key}` in
+    `with_router_loss` is True, the router loss over the mask's tokens is also computed. `rngs` is `{"dropout": key}` in
     training. If None, dropout is disabled. The arrays in `statistic` are [B, G, T, X].
     """
     b, g, t = tokens.shape
-    states, aux = last_hidden_states(model, params, prompts, tokens, mask if with_router else None, rngs=rngs)
+    states, aux = last_hidden_states(model, params, prompts, tokens, mask if with_router_loss else None, rngs=rngs)
     if is_builtin(model):
         if statistic is not None:
             statistic = statistic._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in statistic.arrays))

@@ -53,7 +53,7 @@ def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) ->
     """Apply `function` to each part in a separate thread, and return the results in order.
 
     An exception is raised only after all parts are finished. Wrap jitted functions that `function` calls in
-    `compile_in_one_thread`.
+    `compile_once_across_threads`.
     """
     if len(parts) == 1:
         return [function(parts[0])]
@@ -62,7 +62,7 @@ def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) ->
     return [future.result() for future in futures]
 
 
-class compile_in_one_thread:
+class compile_once_across_threads:
     """Decorator for a jitted function that several threads call, so that each program is compiled only once.
 
     A call holds the function's lock until its program is compiled and dispatched. Dispatched programs run in parallel.
@@ -94,8 +94,7 @@ def block_if_cpu(tree: Result) -> Result:
 def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
     """Run a function in a thread during the `with` block. Yields the future, and waits for it at the end of the block.
 
-    JAX's context managers are thread-local, so `jax.default_matmul_precision` and `jax.default_device` are also set in
-    the new thread.
+    JAX's context managers are thread-local; `jax.default_matmul_precision` and `jax.default_device` are copied.
     """
     settings: Any = jax.config
     precision, device = settings.jax_default_matmul_precision, settings.jax_default_device

@@ -38,7 +38,7 @@ from grpo_jax.rewards.contract import (
     reward_names,
     select_inputs,
 )
-from grpo_jax.rewards.outcomes import Failures, RewardParts, describe_failure, read_outcome, read_parts
+from grpo_jax.rewards.outcomes import Failures, RewardParts, describe_failure, read_outcome, read_reward
 
 if TYPE_CHECKING:
     from grpo_jax.types import Messages, RewardFn, Row
@@ -94,7 +94,7 @@ def compute_rewards(
     Valid values are None, numbers that are finite in float32, lists with a number per turn, and arrays with a number
     per token. An error is an exception, an invalid value, or a result that does not have B·G values. If `on_error`
     is "raise", RewardError is raised for the first error. If it is "none", the function does not score the completion
-    (or any completion, if the whole call failed). A `SetupError` is always raised.
+    (or any completion, if the whole call failed). A `SetupError`, an error in the program, is always raised.
     """
     fns, columns = as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)
@@ -116,7 +116,7 @@ def compute_rewards(
     lengths = [len(ids) for ids in completion_ids]
     for k, (name, outcome) in enumerate(zip(names, outcomes, strict=True)):
         read_item = functools.partial(
-            read_parts, function=k, turn_counts=turn_counts or [1] * count, token_counts=lengths, parts=parts
+            read_reward, function=k, turn_counts=turn_counts or [1] * count, token_counts=lengths, parts=parts
         )
         rewards[:, k], failures = read_outcome(outcome, count, read_item)
         errors = count if None in failures else len(failures)

@@ -123,7 +123,7 @@ class RewardParts(NamedTuple):
     values: list[float]
 
 
-def read_parts(
+def read_reward(
     completion: int,
     item: object,
     *,

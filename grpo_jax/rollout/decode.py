@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from grpo_jax.models.context import Cache, Prefix, empty_cache, pad_slots, rotate_ring
 from grpo_jax.models.sharding import constrain, reshard_embedding, reshard_head
-from grpo_jax.models.threads import compile_in_one_thread
+from grpo_jax.models.threads import compile_once_across_threads
 from grpo_jax.rollout.draw import (
     DecodeSettings,
     Variables,
@@ -75,7 +75,7 @@ def _unsqueeze_cache(state: DecodeState) -> Cache:
     return jax.tree.map(unsqueeze, state.cache, state.prefix.layers)
 
 
-@compile_in_one_thread
+@compile_once_across_threads
 @functools.partial(jax.jit, static_argnames=("settings", "slots", "multi_turn"))
 def prefill(
     model: BuiltinModel,
@@ -109,7 +109,7 @@ def prefill(
     return place_state(state, settings.mesh, constrain), drawn
 
 
-@compile_in_one_thread
+@compile_once_across_threads
 @functools.partial(jax.jit, static_argnames=("settings", "steps", "all_steps"), donate_argnames=("state",))
 def decode(
     model: BuiltinModel,
@@ -180,7 +180,7 @@ def decode(
     return place_state(new_state, mesh, constrain), (tokens, log_probs, mask)
 
 
-@compile_in_one_thread
+@compile_once_across_threads
 @functools.partial(jax.jit, static_argnames=("settings",), donate_argnames=("state",))
 def prefill_chunk(
     model: BuiltinModel,

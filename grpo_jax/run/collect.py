@@ -1,8 +1,8 @@
 """Collection of one iteration's batch: prompts → completions → rewards → advantages → `Batch`.
 
-While the reward functions run on the host, the device computes the reference log-probs and then, with prefetching,
-samples the next completions. With `dynamic_sampling`, the reference log-probs are computed after the rewards, which
-select the groups.
+While the reward functions run on the host, the device computes the reference log-probs and then, with `rollout_ahead`,
+samples (prefetches) the next completions. With `dynamic_sampling`, it computes the reference log-probs after the
+rewards, which select the groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.maths.advantages import compute_advantages
-from grpo_jax.models.packing import unpadded_lengths
+from grpo_jax.models.packing import lengths_to_last_true
 from grpo_jax.models.sharding import fetch, local_range
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.calls import Rewards, compute_rewards, means_of
@@ -102,7 +102,7 @@ class RolloutSource:
 
     def sample_at(self, state: TrainState, start: int) -> RolloutResult:
         """Sample completions for the prompts that start at position `start` in the shuffled epochs."""
-        params = sampling_params(state)
+        params = rollout_params(state)
         result = self.sample_with(params, sampling_key(state), start, self._check_interrupt)
         if self.run.sampler is None:
             return result
@@ -201,7 +201,7 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
     `counted` [B] is False for padding groups, which fill the batch if dynamic sampling found too few groups.
     """
     prompts, completions, config = rollout.prompts, rollout.completions, run.config
-    t = run.updater.padded_length(int(unpadded_lengths(np.asarray(completions.mask)).max()))
+    t = run.updater.padded_length(int(lengths_to_last_true(np.asarray(completions.mask)).max()))
     tokens, mask = completions.tokens[:, :, :t], completions.mask[:, :, :t]
     if counted is not None:
         mask = mask & counted[:, None, None]
@@ -258,7 +258,7 @@ def _mean_advantages(batch: Batch) -> np.ndarray:
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
-def sampling_params(state: TrainState) -> Params:
+def rollout_params(state: TrainState) -> Params:
     """Return the params to sample from: `old_params` if the state has them, else `params`."""
     return state.params if state.old_params is None else state.old_params
 

@@ -27,7 +27,7 @@ from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.placement import with_shape
 from grpo_jax.run.run import BaseRun, Run, new_state
 from grpo_jax.types import Batch, Params, as_jit_argument
-from grpo_jax.update.objective import count_totals, sampling_for
+from grpo_jax.update.objective import count_totals, sampling_distribution
 from grpo_jax.update.packed import PackedUpdater, Part, add_gradients, score_part, zero_gradients
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, score_padded, update_padded
@@ -105,7 +105,7 @@ def rollout_call(run: Run, params: Params) -> functools.partial[object] | None:
         max_completion_length=config.max_completion_length,
         batch_size=config.rollout_batch_size,
         # `stop` is omitted: it needs a tokenizer and does not add a large array.
-        settings=decode_settings(sampling_for(config), run.policy.eos_token_ids, run.policy.pad_token_id),
+        settings=decode_settings(sampling_distribution(config), run.policy.eos_token_ids, run.policy.pad_token_id),
     )
 
 

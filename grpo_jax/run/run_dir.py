@@ -82,8 +82,7 @@ def _all_exist(paths: Sequence[Path]) -> bool:
 def locked(run_dir: str | os.PathLike[str] | None) -> Iterator[None]:
     """Create a run directory and hold its lock (`flock`, if available) until the context exits.
 
-    Does nothing if `run_dir` is None. Raises ValueError if the directory is not writable, and RuntimeError if another
-    run holds the lock.
+    Does nothing if `run_dir` is None. Raises ValueError if the directory is not writable, RuntimeError if it is locked.
     """
     if run_dir is None:
         yield

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.messages import show
-from grpo_jax.models.packing import unpadded_lengths
+from grpo_jax.models.packing import lengths_to_last_true
 from grpo_jax.models.sharding import fetch
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import accepts_any_keyword, arguments_of
@@ -131,7 +131,7 @@ def generate_with_engine(
 def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) -> RolloutResult:
     """Add `old_log_probs` to an engine's completions: the trainer's log-probs under the same `params`."""
     completions = result.completions
-    t = updater.padded_length(int(unpadded_lengths(np.asarray(completions.mask)).max()))
+    t = updater.padded_length(int(lengths_to_last_true(np.asarray(completions.mask)).max()))
     old = fetch(updater.log_probs(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
     padded = _padded(old, completions.mask.shape[-1], 0)
     return result._replace(completions=completions.replace(old_log_probs=padded))

@@ -14,7 +14,7 @@ import optax
 
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import ErrorList
-from grpo_jax.models.packing import balanced_order, unpadded_lengths
+from grpo_jax.models.packing import balanced_order, lengths_to_last_true
 from grpo_jax.models.sharding import commit_to_devices, fetch, shard_count
 from grpo_jax.policy import Policy
 from grpo_jax.run.placement import run_mesh, shape_of
@@ -258,7 +258,7 @@ def _batch(run: SFTRun, examples: Examples, blocks: Sequence[int], rows: int) ->
     batch = examples.batch(blocks, rows=rows, length=length, prompt_length=run.prompt_length)
     if groups is None:
         return batch
-    order = balanced_order(unpadded_lengths(np.asarray(batch.mask))[:, 0], groups)
+    order = balanced_order(lengths_to_last_true(np.asarray(batch.mask))[:, 0], groups)
 
     def grouped(x: jax.Array) -> jax.Array:
         return x[order].reshape(groups, -1, *x.shape[2:])

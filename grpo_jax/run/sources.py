@@ -22,7 +22,7 @@ import jax
 from grpo_jax.models.sharding import gather_objects
 from grpo_jax.models.threads import in_background
 from grpo_jax.policy import Policy
-from grpo_jax.run.collect import RolloutSource, sampling_key, sampling_params
+from grpo_jax.run.collect import RolloutSource, rollout_params, sampling_key
 from grpo_jax.run.rollout_result import RolloutResult
 from grpo_jax.run.run import Run
 from grpo_jax.run.signals import Interrupted
@@ -105,7 +105,7 @@ class EngineRollouts(PrefetchedRollouts):
 
     def start_sampling(self, state: TrainState) -> None:
         """Start sampling completions for the next prompts, with the params in `state`. Then, `state` may be donated."""
-        run, params, start = self.run, sampling_params(state), self.next_cursor
+        run, params, start = self.run, rollout_params(state), self.next_cursor
         set_params: Callable[[Policy, Params], None] = getattr(run.sampler, "set_params")  # noqa: B009 (optional in `Sampler`)
         set_params(run.policy, params)
         # The shapes suffice. The engine has the values, and an update may overwrite the arrays.
@@ -155,7 +155,7 @@ class EngineRollouts(PrefetchedRollouts):
         assert future is not None
         with self._worker:
             result = future.result()
-        return with_old_log_probs(result, self.run.updater, sampling_params(state))._replace(environments=None)
+        return with_old_log_probs(result, self.run.updater, rollout_params(state))._replace(environments=None)
 
 
 def rollout_source(

@@ -89,7 +89,7 @@ def train(
         public methods are tools. Its `respond(text)`, if defined, returns the text to append after a turn without tool
         calls. `reset(**row)` may return text to append to the prompt. `get_reward()` returns an additional reward,
         which is named after the class and has weight 1 by default. Reward functions with an argument `environments`
-        receive the environments, except with `rollout_ahead`.
+        receive the environments, except with prefetching (`rollout_ahead`).
       sampler: inference engine to sample with instead of `generate` (see `run.sampler.Sampler`). Evaluations during
         the run use `generate`.
       advantage_fn: function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns advantages of shape [B, G]
@@ -102,8 +102,7 @@ def train(
         (`run.teacher.Scorer`).
       donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
         memory of full fine-tuning with AdamW. Afterwards, any use of `policy.params` raises an error. The model,
-        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if `teacher` shares
-        arrays with `policy`.
+        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if `teacher` shares arrays.
 
     Returns:
       The final `TrainState`, or the best checkpoint's state with `load_best_model_at_end`. Export it with
@@ -141,7 +140,7 @@ def train(
       >>> evaluate(policy, rows, first, params=state.params, max_completion_length=4)[0]["first"]
       1.0
     """
-    from grpo_jax.watch.hints import MetricHints
+    from grpo_jax.watch.hints import MetricHints  # messages about problems that the metrics show
 
     run_dir = absolute_run_dir(run_dir)
     run = prepare(

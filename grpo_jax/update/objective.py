@@ -39,7 +39,7 @@ def loss_settings(config: GRPOConfig, surrogate: Surrogate | None = None) -> Los
     return LossSettings(**{name: getattr(config, name) for name in names}, surrogate=surrogate)
 
 
-def sampling_for(config: GRPOOrSFTConfig) -> Sampling:
+def sampling_distribution(config: GRPOOrSFTConfig) -> Sampling:
     """Return the temperature and filters that define the distribution for both sampling and log-probs."""
     return Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
 
@@ -51,11 +51,11 @@ def has_entropy_bonus(config: GRPOOrSFTConfig) -> bool:
 
 def zero_advantage_has_no_gradient(model: Model, config: GRPOOrSFTConfig, surrogate: Surrogate | None = None) -> bool:
     """Return whether completions with advantage 0 have no gradient. Returns False for a custom surrogate."""
-    other_terms = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_coef_of(model, config))
+    other_terms = (config.beta, has_entropy_bonus(config), config.distillation_coef, router_loss_coef_of(model, config))
     return surrogate is None and not any(other_terms)
 
 
-def router_coef_of(model: Model, config: GRPOOrSFTConfig) -> float:
+def router_loss_coef_of(model: Model, config: GRPOOrSFTConfig) -> float:
     """Return the load-balancing coefficient: the config's, else the checkpoint's, or 0 for a model without experts."""
     if not is_builtin(model) or not model.config.num_experts:
         return 0.0
@@ -95,13 +95,13 @@ def compute_loss(
     on_policy: bool,
     surrogate: Surrogate | None = None,
     selected: jax.Array | None = None,
-    router_coef: float = 0.0,
+    router_loss_coef: float = 0.0,
 ) -> tuple[jax.Array, MetricSums]:
     """Compute the loss (`likelihood_loss` in SFT, else `grpo_loss`) and metrics of a micro-batch or packed sequence.
 
     `scores` are [..., T] under the current params. `totals` are the whole minibatch's `count_totals`, and `selected` is
     a slice of its `top_entropy_mask`, True for the tokens with the highest entropies. If `on_policy`, the current
-    params sampled the completions, so the ratio is 1 and old log-probs are not used. `router_coef` multiplies the
+    params sampled the completions, so the ratio is 1 and old log-probs are not used. `router_loss_coef` multiplies the
     load-balancing loss in `scores`.
     """
     chex.assert_equal_shape([scores.log_probs, scores.entropies, batch.mask, batch.sampling_log_probs])
@@ -124,7 +124,7 @@ def compute_loss(
         # Unlike the other terms, the router loss is nonlinear in the tokens, so its token-weighted average depends on
         # the split.
         router_loss_part = scores.router_loss * batch.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
-        loss = loss + router_coef * router_loss_part
+        loss = loss + router_loss_coef * router_loss_part
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)
         metrics.sums["aux_loss"] = jax.lax.stop_gradient(router_loss_part)
     return loss, metrics
@@ -246,7 +246,7 @@ def logit_statistic(
         unembed, params = unembed_of(teacher.model), teacher.params
 
         def compare_all(logits: jax.Array, states: jax.Array) -> jax.Array:
-            teacher_logits = process_logits(unembed(params, states), sampling_for(config))
+            teacher_logits = process_logits(unembed(params, states), sampling_distribution(config))
             shared = min(logits.shape[-1], teacher_logits.shape[-1])  # vocabularies are padded to different sizes
             log_p, log_q = (jax.nn.log_softmax(x[..., :shared]) for x in (logits, teacher_logits))
             return divergence(log_p, log_q, kind=kind, alpha=alpha)

@@ -33,17 +33,17 @@ from grpo_jax.models.packing import (
     PackedSequence,
     SequenceShape,
     best_shape,
+    lengths_to_last_true,
     order_prompts,
     pack,
     padding_share,
     sequence_shapes,
-    unpadded_lengths,
 )
 from grpo_jax.models.scoring import PromptStates, packed_states, prefill_prompts, score_packed
 from grpo_jax.models.sharding import constrain, constrain_params, fetch, shape_structs, shard, shard_count
 from grpo_jax.models.threads import (
     block_if_cpu,
-    compile_in_one_thread,
+    compile_once_across_threads,
     count_threads,
     devices_of,
     in_background,
@@ -51,7 +51,7 @@ from grpo_jax.models.threads import (
 )
 from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
-from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic, router_coef_of, sampling_for
+from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
 
@@ -97,7 +97,7 @@ class PackedUpdater(Updater):
 
     model: BuiltinModel
 
-    def padded_length(self, longest: int) -> int:
+    def padded_length(self, min_length: int) -> int:
         """Return `max_completion_length`. Packing removes the padding, so a shorter batch would not be faster."""
         return self.config.max_completion_length
 
@@ -179,7 +179,7 @@ class PackedUpdater(Updater):
         (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
         threads, num_parts, prompts_per_part = self.plan_parts(params, batch)
-        lengths = unpadded_lengths(np.asarray(batch.mask))
+        lengths = lengths_to_last_true(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
         indices = order_prompts(work, has_gradient, bins=threads * devices, bin_size=prompts_per_part)
         indices = indices.reshape(num_parts, devices, prompts_per_part)
@@ -241,7 +241,7 @@ class PackedUpdater(Updater):
 
     def shapes(self, params: Params, batch_shape: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences, for a `batch_shape` of (B, G, T), largest first."""
-        t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.accumulates_in_float32 else CPU_TOKENS
+        t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.sums_products_in_float32 else CPU_TOKENS
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
         tokens = min(micro_tokens, cpu_tokens if cpu else max(t, ACCELERATOR_TOKENS))
@@ -286,9 +286,9 @@ def _loss(
     """Compute the loss and metric sums for the i-th sequence, given the policy's and the teacher's prompt states."""
     model, config, teacher, lengths = updater.model, updater.config, updater.teacher, part.batch.prompts.lengths
     sequence, key = part.sequence(i), dropout_key(model, state, part.index, i + 1)
-    batch = jax.tree.map(sequence.gather_from_batch, part.batch.replace(prompts=None))
-    batch = batch.replace(mask=batch.mask & sequence.segment_mask)
-    router_coef, teacher_states = router_coef_of(model, config), None
+    batch = jax.tree.map(sequence.segment_rows, part.batch.replace(prompts=None))
+    batch = batch.replace(mask=batch.mask & sequence.segment_mask)  # False in unused segments
+    teacher_states = None
     top_ids, top_log_probs = jax.tree.map(sequence.to_packed, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_builtin(teacher.model):
         clipped = sequence.replace(tokens=teacher.clip_to_vocab(sequence.tokens))
@@ -302,8 +302,8 @@ def _loss(
         prompt_states,
         lengths,
         sequence,
-        sampling_for(config),
-        router_mask=batch.mask if router_coef else None,
+        updater.sampling,
+        router_mask=batch.mask if updater.router_loss_coef else None,
         rngs=None if key is None else {"dropout": key},
         statistic=statistic_fn,
     )
@@ -315,12 +315,12 @@ def _loss(
         config=config,
         on_policy=updater.on_policy,
         surrogate=updater.surrogate,
-        selected=None if part.selected is None else sequence.gather_from_batch(part.selected),
-        router_coef=router_coef,
+        selected=None if part.selected is None else sequence.segment_rows(part.selected),
+        router_loss_coef=updater.router_loss_coef,
     )
 
 
-@compile_in_one_thread
+@compile_once_across_threads
 @functools.partial(jax.jit, donate_argnames=("grads",))
 def add_gradients(
     updater: PackedUpdater, grads: Params, state: TrainState, part: Part, totals: dict[str, jax.Array]
@@ -346,7 +346,7 @@ def add_gradients(
     return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), grads, new), mesh), sums
 
 
-@compile_in_one_thread
+@compile_once_across_threads
 @jax.jit
 def sum_metrics(updater: PackedUpdater, state: TrainState, part: Part, totals: dict[str, jax.Array]) -> MetricSums:
     """Return the metric sums over the sequences of one part that have no gradient."""
@@ -364,19 +364,19 @@ def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | 
     return _prefill(teacher.model, teacher.params, prompts, updater.mesh, None)
 
 
-@compile_in_one_thread
+@compile_once_across_threads
 @functools.partial(jax.jit, static_argnames=("with_entropy",))
 def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy: bool) -> tuple[jax.Array, jax.Array]:
     """Return log-probs and entropies [A·K, G, T] for the completions in one part, 0 where the mask is 0."""
     model, prompts, mask = updater.model, part.batch.prompts, part.batch.mask
-    states, sampling = _prefill(model, params, prompts, updater.mesh, None), sampling_for(updater.config)
+    states, sampling = _prefill(model, params, prompts, updater.mesh, None), updater.sampling
 
     def add(i: jax.Array, scores: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         sequence = part.sequence(i)
         new = score_packed(model, params, states, prompts.lengths, sequence, sampling, with_entropy=with_entropy)
         # A segment without tokens refers to the first completion and adds zeros to it.
-        has_token = sequence.gather_from_batch(mask)
-        return jax.tree.map(lambda x, y: sequence.add_to_batch(x, jnp.where(has_token, y, 0)), scores, new[:2])
+        has_token = sequence.segment_rows(mask)
+        return jax.tree.map(lambda x, y: sequence.add_segment_rows(x, jnp.where(has_token, y, 0)), scores, new[:2])
 
     return jax.lax.fori_loop(0, part.num_used, add, (constrain(jnp.zeros(mask.shape), updater.mesh),) * 2)
 

@@ -32,8 +32,7 @@ class TrainState(flax.struct.PyTreeNode):
       initial_params: params at the start of the run; None unless the reference is synced.
       opt_state: state of the optax transformation.
       step: [] int32 number of optimizer steps.
-      key: [] typed PRNG key of the run. Sampling keys are derived from it and the indices of the prompt, completion and
-        token.
+      key: [] typed PRNG key of the run. Sampling keys are derived from it and prompt, completion and token indices.
       entropy_coef: [] float32 coefficient for the entropy bonus, which changes during training if it is adaptive.
       entropy_bonus: [] float32 coefficient for the next update: `entropy_coef`, or 0 while an adaptive bonus is
         disabled because the entropy is above its target.

@@ -19,6 +19,7 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
 from grpo_jax.maths.reference import sync_reference
+from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.lora import LoraModel, sync_adapters
 from grpo_jax.models.scoring import LogitStatistic, last_hidden_states, score_completions
@@ -30,8 +31,8 @@ from grpo_jax.update.objective import (
     compute_loss,
     count_totals,
     logit_statistic,
-    router_coef_of,
-    sampling_for,
+    router_loss_coef_of,
+    sampling_distribution,
     zero_advantage_has_no_gradient,
 )
 from grpo_jax.update.state import TrainState, apply_optimizer
@@ -71,10 +72,20 @@ class Updater(flax.struct.PyTreeNode):
         """Whether the backward pass of zero-signal groups is skipped, because they do not have a gradient."""
         return self.skip_zero_signal and zero_advantage_has_no_gradient(self.model, self.config, self.surrogate)
 
-    def padded_length(self, longest: int) -> int:
-        """Halve `max_completion_length` while it is even and the result is at least 8 and at least `longest`."""
+    @property
+    def sampling(self) -> Sampling:
+        """Temperature and filters of the distribution that completions are sampled from and scored with."""
+        return sampling_distribution(self.config)
+
+    @property
+    def router_loss_coef(self) -> float:
+        """Coefficient of the load-balancing loss; 0 if the model does not have experts."""
+        return router_loss_coef_of(self.model, self.config)
+
+    def padded_length(self, min_length: int) -> int:
+        """Halve `max_completion_length` while it is even and the result is at least 8 and at least `min_length`."""
         length = self.config.max_completion_length
-        while length % 2 == 0 and length // 2 >= max(longest, 8):
+        while length % 2 == 0 and length // 2 >= max(min_length, 8):
             length //= 2
         return length
 
@@ -157,8 +168,7 @@ def train_step(
 def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params, MetricSums]:
     """Compute a minibatch's gradient and metric sums, like `train_step` without the optimizer step."""
     model, config = updater.model, updater.config
-    sampling, dropout_rng = sampling_for(updater.config), dropout_key(model, state)
-    router_coef = router_coef_of(model, config)
+    sampling, dropout_rng = updater.sampling, dropout_key(model, state)
     micro_batches, selected = split_batch(batch, updater.micro_shape), None
 
     if config.top_entropy_quantile < 1:
@@ -180,7 +190,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
             part.tokens,
             part.mask,
             sampling,
-            with_router=router_coef != 0,
+            with_router_loss=updater.router_loss_coef != 0,
             rngs=None if dropout_rng is None else {"dropout": jax.random.fold_in(dropout_rng, index)},
             statistic=_statistic(updater, part),
         )
@@ -193,7 +203,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
             on_policy=updater.on_policy,
             surrogate=updater.surrogate,
             selected=selected,
-            router_coef=router_coef,
+            router_loss_coef=updater.router_loss_coef,
         )
 
     gradient = jax.grad(loss_fn, has_aux=True)
@@ -272,7 +282,7 @@ def compute_log_probs(
     updater: Updater, params: Params, prompts: Prompts, tokens: jax.Array, mask: jax.Array
 ) -> jax.Array:
     """Return log-probs [B, G, T] of completions under `params`, computed one micro-batch at a time."""
-    model, sampling = updater.model, sampling_for(updater.config)
+    model, sampling = updater.model, updater.sampling
     batch = Batch(prompts, tokens, mask, jnp.zeros(tokens.shape[:2]), jnp.zeros(tokens.shape))
 
     def score(part: Batch) -> jax.Array:

@@ -59,7 +59,7 @@ def test_samples_equal_those_of_one_thread(monkeypatch):
 def test_threads_that_share_a_program_compile_it_once():
     traced = []
 
-    @threads.compile_in_one_thread
+    @threads.compile_once_across_threads
     @jax.jit
     def program(x):
         traced.append(x.shape)
@@ -69,7 +69,7 @@ def test_threads_that_share_a_program_compile_it_once():
     results = threads.run_in_threads(program, [jnp.zeros(3), jnp.ones(3), jnp.zeros(3)])
     assert [x.tolist() for x in results] == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
     assert traced == [(3,)]
-    assert all(isinstance(of_a_rollout, threads.compile_in_one_thread) for of_a_rollout in (prefill, decode))
+    assert all(isinstance(of_a_rollout, threads.compile_once_across_threads) for of_a_rollout in (prefill, decode))
 
 
 @pytest.mark.quick

@@ -5,7 +5,7 @@ import pytest
 
 from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.contract import RewardError
-from grpo_jax.rewards.outcomes import RewardParts, place_rewards, read_number, read_parts
+from grpo_jax.rewards.outcomes import RewardParts, place_rewards, read_number, read_reward
 
 pytestmark = pytest.mark.quick
 
@@ -48,7 +48,7 @@ def test_lists_are_turn_rewards_and_arrays_are_token_rewards():
 ])  # fmt: skip
 def test_other_values_and_lengths_are_refused(value, message):
     """Turn or token rewards of the wrong length and non-numeric values are refused, and the completion is named."""
-    assert read_parts(0, value, function=0, turn_counts=[2], token_counts=[3], parts=[]) == message
+    assert read_reward(0, value, function=0, turn_counts=[2], token_counts=[3], parts=[]) == message
     with pytest.raises(RewardError, match="for prompt 0 of the batch, completion 0 of its group"):
         compute_rewards(returned(value, 0, 0, 0), turn_counts=[2, 1, 1, 3], **INPUTS)
 

@@ -18,7 +18,7 @@ from tiny import tiny_policy
 
 from grpo_jax import GRPOConfig, SFTConfig, save_pretrained, sft, train
 from grpo_jax.maths.metrics import finalize_metrics
-from grpo_jax.models.packing import unpadded_lengths
+from grpo_jax.models.packing import lengths_to_last_true
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.run.checkpoint_reader import load_params
 from grpo_jax.run.run import new_state
@@ -92,7 +92,7 @@ def test_shared_prefix_is_processed_once_and_examples_are_packed():
         shapes.append((batch.prompts.tokens.shape, batch.tokens.shape))
         assert shapes[-1][1] == run.zero_batch(new_state(run)).tokens.shape
         share = float(run.updater.update(new_state(run), batch)[1]["padding_share"])
-        laid.append(round(unpadded_lengths(batch.mask).sum() / (1 - share)))
+        laid.append(round(lengths_to_last_true(batch.mask).sum() / (1 - share)))
     # In text examples all tokens are learned except the first, which has no context.
     assert shapes == [((6, 1), (6, 1, 13)), ((1, 5), (1, 6, 14)), ((1, 1), (1, 6, 13))]
     assert laid == [8 * 64, 128, 128], "a separate prompt takes a block of 64; a packed sequence has four blocks"

@@ -15,7 +15,7 @@ from grpo_jax.models.scoring import score_completions
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.run import new_state
 from grpo_jax.run.sources import PrefetchedRollouts, rollout_source
-from grpo_jax.update.objective import sampling_for
+from grpo_jax.update.objective import sampling_distribution
 from grpo_jax.watch.monitor import Progress
 from grpo_jax.watch.writer import read_lines
 
@@ -149,7 +149,7 @@ def test_observations_carry_no_gradient():
     )
     chex.assert_trees_all_equal((grads, sums), gradients(others))
     # The model still attends to observations: other tokens there change the log-probs of the sampled tokens.
-    model, how = found.policy.model, {"sampling": sampling_for(found.config), "with_entropy": False}
+    model, how = found.policy.model, {"sampling": sampling_distribution(found.config), "with_entropy": False}
     score = lambda tokens: score_completions(model, state.params, batch.prompts, tokens, batch.mask, **how)[0]
     np.testing.assert_allclose(score(batch.tokens), batch.sampling_log_probs, atol=2e-5)
     assert np.abs(score(jnp.where(observed, 9, batch.tokens)) - batch.sampling_log_probs).max() > 0.01

@@ -11,7 +11,7 @@ from grpo_jax.maths.metrics import finalize_metrics, merge_metrics
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.scoring import Scores
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.update.objective import compute_loss, count_totals, has_entropy_bonus, router_coef_of
+from grpo_jax.update.objective import compute_loss, count_totals, has_entropy_bonus, router_loss_coef_of
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater, apply_gradients
 
@@ -39,7 +39,7 @@ def test_load_balancing_loss_is_weighted_by_tokens():
             Scores(one(log_probs)[rows], one(entropies)[rows], router_loss),
             jax.tree.map(lambda x: x[rows], batch),
         )
-        return compute_loss(scores, part, state, totals, config=config, on_policy=True, router_coef=0.1)
+        return compute_loss(scores, part, state, totals, config=config, on_policy=True, router_loss_coef=0.1)
 
     first, rest = jnp.array([0]), jnp.array([1, 2, 3])
     grad = jax.grad(lambda x, rows: of(rows, x)[0])
@@ -56,9 +56,9 @@ def test_load_balancing_loss_is_weighted_by_tokens():
 def test_load_balancing_factor_defaults_to_that_of_the_checkpoint():
     experts = TransformerConfig(24, 16, 32, 2, 2, 1, 8, num_experts=4, num_experts_per_token=2, router_loss_coef=0.001)
     dense = TransformerConfig(24, 16, 32, 2, 2, 1, 8)
-    of = lambda shape, given: router_coef_of(Transformer(shape), GRPOConfig(router_aux_loss_coef=given))
+    of = lambda shape, given: router_loss_coef_of(Transformer(shape), GRPOConfig(router_aux_loss_coef=given))
     assert [of(experts, given) for given in (None, 0.0, 0.5)] == [0.001, 0.0, 0.5]
-    assert of(dense, None) == of(dense, 0.0) == router_coef_of(lambda tokens: tokens, GRPOConfig()) == 0
+    assert of(dense, None) == of(dense, 0.0) == router_loss_coef_of(lambda tokens: tokens, GRPOConfig()) == 0
 
 
 def test_entropy_has_a_gradient_only_with_a_bonus():
