@@ -29,7 +29,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import device_bytes, lower_call, make_mesh, placed_shapes, tree_sharding
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
-from grpo_jax.rollout.programs import copies
+from grpo_jax.rollout.decode_weights import copies
 from grpo_jax.run.images import encode_call
 from grpo_jax.run.memory import abstract_arrays, added_bytes, decide_checkpointing, rollout_call, update_calls
 from grpo_jax.run.placement import with_settings

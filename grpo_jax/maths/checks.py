@@ -62,7 +62,7 @@ def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Arr
     return value.astype(log_probs.dtype)
 
 
-def broadcast_weights(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
+def broadcast_to_tokens(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
     """Return `value` without gradient, as [..., 1] if it has one entry per row, or [..., T] if one per token."""
     value = as_float(name, value)
     rows = log_probs.shape[:-1]

@@ -18,7 +18,7 @@ from grpo_jax.maths.checks import (
     Scalar,
     as_float,
     as_mask,
-    broadcast_weights,
+    broadcast_to_tokens,
     is_static_zero,
     like_log_probs,
     masked_clip,
@@ -100,7 +100,7 @@ def grpo_loss_terms(
     mask = as_mask(log_probs, mask)
     l = masked_clip(log_probs, mask)
     l_old = sg(l) if old_log_probs is None else masked_clip(sg(like_log_probs("old_log_probs", old_log_probs, l)), mask)
-    A = jnp.where(mask, broadcast_weights("advantages", advantages, l), 0)
+    A = jnp.where(mask, broadcast_to_tokens("advantages", advantages, l), 0)
     count, longest = jnp.sum(mask), settings.max_completion_length
     num_tokens = count if num_tokens is None else num_tokens
     counts = Counts(

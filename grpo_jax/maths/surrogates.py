@@ -19,7 +19,7 @@ from grpo_jax.maths.checks import (
     MIN_LOG_PROB,
     Scalar,
     as_float,
-    broadcast_weights,
+    broadcast_to_tokens,
     like_log_probs,
     one_of,
     sg,
@@ -157,7 +157,7 @@ def weights_and_log_sums(
     """Return weights ([..., 1], [..., T] or None) and the sum of their logs over each row, [...]."""
     if importance_weights is None:
         return None, jnp.zeros(l.shape[:-1], l.dtype)
-    weights = broadcast_weights("importance_weights", importance_weights, l)
+    weights = broadcast_to_tokens("importance_weights", importance_weights, l)
     log_w = jnp.clip(jnp.log(weights), math.log(1e-8), MAX_LOG_RATIO)
     return weights, (log_w if log_w.shape[-1] == 1 else row_sum(log_w, mask)).reshape(l.shape[:-1])
 
@@ -267,11 +267,11 @@ LOSS_TYPES: dict[str, tuple[Surrogate, Reduction]] = {
 """Surrogate and reduction for each loss type.
 
 To add a loss type, add a function and an entry here, and add the name to `config.fields.LossType` and to the docstring
-of `grpo_loss`. Add a NumPy version to tests/maths/test_losses.py and a setting to `experiments.estimators`. If the loss
-clips, extend `clip_events`. If it applies the sampler weights itself, like `vespo`, extend `losses.grpo_loss_terms`. If
-it has a gradient where the advantage is 0, extend `update.objective.zero_advantage_has_no_gradient`.
-Add new settings to `LossSettings`, `grpo_loss` and `GRPOConfig`, their conflicts with other fields to
-`config.contradictions`, and the corresponding TRL fields to `compat.trl_fields`.
+of `grpo_loss`. Add a NumPy version to tests/maths/test_losses.py and a setting to `experiments.estimators`, which
+trains with each loss. If the loss clips, extend `clip_events`. If it applies the sampler weights itself, like `vespo`,
+extend `losses.grpo_loss_terms`. If it has a gradient where the advantage is 0, extend
+`update.objective.zero_advantage_has_no_gradient`. Add new settings to `LossSettings`, `grpo_loss` and `GRPOConfig`,
+their conflicts with other fields to `config.contradictions`, and the corresponding TRL fields to `compat.trl_fields`.
 """
 
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.messages import one_line
+from grpo_jax.models.attention_tiles import MASKED, NO_PROMPT, Kernel, TileMask, cap_scores, find_tiles
 from grpo_jax.models.context import Prefix, Segments, num_slots
 from grpo_jax.models.fused import fused_attention
 from grpo_jax.models.sharding import dividing_axes
 from grpo_jax.models.splash import splash_attention
-from grpo_jax.models.tiles import MASKED, NO_PROMPT, Kernel, TileMask, cap_scores, find_tiles
 
 PromptKeys = tuple[jax.Array, jax.Array, jax.Array]
 """Prompt keys [B, H_kv, d, P], values [B, H_kv, P, d] and lengths [B]."""

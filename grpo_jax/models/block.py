@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.attention import group_attention, packed_attention, tiled_attention
+from grpo_jax.models.attention_tiles import Kernel, attention_implementation
 from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Context, KeysValues, LayerCache
 from grpo_jax.models.experts import Experts, MixtureOfExperts, ScaledRouter
@@ -18,7 +19,6 @@ from grpo_jax.models.fused_step import NormAndRope, has_step_kernel, step_attent
 from grpo_jax.models.layers import ACTIVATIONS, MLP, linear, norm, tokens_of, unit_rms
 from grpo_jax.models.recurrent import GatedDeltaNet, ShortConvolution
 from grpo_jax.models.rope import Rope, rotate
-from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.types import Params
 
 Result = TypeVar("Result")
@@ -94,7 +94,7 @@ class Attention(nn.Module):
 
     def _kernel(self, context: Context) -> Kernel:
         c, (_, d) = self.config, self.config.heads_of(self.kind)
-        name = implementation(c.attention) if context.tile_mask is None else context.tile_mask.implementation
+        name = attention_implementation(c.attention) if context.tile_mask is None else context.tile_mask.implementation
         scale = d**-0.5 if c.query_scale is None else c.query_scale
         return Kernel.of(name, d, c.dtype)._replace(scale=scale, window=self.kind.window, soft_cap=c.attention_soft_cap)
 

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.tiles import TileMask
+from grpo_jax.models.attention_tiles import TileMask
 
 
 class RecurrentState(NamedTuple):

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from grpo_jax.models.attention_tiles import attention_implementation
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.layers import ACTIVATIONS, MLP, Quantized, kernel_of, linear, rows_for, tokens_of, unit_rms
 from grpo_jax.models.ragged import has_kernel, ragged_dot
 from grpo_jax.models.sharding import dividing_axes
-from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Params
 
 ExpertWeights = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
@@ -64,7 +64,7 @@ class Experts(nn.Module):
     ) -> jax.Array:
         """Compute `_expert_sums`. On a mesh, each device processes its own tokens or its own channels."""
         c = self.config
-        kernels, mesh = implementation(c.attention), c.mesh
+        kernels, mesh = attention_implementation(c.attention), c.mesh
         sums = functools.partial(_expert_sums, c)
         if mesh is None:
             return sums(x, weights, chosen, experts)
@@ -129,7 +129,7 @@ def _expert_sums(
     """Compute Σ weight · expert(x) over the chosen experts for tokens x [N, D], without the down projection's bias."""
     # `across` names the mesh axes that shard the D channels of tokens and kernels.
     gate_kernel, up_kernel, down_kernel, gate_bias, up_bias = experts
-    kernels = implementation(config.attention)
+    kernels = attention_implementation(config.attention)
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.bincount(chosen.reshape(-1), length=gate_kernel.shape[0]).astype(jnp.int32)
     row = order // chosen.shape[1]

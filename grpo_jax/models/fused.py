@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from grpo_jax.models.matmul import tile_product
-from grpo_jax.models.tiles import (
+from grpo_jax.models.attention_tiles import (
     MIN_TILE_SIDE,
     Inputs,
     Kernel,
@@ -34,6 +33,7 @@ from grpo_jax.models.tiles import (
     tile_gradients,
     visible,
 )
+from grpo_jax.models.matmul import tile_product
 
 
 def fused_attention(

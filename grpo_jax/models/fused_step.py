@@ -18,8 +18,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
 from grpo_jax.models.attention import PromptKeys, dividing_axes
-from grpo_jax.models.context import KeysValues
-from grpo_jax.models.tiles import (
+from grpo_jax.models.attention_tiles import (
     MIN_TILE_SIDE,
     Kernel,
     Ref,
@@ -30,6 +29,7 @@ from grpo_jax.models.tiles import (
     has_triton,
     initial_sums,
 )
+from grpo_jax.models.context import KeysValues
 
 TILE_BYTES = 8192
 """Bytes per tile of keys. Four programs with prefetched tiles fit on a multiprocessor."""

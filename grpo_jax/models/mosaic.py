@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from grpo_jax.models.tiles import MASKED, Inputs, Kernel, Ref, over_key_tiles
+from grpo_jax.models.attention_tiles import MASKED, Inputs, Kernel, Ref, over_key_tiles
 
 HALF = 64
 """Number of a tile's rows that a warpgroup computes. Hopper's tensor cores multiply matrices with 64 rows."""

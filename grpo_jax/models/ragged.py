@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from grpo_jax.models.attention_tiles import MIN_TILE_SIDE, Ref, compiler_params, has_triton
 from grpo_jax.models.matmul import tile_product
-from grpo_jax.models.tiles import MIN_TILE_SIDE, Ref, compiler_params, has_triton
 
 
 def ragged_dot(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.tiles import NO_PROMPT, Kernel, TileMask
+from grpo_jax.models.attention_tiles import NO_PROMPT, Kernel, TileMask
 
 MaskInfo = tuple[jax.Array | None, ...]  # a `MaskInfo` of the kernels
 

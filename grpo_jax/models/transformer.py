@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from grpo_jax.models.attention import make_tile_mask
+from grpo_jax.models.attention_tiles import MASKED, Kernel, TileMask, attention_implementation, triton_or_tiles
 from grpo_jax.models.block import Layer, apply_layer
 from grpo_jax.models.config import LayerKind, TransformerConfig
 from grpo_jax.models.context import Cache, Context, LayerCache, Prefix, RecurrentState, Segments, num_slots
@@ -26,7 +27,6 @@ from grpo_jax.models.matmul import matmul
 from grpo_jax.models.rope import check_rope_length, positions_by_channel, query_factors, rope_table
 from grpo_jax.models.sharding import constrain
 from grpo_jax.models.splash import BITS
-from grpo_jax.models.tiles import MASKED, Kernel, TileMask, implementation, triton_or_tiles
 from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts
 
 
@@ -155,7 +155,7 @@ class Transformer(nn.Module):
         self, tokens: tuple[int, int, int], prefix: Prefix | None, segments: Segments | None
     ) -> TileMask | None:
         """Build the `TileMask` for all layers' windows, or return None if attention is "einsum"."""
-        c, chosen = self.config, implementation(self.config.attention)
+        c, chosen = self.config, attention_implementation(self.config.attention)
         if chosen == "einsum":
             return None
         # The splash kernels' gradients of sinks do not have the sinks' dtype in older versions of JAX.

@@ -29,8 +29,8 @@ class RewardError(ValueError):
     """Raised if a reward function fails or returns an invalid value."""
 
 
-class SetupError(RewardError):
-    """Raised for errors in the program rather than in a completion. The run ends regardless of `on_reward_error`."""
+class WorkerError(RewardError):
+    """Raised if a worker process cannot start or load the function. The run ends regardless of `on_reward_error`."""
 
 
 @dataclasses.dataclass(frozen=True)

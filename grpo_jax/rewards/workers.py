@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_jax.rewards import contract
-from grpo_jax.rewards.contract import EXTRAS, RewardError, SetupError, arguments_of, function_name
+from grpo_jax.rewards.contract import EXTRAS, RewardError, WorkerError, arguments_of, function_name
 from grpo_jax.rewards.outcomes import Failures, as_scores, describe_failure, read_outcome
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class _IsolatedFunction:
                 if len(outcomes) == len(calls):
                     return [outcomes[i] for i in range(len(calls))]
             problem = f"ended or did not load the function within {START_SECONDS:g} s"
-            raise SetupError(f"reward function {self.__name__!r}: the worker process {problem}")
+            raise WorkerError(f"reward function {self.__name__!r}: the worker process {problem}")
         except BaseException:  # including Ctrl-C
             self.close()
             raise
@@ -177,10 +177,10 @@ class _IsolatedFunction:
             yield from (x for x in done if not isinstance(x.exception(), concurrent.futures.BrokenExecutor))
 
     def _read(self, future: Future[_Reply], count: int) -> _Outcome:
-        """Return the scores and errors of a call that ended. Raises SetupError if the function could not be loaded."""
+        """Return the scores and errors of a call that ended. Raises WorkerError if the function could not be loaded."""
         error = future.exception()
-        if isinstance(error, SetupError):
-            raise SetupError(f"reward function {self.__name__!r}: {error}")
+        if isinstance(error, WorkerError):
+            raise WorkerError(f"reward function {self.__name__!r}: {error}")
         if error is not None:
             return np.full(count, np.nan), {None: self._describe(error)}
         scores, failures, exception = future.result()
@@ -290,7 +290,9 @@ def _serve(count: int, inputs: bytes) -> _Reply:
     """Call the function and return its scores and errors."""
     if isinstance(_served, BaseException):
         lines = "".join(traceback.format_exception(_served))
-        raise SetupError(f"a worker process could not load the function ({type(_served).__name__}: {_served})\n{lines}")
+        raise WorkerError(
+            f"a worker process could not load the function ({type(_served).__name__}: {_served})\n{lines}"
+        )
     assert _served is not None
     outcome: object
     try:

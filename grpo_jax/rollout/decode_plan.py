@@ -19,22 +19,27 @@ A move may skip layouts, for example from 64 to 8 completions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from grpo_jax.models.attention_tiles import attention_implementation
 from grpo_jax.models.config import StepCost
 from grpo_jax.models.devices import platform_of
 from grpo_jax.models.fused_step import has_step_kernel
 from grpo_jax.models.layers import Quantized
-from grpo_jax.models.sharding import shard_count
+from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, shape_structs, shard_count
 from grpo_jax.models.threads import count_threads, devices_of
-from grpo_jax.models.tiles import implementation
-from grpo_jax.types import BuiltinModel, Params
+from grpo_jax.rollout.decode import DecodeState, decode, place_state, prefill
+from grpo_jax.rollout.decode_weights import variables_shape
+from grpo_jax.rollout.draw import DecodeSettings, completion_keys
+from grpo_jax.types import BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
 
 BURST = 16
 """Maximum number of decode steps per call. After each call, the host checks which completions have ended."""
@@ -233,7 +238,7 @@ def _skips_empty_slots(model: BuiltinModel, completions: int, keys: tuple[int, i
     """Return whether decode steps do not read empty slots, because all attention layers use the decode kernel."""
     shape = model.config
     heads = {shape.heads_of(kind) for kind in shape.layer_kinds if kind.mixer == "attention"}
-    kernel = implementation(shape.attention)
+    kernel = attention_implementation(shape.attention)
     return bool(heads) and all(
         has_step_kernel(kernel, head_dim=width, keys=keys, programs=completions * count // devices)
         for count, width in heads
@@ -247,3 +252,51 @@ def on_cpu(params: Params, mesh: Mesh | None) -> bool:
     """
     platforms = {device.platform for device in devices_of(params)}
     return mesh is None and (platforms or {platform_of()[0]}) <= {"cpu"}
+
+
+def decode_call(
+    model: Model,
+    params: Params,
+    groups: int,
+    prompt_length: int,
+    *,
+    num_generations: int,
+    max_completion_length: int,
+    batch_size: int | None = None,
+    settings: DecodeSettings,
+) -> functools.partial[Any] | None:
+    """Return `decode` with abstract arguments, for the largest number of completions and the largest cache.
+
+    `generate` documents the arguments. Returns None for a model without a cache.
+    """
+    if not is_builtin(model):
+        return None
+    argument, shapes = abstract((as_jit_argument(model), params))
+    variables, mesh = variables_shape(model, params), mesh_of(params)
+    if "columns" in variables:
+        variables["columns"] = shape_structs(variables["columns"], placed_like=(shapes, argument))
+    at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
+    plan = plan_decode(argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh)
+    settings = settings._replace(mesh=mesh)
+
+    def prefilled(model: BuiltinModel, params: Params) -> DecodeState:
+        indices, tokens = jnp.arange(at_once), jnp.zeros((at_once, prompt_length), jnp.int32)
+        prompts, keys = Prompts(tokens, indices), completion_keys(jax.random.key(0), indices, num_generations)
+        return prefill(model, params, prompts, keys, settings=settings, slots=plan.cache_sizes[-1])[0]
+
+    state: DecodeState = jax.eval_shape(prefilled, argument, shapes)
+    if mesh is None:
+        state = shape_structs(state, placed_like=(shapes, argument))
+    else:
+        state = place_state(state, mesh, _constrained_shape)
+    burst = functools.partial(decode, settings=settings, steps=plan.burst_steps, all_steps=plan.all_steps)
+    return functools.partial(burst, argument, variables, state, 0, 0)
+
+
+def _constrained_shape(x: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:
+    """Return a `ShapeDtypeStruct` with the sharding that `constrain` would apply."""
+    sharding = constrained_sharding(x.shape, mesh, *axes)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # the spec of typed keys must list all dimensions
+        spec = [*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec))]
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -36,9 +36,9 @@ from grpo_jax.rollout.decode import (
     rearrange,
 )
 from grpo_jax.rollout.decode_plan import decode_threads, groups_at_once, on_cpu, plan_decode
+from grpo_jax.rollout.decode_weights import convert_weights
 from grpo_jax.rollout.draw import completion_keys
 from grpo_jax.rollout.ends import decode_settings
-from grpo_jax.rollout.programs import convert_weights
 from grpo_jax.rollout.table import SamplingJob, TokenTable
 from grpo_jax.types import Completions, Model, Params, Prompts, Tokenizer, as_jit_argument, is_builtin
 
@@ -158,7 +158,9 @@ def generate(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return generate_traced(argument, params, prompts, keys, settings=settings, length=turn_length)
     table = TokenTable(keys.size, turn_length if next_observation is None else longest, settings.pad_token_id)
-    variables = convert_weights(argument, params)  # copies in the compute dtype, column-major on a CPU; see `programs`
+    variables = convert_weights(
+        argument, params
+    )  # copies in the compute dtype, column-major on a CPU; see `decode_weights`
     settings = settings._replace(mesh=mesh)
     job = SamplingJob(argument, params, variables, prompts, keys, settings, table, check_interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)

@@ -71,7 +71,7 @@ class SamplingJob:
     """Arguments of a rollout, and the table that its tokens are written to.
 
     Prefill uses `params`, and decoding `decode_variables`, which are the same weights, partly cast or transposed
-    (`programs.convert_weights`).
+    (`decode_weights.convert_weights`).
     `keys` are typed PRNG keys [B, G]. `check_interrupt` is called before each prefill and burst and in long waits.
     """
 

@@ -22,8 +22,8 @@ from grpo_jax.models.sharding import (
     tree_sharding,
 )
 from grpo_jax.models.threads import devices_of
+from grpo_jax.rollout.decode_plan import decode_call
 from grpo_jax.rollout.ends import decode_settings
-from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.placement import with_shape
 from grpo_jax.run.run import BaseRun, Run, new_state
 from grpo_jax.types import Batch, Params, as_jit_argument

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig
 from grpo_jax.models.attention import mosaic_error
+from grpo_jax.models.attention_tiles import attention_implementation, triton_or_tiles
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.devices import compute_dtype, has_fast_float32_sums, platform_of
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import AXES, check_fits, make_mesh, mesh_of, place
-from grpo_jax.models.tiles import implementation, triton_or_tiles
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.types import Model, Params, is_builtin
@@ -81,7 +81,7 @@ def with_settings(
 
 def _attention(config: TransformerConfig, devices: Sequence[jax.Device]) -> str:
     """Return the attention implementation. Hopper's kernels, if chosen by "auto", must pass a check on the device."""
-    kernels = implementation(config.attention, devices)
+    kernels = attention_implementation(config.attention, devices)
     local = [device for device in devices or jax.local_devices() if device in jax.local_devices()]  # of this process
     if kernels != "mosaic" or config.attention == kernels or not config.fits_mosaic or not local:
         return kernels

@@ -147,7 +147,7 @@ def train(
         policy,
         dataset,
         reward_fns,
-        with_saved_gradient_checkpointing(config, run_dir),
+        with_saved_gradient_checkpointing(config, run_dir),  # a run that resumes keeps an automatic choice
         eval_dataset=eval_dataset,
         optimizer=optimizer,
         tools=tools,
@@ -174,7 +174,7 @@ def train(
             run, state, progress, restored.prefetched_completions, restored.prefetched_metadata, signals.check
         )
         with contextlib.closing(source) as session.source:
-            session.evaluate_if_due(state, batch)
+            session.evaluate_if_due(state, batch)  # a signal during an evaluation only ends the evaluation
             while session.should_continue():
                 if batch is None:  # start of an iteration
                     try:

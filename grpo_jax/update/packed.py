@@ -1,6 +1,6 @@
 """Log-probs and updates without padding: the same gradient as `step.train_step`, computed on packed sequences.
 
-Completions for several prompts are concatenated into packed sequences. A compiled function prefills the prompts once
+Completions for several prompts are concatenated into packed sequences, as segments. A compiled function prefills the prompts once
 and loops over the sequences. It accumulates the gradients with respect to the prompts' keys and values, then
 backpropagates the sum through the prompts:
 
@@ -29,6 +29,7 @@ import optax
 from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.maths.metrics import MetricSums, empty_sums, merge_metrics, top_entropy_mask
 from grpo_jax.maths.surrogates import Surrogate
+from grpo_jax.models.attention_tiles import attention_implementation
 from grpo_jax.models.packing import (
     PackedSequence,
     SequenceShape,
@@ -49,7 +50,6 @@ from grpo_jax.models.threads import (
     in_background,
     run_in_threads,
 )
-from grpo_jax.models.tiles import implementation
 from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
 from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic
 from grpo_jax.update.state import TrainState
@@ -245,7 +245,7 @@ class PackedUpdater(Updater):
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
         tokens = min(micro_tokens, cpu_tokens if cpu else max(t, ACCELERATOR_TOKENS))
-        fused = implementation(self.model.config.attention) != "einsum"
+        fused = attention_implementation(self.model.config.attention) != "einsum"
         return sequence_shapes(tokens, t, fused=fused, batch_tokens=math.prod(batch_shape) // shard_count(self.mesh))
 
 

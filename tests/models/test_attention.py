@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from grpo_jax.models.attention import group_attention, packed_attention
+from grpo_jax.models.attention_tiles import Kernel
 from grpo_jax.models.packing import SequenceShape, pack
-from grpo_jax.models.tiles import Kernel
 
 B, G, T, P, H, R, WIDTH = 3, 4, 10, 6, 2, 3, 4
 

@@ -10,14 +10,14 @@ import pytest
 from test_devices import H100, T4, TPU
 from tiny import tiny_model
 
-from grpo_jax.models import tiles
+from grpo_jax.models import attention_tiles
 from grpo_jax.models.attention import group_attention, make_tile_mask, packed_attention, tiled_attention
+from grpo_jax.models.attention_tiles import Kernel, attention_implementation
 from grpo_jax.models.context import Prefix
 from grpo_jax.models.packing import SequenceShape, pack
 from grpo_jax.models.sharding import constrained_sharding, make_mesh
-from grpo_jax.models.tiles import Kernel, implementation
 
-KINDS = ["tiles", "interpreted"] + ["triton"] * (implementation("auto") in ("triton", "mosaic"))
+KINDS = ["tiles", "interpreted"] + ["triton"] * (attention_implementation("auto") in ("triton", "mosaic"))
 P, LENGTHS = 7, np.array([4, 7])
 
 
@@ -83,10 +83,10 @@ def packed(segments, lengths, kernel_of):
     return ours, plain
 
 
-@pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, tiles.MIN_PART)])
+@pytest.mark.parametrize(("window", "least_part"), [(None, 2), (4, attention_tiles.MIN_PART)])
 def test_packed_sequences(window, least_part, monkeypatch):
     """Fused attention over packed segments with several prompts and padding equals plain attention."""
-    monkeypatch.setattr(tiles, "MIN_PART", least_part)
+    monkeypatch.setattr(attention_tiles, "MIN_PART", least_part)
     h, group, d, size = 2, 2, 8, 48
     mask = np.arange(12) < np.array([[12, 3, 0, 7], [5, 12, 1, 2]])[:, :, None]
     segments = pack(SequenceShape(size, 4, 12, whole=True), np.ones(mask.shape, int), mask)[0].segments
@@ -138,11 +138,11 @@ def test_kernels_are_lowered_for_an_nvidia_gpu():
 def test_default_implementation_depends_on_the_devices():
     """By default an H100 uses the Mosaic GPU kernels, a T4 tiles, and a TPU the splash attention kernels."""
     hopper = "mosaic" if jax.__version_info__ >= (0, 10, 2) else "triton"
-    assert implementation("auto") == implementation("auto", jax.devices("cpu")[:1]) == "einsum"
-    assert [implementation("auto", [device]) for device in (H100, T4, TPU)] == [hopper, "tiles", "splash"]
-    assert implementation("auto", [H100, H100]) == hopper
-    assert implementation("auto", jax.devices("cpu")) == "einsum"
-    assert implementation("tiles", [H100]) == "tiles"
+    assert attention_implementation("auto") == attention_implementation("auto", jax.devices("cpu")[:1]) == "einsum"
+    assert [attention_implementation("auto", [device]) for device in (H100, T4, TPU)] == [hopper, "tiles", "splash"]
+    assert attention_implementation("auto", [H100, H100]) == hopper
+    assert attention_implementation("auto", jax.devices("cpu")) == "einsum"
+    assert attention_implementation("tiles", [H100]) == "tiles"
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}])

@@ -12,14 +12,14 @@ from tiny import random_params
 
 from grpo_jax.models import block, fused_step
 from grpo_jax.models.attention import group_attention
+from grpo_jax.models.attention_tiles import Kernel, attention_implementation
 from grpo_jax.models.fused_step import NormAndRope, has_step_kernel, step_attention
 from grpo_jax.models.layers import unit_rms
 from grpo_jax.models.rope import Rope, rope_table, rotate
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.models.transformer import Transformer
 
-KERNEL = "triton" if implementation("auto") in ("triton", "mosaic") else "interpreted"
+KERNEL = "triton" if attention_implementation("auto") in ("triton", "mosaic") else "interpreted"
 ONE = len(jax.devices()) < 4
 B, H, G, R = 2, 2, 3, 2
 

@@ -13,8 +13,8 @@ from tiny import tiny_model
 from grpo_jax import GRPOConfig
 from grpo_jax.models import attention, tiles
 from grpo_jax.models.attention import mosaic_error
+from grpo_jax.models.attention_tiles import Kernel, attention_implementation
 from grpo_jax.models.packing import SequenceShape, pack
-from grpo_jax.models.tiles import Kernel, implementation
 from grpo_jax.run import placement
 
 B, H, G, P, T, N, D = 2, 1, 3, 8, 7, 24, 8
@@ -103,7 +103,7 @@ def test_a_run_falls_back_to_other_kernels_if_they_disagree(monkeypatch):
     assert asked == [model.config.head_dim]
 
 
-@pytest.mark.skipif(implementation("auto") != "mosaic", reason="needs a Hopper GPU")
+@pytest.mark.skipif(attention_implementation("auto") != "mosaic", reason="needs a Hopper GPU")
 @pytest.mark.parametrize("width", [64, 128])
 def test_on_a_gpu(width):
     assert mosaic_error(jax.devices()[0], width) is None

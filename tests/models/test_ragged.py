@@ -9,12 +9,12 @@ import pytest
 from test_fused import arrays
 
 from grpo_jax.models import ragged
+from grpo_jax.models.attention_tiles import attention_implementation
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.experts import MixtureOfExperts
 from grpo_jax.models.ragged import ragged_dot
-from grpo_jax.models.tiles import implementation
 
-KERNEL = "triton" if implementation("auto") in ("triton", "mosaic") else "interpreted"
+KERNEL = "triton" if attention_implementation("auto") in ("triton", "mosaic") else "interpreted"
 
 
 def one_by_one(x, w, sizes):

@@ -9,10 +9,10 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from grpo_jax.models.attention import make_tile_mask, packed_attention, tiled_attention
+from grpo_jax.models.attention_tiles import Kernel
 from grpo_jax.models.context import Prefix
 from grpo_jax.models.packing import SequenceShape, pack
 from grpo_jax.models.sharding import make_mesh
-from grpo_jax.models.tiles import Kernel
 
 B, H, G, P, T, N, D = 4, 2, 6, 40, 150, 928, 16
 

@@ -11,7 +11,7 @@ from tiny import scored, tiny_model
 
 from grpo_jax import Completions, Prompts, generate, make_prompts
 from grpo_jax.models.lora import LoraModel, init_adapters
-from grpo_jax.rollout.programs import convert_weights
+from grpo_jax.rollout.decode_weights import convert_weights
 
 generate_module = importlib.import_module("grpo_jax.rollout.generate")
 

@@ -16,8 +16,8 @@ from tiny import lengths, tiny_model, tiny_policy
 from grpo_jax import GRPOConfig, add_lora
 from grpo_jax.models.context import num_slots
 from grpo_jax.models.sharding import lower_call
+from grpo_jax.rollout.decode_plan import decode_call
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.programs import decode_call
 from grpo_jax.run.memory import COMPILED, compiled_peak_bytes, decide_checkpointing, rollout_call, update_calls
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.resume import with_saved_gradient_checkpointing

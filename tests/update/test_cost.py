@@ -12,8 +12,8 @@ from grpo_jax import Batch, GRPOConfig, Prompts
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.sharding import lower_call
 from grpo_jax.models.transformer import Transformer
+from grpo_jax.rollout.decode_plan import decode_call
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.programs import decode_call
 from grpo_jax.update import packed
 from grpo_jax.update.optimizer import make_optimizer
 from grpo_jax.update.packed import choose_updater

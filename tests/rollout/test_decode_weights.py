@@ -14,9 +14,9 @@ from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.sharding import abstract, lower_call, make_mesh, place
 from grpo_jax.models.transformer import Transformer, kernels_by_columns
 from grpo_jax.rollout import decode_plan
-from grpo_jax.rollout.decode_plan import BURST, plan_decode
+from grpo_jax.rollout.decode_plan import BURST, decode_call, plan_decode
+from grpo_jax.rollout.decode_weights import convert_weights, copies, variables_shape
 from grpo_jax.rollout.draw import DecodeSettings
-from grpo_jax.rollout.programs import convert_weights, copies, decode_call, variables_shape
 from grpo_jax.types import as_jit_argument
 
 

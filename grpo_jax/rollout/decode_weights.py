@@ -1,4 +1,4 @@
-"""Conversion of params for decoding, and a rollout's largest compiled function with abstract arguments.
+"""Conversion of params to the weights that `decode` reads.
 
 On a CPU, multiplying 8 to 32 rows by column-major kernels takes only 60% to 80% as long as with row-major kernels, so
 `convert_weights` adds column-major copies. An accelerator would cast float32 kernels to the compute dtype at each
@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.models.layers import Quantized
-from grpo_jax.models.sharding import abstract, constrained_sharding, mesh_of, shape_structs, shard_count
+from grpo_jax.models.sharding import abstract
 from grpo_jax.models.threads import devices_of
 from grpo_jax.models.transformer import Transformer, kernels_by_columns, projections
-from grpo_jax.rollout.decode import DecodeState, decode, place_state, prefill
-from grpo_jax.rollout.decode_plan import groups_at_once, plan_decode
-from grpo_jax.rollout.draw import DecodeSettings, Variables, completion_keys
-from grpo_jax.types import BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
+from grpo_jax.rollout.draw import Variables
+from grpo_jax.types import BuiltinModel, Params
 
 Tree = TypeVar("Tree")
 
@@ -97,51 +94,3 @@ def _wide_kernels(model: BuiltinModel, params: Params) -> dict[tuple[str, ...], 
 
 def _with_leaves(params: Params, leaves: Mapping[tuple[str, ...], object]) -> Params:
     return unflatten_dict(flatten_dict(params) | leaves)
-
-
-def decode_call(
-    model: Model,
-    params: Params,
-    groups: int,
-    prompt_length: int,
-    *,
-    num_generations: int,
-    max_completion_length: int,
-    batch_size: int | None = None,
-    settings: DecodeSettings,
-) -> functools.partial[Any] | None:
-    """Return `decode` with abstract arguments, for the largest number of completions and the largest cache.
-
-    `generate` documents the arguments. Returns None for a model without a cache.
-    """
-    if not is_builtin(model):
-        return None
-    argument, shapes = abstract((as_jit_argument(model), params))
-    variables, mesh = variables_shape(model, params), mesh_of(params)
-    if "columns" in variables:
-        variables["columns"] = shape_structs(variables["columns"], placed_like=(shapes, argument))
-    at_once = groups_at_once(groups, num_generations, batch_size, shard_count(mesh))
-    plan = plan_decode(argument, shapes, prompt_length, at_once, num_generations, max_completion_length, mesh=mesh)
-    settings = settings._replace(mesh=mesh)
-
-    def prefilled(model: BuiltinModel, params: Params) -> DecodeState:
-        indices, tokens = jnp.arange(at_once), jnp.zeros((at_once, prompt_length), jnp.int32)
-        prompts, keys = Prompts(tokens, indices), completion_keys(jax.random.key(0), indices, num_generations)
-        return prefill(model, params, prompts, keys, settings=settings, slots=plan.cache_sizes[-1])[0]
-
-    state: DecodeState = jax.eval_shape(prefilled, argument, shapes)
-    if mesh is None:
-        state = shape_structs(state, placed_like=(shapes, argument))
-    else:
-        state = place_state(state, mesh, _constrained_shape)
-    burst = functools.partial(decode, settings=settings, steps=plan.burst_steps, all_steps=plan.all_steps)
-    return functools.partial(burst, argument, variables, state, 0, 0)
-
-
-def _constrained_shape(x: jax.ShapeDtypeStruct, mesh: Mesh, *axes: str) -> jax.ShapeDtypeStruct:
-    """Return a `ShapeDtypeStruct` with the sharding that `constrain` would apply."""
-    sharding = constrained_sharding(x.shape, mesh, *axes)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # the spec of typed keys must list all dimensions
-        spec = [*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec))]
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -34,7 +34,7 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 """Running sums for queries [rows, d]: Σ weight · value [rows, d], largest score [rows], Σ weight [rows]."""
 
 
-def implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
+def attention_implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     """Return the attention implementation for whole sequences on `devices`, by default JAX's default device.
 
     "auto" is "mosaic" on NVIDIA's Hopper GPUs (compute capability 9.0) from jax 0.10.2 on, "triton" on other GPUs with
