@@ -1,7 +1,6 @@
 """Supported model families: how each Hugging Face architecture maps to a `TransformerConfig`.
 
-To add a family, add an entry to `FAMILIES`. A mechanism that the decoder does not support yet also requires a new
-`TransformerConfig` field.
+To add a family, add an entry to `FAMILIES`. A new mechanism also requires a `TransformerConfig` field.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sequence packing: completions of different lengths are concatenated to avoid computation on padding.
 
-All packed sequences of a batch have the same number of tokens N, and few shapes are used, so that few programs are
-compiled.
+All packed sequences of a batch have the same number of tokens N, and few shapes are used, since each compiles.
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ def isolated(
         ceil(n / workers) · timeout, plus the time to start workers.
       memory_mb: limit on the growth of a worker's address space after imports, in MiB (Linux only). None disables it.
       workers: number of worker processes.
-      completions_per_call: number of completions per call. The limits apply to each call. If None, the batch is split
-        evenly among the workers.
+      completions_per_call: number of completions per call. The limits apply to each call. If None, it is split evenly.
 
     Returns:
       A reward function with the same name and arguments as `fn`.
@@ -289,10 +288,8 @@ def _exit_with_parent(parent: int) -> None:
 def _serve(count: int, inputs: bytes) -> _Reply:
     """Call the function and return its scores and errors."""
     if isinstance(_served, BaseException):
-        lines = "".join(traceback.format_exception(_served))
-        raise WorkerError(
-            f"a worker process could not load the function ({type(_served).__name__}: {_served})\n{lines}"
-        )
+        lines, problem = "".join(traceback.format_exception(_served)), f"({type(_served).__name__}: {_served})"
+        raise WorkerError(f"a worker process could not load the function {problem}\n{lines}")
     assert _served is not None
     outcome: object
     try:

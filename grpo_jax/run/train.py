@@ -90,8 +90,7 @@ def train(
         calls. `reset(**row)` may return text to append to the prompt. `get_reward()` returns an additional reward,
         which is named after the class and has weight 1 by default. Reward functions with an argument `environments`
         receive the environments, except with prefetching (`rollout_ahead`).
-      sampler: inference engine to sample with instead of `generate` (see `run.sampler.Sampler`). Evaluations during
-        the run use `generate`.
+      sampler: inference engine to sample with instead of `generate` (see `run.sampler.Sampler`), except in evaluations.
       advantage_fn: function `f(rewards [B, G, K], mask [B, G, T], **context)` that returns advantages of shape [B, G]
         or [B, G, T]. It is compiled, and replaces `advantage_estimator`, `scale_rewards` and
         `multi_objective_aggregation`. `types.AdvantageFn` lists the context.

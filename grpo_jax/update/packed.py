@@ -1,8 +1,8 @@
 """Log-probs and updates without padding: the same gradient as `step.train_step`, computed on packed sequences.
 
-Completions for several prompts are concatenated into packed sequences, as segments. A compiled function prefills the prompts once
-and loops over the sequences. It accumulates the gradients with respect to the prompts' keys and values, then
-backpropagates the sum through the prompts:
+Completions for several prompts are concatenated, as segments of packed sequences. A compiled function prefills the
+prompts once and loops over the sequences. It accumulates the gradients with respect to the prompts' keys and values,
+then backpropagates the sum through the prompts:
 
 ```
 prompts ─► last states, keys and values ─► sequence 1 ─► loss ─► gradient of the params

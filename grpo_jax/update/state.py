@@ -26,8 +26,7 @@ class TrainState(flax.struct.PyTreeNode):
     Attributes:
       params: policy params θ, a pytree of float arrays.
       old_params: θ at the start of the iteration, from which the iteration's completions are sampled (or, with
-        `rollout_ahead`, the next iteration's). None if an iteration has a single update, unless an engine samples
-        during that update.
+        `rollout_ahead`, the next iteration's). None with one update per iteration, unless an engine samples during it.
       ref_params: reference params for the KL term; None if beta is 0.
       initial_params: params at the start of the run; None unless the reference is synced.
       opt_state: state of the optax transformation.
