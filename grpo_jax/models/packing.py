@@ -23,14 +23,14 @@ BLOCK = 64
 
 
 class PackedSequence(flax.struct.PyTreeNode):
-    """Concatenated completions from a batch [B, G, T]: S segments in N tokens, on each of A devices.
+    """Concatenated completions from a batch [B, G, T]: S segments in N tokens, in each of A data shards.
 
-    Each device holds completions for B / A prompts. L is `segments.max_segment_length`.
+    Each shard holds completions for B / A prompts. L is `segments.max_segment_length`.
     """
 
     tokens: jax.Array  # [A, N] int32 token ids; 0 in padding
     segments: Segments  # segment and position of each token, and prompt of each block
-    completions: jax.Array  # [A, S] int32 index b·G + g of each segment's completion in the device's shard of the batch
+    completions: jax.Array  # [A, S] int32 index b·G + g of each segment's completion in its shard of the batch
     starts: jax.Array  # [A, S] int32 index of the first token of each segment
     lengths: jax.Array  # [A, S] int32 number of tokens in each segment; 0 for unused segments
 
@@ -52,8 +52,8 @@ class PackedSequence(flax.struct.PyTreeNode):
 
     def add_segment_rows(self, whole: jax.Array, x: jax.Array) -> jax.Array:
         """Return `whole` [B, G, T] plus segment values [A, S, L], which must be 0 past the end of a segment."""
-        devices, t = self.tokens.shape[0], self.segments.max_segment_length
-        parts = whole.reshape(devices, -1, whole.shape[-1])
+        shards, t = self.tokens.shape[0], self.segments.max_segment_length
+        parts = whole.reshape(shards, -1, whole.shape[-1])
         return jax.vmap(lambda part, i, x: part.at[i, :t].add(x))(parts, self.completions, x).reshape(whole.shape)
 
     @property
@@ -95,7 +95,7 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
     have a quarter to half of these tokens. Without fused attention, the cost depends on the block size and on the
     number of previous blocks that a block reads, so further shapes may be returned: for completions that all have T
     tokens, for completions of up to T / 4 tokens and, for batches of few sequences, with half the size and block size.
-    `batch_tokens` is the number of tokens in a device's shard of the batch if all completions have T tokens.
+    `batch_tokens` is the number of tokens in a shard of the batch if all completions have T tokens.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
     shapes = [SequenceShape(size, BLOCK, t, whole=False)]
@@ -113,13 +113,13 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
 
 
 def best_shape(
-    shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, devices: int = 1, part_size: int | None = None
+    shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, shards: int = 1, part_size: int | None = None
 ) -> SequenceShape:
     """Return the shape with the fewest tokens for lengths [B, G]. Ties go to the shape for the shortest completions.
 
-    On each device, every `part_size` consecutive prompts are packed separately. If None, all are packed together.
+    In each shard, every `part_size` consecutive prompts are packed separately. If None, all are packed together.
     """
-    groups = lengths.sum(axis=1).reshape(devices, -1)
+    groups = lengths.sum(axis=1).reshape(shards, -1)
     begins = range(0, groups.shape[1], part_size or groups.shape[1])
 
     def tokens(shape: SequenceShape) -> int:
@@ -133,12 +133,12 @@ def best_shape(
     return min(fitting, key=lambda shape: (tokens(shape), shape.max_segment_length, -shape.size))
 
 
-def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices: int = 1) -> list[PackedSequence]:
+def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, shards: int = 1) -> list[PackedSequence]:
     """Pack completions [B, G, T] into one or more sequences of the same shape.
 
     Groups are packed in order, with a group's longest completions first. Each completion is added to the first sequence
     with enough free blocks among the last few (`OPEN_SEQUENCES`). A completion ends at its last True in the mask, and
-    empty completions are omitted. B must be divisible by the number of devices.
+    empty completions are omitted. B must be divisible by the number of shards.
     """
     size, block, max_length, whole = shape
     b, g, t = mask.shape
@@ -157,13 +157,13 @@ def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, devices:
         reach = min(-(-(max_length - 1) // block), size // block - 1)
     # For S > 8, arrays [S, L] have at most 32 N elements, which is small compared with logits [N, V].
     most = max(8, min(size // 4, 32 * size // max_length))
-    flat, by_device = tokens.reshape(devices, -1, t), lengths.reshape(devices, b // devices, g)
+    flat, by_shard = tokens.reshape(shards, -1, t), lengths.reshape(shards, b // shards, g)
     lay_out = functools.partial(_lay_out, size=size, block=block, most=most)
-    chosen = [_choose(part, size // block, block, most) for part in by_device]
+    chosen = [_choose(part, size // block, block, most) for part in by_shard]
     members = list(itertools.zip_longest(*chosen, fillvalue={}))
     sequences = []
-    for groups in members or [({},) * devices]:
-        parts = map(lay_out, groups, flat, by_device.reshape(devices, -1))
+    for groups in members or [({},) * shards]:
+        parts = map(lay_out, groups, flat, by_shard.reshape(shards, -1))
         arrays: Any = [np.stack(x) for x in zip(*parts, strict=True)]
         packed, number, position, prompt, completions, starts, counts = arrays
         segments = Segments(number, position, prompt, max_length, reach)
@@ -176,26 +176,26 @@ def lengths_to_last_true(mask: np.ndarray) -> np.ndarray:
     return np.where(mask.any(axis=-1), mask.shape[-1] - np.argmax(mask[:, :, ::-1], axis=-1), 0)
 
 
-def balanced_order(tokens: np.ndarray, devices: int) -> np.ndarray:
-    """Return prompt indices in an order that balances the prompts' token counts `tokens` [B] across devices."""
-    parts: list[list[int]] = [[] for _ in range(devices)]
-    sums, share = np.zeros(devices), len(tokens) // devices
+def balanced_order(tokens: np.ndarray, shards: int) -> np.ndarray:
+    """Return prompt indices in an order that balances the prompts' token counts `tokens` [B] across shards."""
+    parts: list[list[int]] = [[] for _ in range(shards)]
+    sums, share = np.zeros(shards), len(tokens) // shards
     for i in np.argsort(-tokens, kind="stable"):
-        least = min((part for part in range(devices) if len(parts[part]) < share), key=lambda part: sums[part])
+        least = min((part for part in range(shards) if len(parts[part]) < share), key=lambda part: sums[part])
         parts[least].append(int(i))
         sums[least] += tokens[i]
-    return np.array([i for part in parts for i in part], int) if devices > 1 else np.arange(len(tokens))
+    return np.array([i for part in parts for i in part], int) if shards > 1 else np.arange(len(tokens))
 
 
-def order_prompts(work: np.ndarray, has_gradient: np.ndarray, *, bins: int, bin_size: int) -> np.ndarray:
+def order_prompts(work: np.ndarray, has_gradient: np.ndarray, *, parallel_bins: int, bin_size: int) -> np.ndarray:
     """Return prompt indices in consecutive bins of `bin_size` prompts, where −1 marks an empty position.
 
-    Prompts that have a gradient (`has_gradient` [B]) are in the first groups of `bins` bins. Within a group, the bins
-    have similar total `work`.
+    Prompts with a gradient (`has_gradient` [B]) are in the first groups of `parallel_bins` bins. A group's bins have
+    similar total `work`.
     """
-    order = np.argsort(~has_gradient, kind="stable")
-    order = np.pad(order, (0, -len(order) % (bins * bin_size)), constant_values=-1).reshape(-1, bins * bin_size)
-    return np.concatenate([part[balanced_order(np.where(part < 0, 0, work[part]), bins)] for part in order])
+    group, order = parallel_bins * bin_size, np.argsort(~has_gradient, kind="stable")
+    order = np.pad(order, (0, -len(order) % group), constant_values=-1).reshape(-1, group)
+    return np.concatenate([part[balanced_order(np.where(part < 0, 0, work[part]), parallel_bins)] for part in order])
 
 
 def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dict[int, list[int]]]:
@@ -237,7 +237,7 @@ def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, num_open: 
 def _lay_out(
     groups: dict[int, list[int]], tokens: np.ndarray, lengths: np.ndarray, *, size: int, block: int, most: int
 ) -> tuple[np.ndarray, ...]:
-    """Build the `PackedSequence` arrays for one device, given each prompt's completion indices."""
+    """Build the `PackedSequence` arrays for one shard, given each prompt's completion indices."""
     flat = np.zeros(size, np.int32)
     position, segment = np.zeros_like(flat), np.full_like(flat, -1)
     prompt = np.zeros(size // block, np.int32)

@@ -31,8 +31,8 @@ from grpo_jax.messages import show
 from grpo_jax.rewards.contract import (
     Log,
     RewardError,
+    RewardWorkerError,
     TrainerState,
-    WorkerError,
     as_list,
     check_reward_fns,
     reward_names,
@@ -94,7 +94,7 @@ def compute_rewards(
     Valid values are None, numbers that are finite in float32, lists with a number per turn, and arrays with a number
     per token. An error is an exception, an invalid value, or a result that does not have B·G values. If `on_error`
     is "raise", RewardError is raised for the first error. If it is "none", the function does not score the completion
-    (or any completion, if the whole call failed). A `WorkerError` (see `isolated`) is always raised.
+    (or any completion, if the whole call failed). A `RewardWorkerError` is always raised.
     """
     fns, columns = as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)
@@ -133,7 +133,7 @@ def compute_rewards(
 
 
 def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[list[object], list[float]]:
-    """Call all functions. Returns results or exceptions, and times in seconds. Raises the first WorkerError."""
+    """Call all functions. Returns results or exceptions, and times in seconds. Raises the first RewardWorkerError."""
     outcomes, seconds = list[object](), list[float]()
     for fn in fns:
         started = time.perf_counter()
@@ -148,7 +148,7 @@ def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[li
             outcomes[k] = outcome
             seconds[k] += elapsed
     for outcome in outcomes:
-        if isinstance(outcome, WorkerError):
+        if isinstance(outcome, RewardWorkerError):
             raise outcome
     return outcomes, seconds
 

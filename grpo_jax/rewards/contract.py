@@ -29,7 +29,7 @@ class RewardError(ValueError):
     """Raised if a reward function fails or returns an invalid value."""
 
 
-class WorkerError(RewardError):
+class RewardWorkerError(RewardError):
     """Raised if a worker process cannot start or load the function. The run ends regardless of `on_reward_error`."""
 
 

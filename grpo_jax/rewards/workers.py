@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_jax.rewards import contract
-from grpo_jax.rewards.contract import EXTRAS, RewardError, WorkerError, arguments_of, function_name
+from grpo_jax.rewards.contract import EXTRAS, RewardError, RewardWorkerError, arguments_of, function_name
 from grpo_jax.rewards.outcomes import Failures, as_scores, describe_failure, read_outcome
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class _IsolatedFunction:
                 if len(outcomes) == len(calls):
                     return [outcomes[i] for i in range(len(calls))]
             problem = f"ended or did not load the function within {START_SECONDS:g} s"
-            raise WorkerError(f"reward function {self.__name__!r}: the worker process {problem}")
+            raise RewardWorkerError(f"reward function {self.__name__!r}: the worker process {problem}")
         except BaseException:  # including Ctrl-C
             self.close()
             raise
@@ -176,10 +176,10 @@ class _IsolatedFunction:
             yield from (x for x in done if not isinstance(x.exception(), concurrent.futures.BrokenExecutor))
 
     def _read(self, future: Future[_Reply], count: int) -> _Outcome:
-        """Return the scores and errors of a call that ended. Raises WorkerError if the function could not be loaded."""
+        """Return a finished call's scores and errors. Raises RewardWorkerError if the function is not loaded."""
         error = future.exception()
-        if isinstance(error, WorkerError):
-            raise WorkerError(f"reward function {self.__name__!r}: {error}")
+        if isinstance(error, RewardWorkerError):
+            raise RewardWorkerError(f"reward function {self.__name__!r}: {error}")
         if error is not None:
             return np.full(count, np.nan), {None: self._describe(error)}
         scores, failures, exception = future.result()
@@ -289,7 +289,7 @@ def _serve(count: int, inputs: bytes) -> _Reply:
     """Call the function and return its scores and errors."""
     if isinstance(_served, BaseException):
         lines, problem = "".join(traceback.format_exception(_served)), f"({type(_served).__name__}: {_served})"
-        raise WorkerError(f"a worker process could not load the function {problem}\n{lines}")
+        raise RewardWorkerError(f"a worker process could not load the function {problem}\n{lines}")
     assert _served is not None
     outcome: object
     try:

@@ -149,12 +149,12 @@ class Session:
         """Return whether updates remain and no stop was requested."""
         return self.progress.step < self.run.total_steps and not self.stop_requested()
 
-    def log_batch(self, cursor: int, metrics: Mapping[str, float], records: Sequence[dict[str, Any]] = ()) -> None:
+    def record_batch(self, cursor: int, metrics: Mapping[str, float], records: Sequence[dict[str, Any]] = ()) -> None:
         """Log the metrics of an iteration's batch and, for GRPO, the `records` of its completions."""
         self.progress.count_batch(cursor, metrics)
         self.monitor.completions(self.progress.step + 1, records)
 
-    def log_update(self, metrics: dict[str, float]) -> None:
+    def record_update(self, metrics: dict[str, float]) -> None:
         """Count an optimizer step. If a log line is due, log the means of the metrics since the previous line."""
         run, progress = self.run, self.progress
         if run.schedule is not None:

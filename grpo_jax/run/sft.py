@@ -107,11 +107,11 @@ def sft(
         session.evaluate_if_due(state)
         while session.should_continue():
             batch, cursor, metrics = next_examples(run, progress.cursor)
-            session.log_batch(cursor, metrics)
+            session.record_batch(cursor, metrics)
             with monitor.phase("update"):
                 state, measured = run.updater.update(state, batch)
                 metrics = {name: float(value) for name, value in fetch(measured).items()}
-            session.log_update(metrics)
+            session.record_update(metrics)
             session.check_skipped(state, batch, metrics, None)
             if not session.stop_requested():
                 session.evaluate_if_due(state)

@@ -185,13 +185,13 @@ def train(
                     except Exception:
                         session.save_after_error(state)
                         raise
-                    session.log_batch(source.cursor, metrics, records)
+                    session.record_batch(source.cursor, metrics, records)  # updates `progress`, and logs `records`
                 minibatch = _minibatch(batch, progress.updates_done, run.sizes)
                 with monitor.phase("update"):
                     state, measured = run.updater.update(state, minibatch)
                     metrics = {name: float(value) for name, value in fetch(measured).items()}
-                session.log_update(metrics)
-                if progress.updates_done == 0:  # `log_update` resets it after the iteration's last update
+                session.record_update(metrics)  # increments `step` and `updates_done`, and logs if due
+                if progress.updates_done == 0:  # reset after the iteration's last update
                     batch = None
                 session.check_skipped(state, minibatch, metrics, batch)
                 if not session.stop_requested():

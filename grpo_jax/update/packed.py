@@ -65,16 +65,16 @@ ACCELERATOR_TOKENS = 32768
 """Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Target number of prompt tokens per part and device, unless 1/16 of a packed sequence has more tokens."""
+"""Target number of prompt tokens per part and shard, unless 1/16 of a packed sequence has more tokens."""
 
 
 class Part(flax.struct.PyTreeNode):
-    """A part of a minibatch: K prompts on each of A devices, with their completions in packed sequences.
+    """A part of a minibatch: K prompts in each of A data shards, with their completions in packed sequences.
 
     Attributes:
       batch: prompts [A·K, P] and their completions [A·K, G, T].
       selected: [A·K, G, T] bool slice of the `top_entropy_mask`, or None if all tokens contribute to the loss.
-      sequences: [A, S, ...], S packed sequences per device, in order: with a gradient, without a gradient, unused.
+      sequences: [A, S, ...], S packed sequences per shard, in order: with a gradient, without a gradient, unused.
       num_with_grad: [] int32 number of sequences with a gradient.
       num_used: [] int32 number of sequences with completions, at least 1.
       index: [] int32 position of the part in its minibatch.
@@ -88,7 +88,7 @@ class Part(flax.struct.PyTreeNode):
     index: jax.Array | np.int32
 
     def sequence(self, i: jax.Array | int) -> PackedSequence:
-        """Return the i-th packed sequence of each device."""
+        """Return the i-th packed sequence of each shard."""
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), self.sequences)
 
 
@@ -176,16 +176,16 @@ class PackedUpdater(Updater):
         Prompts without a gradient come last, so that some parts need only a forward pass. Parts without completion
         tokens are omitted unless `for_scoring` is True, but at least one part is returned.
         """
-        (_, g, t), devices = batch.mask.shape, shard_count(self.mesh)
+        (_, g, t), shards = batch.mask.shape, shard_count(self.mesh)
         has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
         threads, num_parts, prompts_per_part = self.plan_parts(params, batch)
         lengths = lengths_to_last_true(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes
-        indices = order_prompts(work, has_gradient, bins=threads * devices, bin_size=prompts_per_part)
-        indices = indices.reshape(num_parts, devices, prompts_per_part)
-        lengths_by_device = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)
+        indices = order_prompts(work, has_gradient, parallel_bins=threads * shards, bin_size=prompts_per_part)
+        indices = indices.reshape(num_parts, shards, prompts_per_part)
+        lengths_by_shard = np.where(indices[..., None] < 0, 0, lengths[indices]).swapaxes(0, 1).reshape(-1, g)
         shapes = self.shapes(params, batch.mask.shape)
-        shape = best_shape(shapes, lengths_by_device, t, devices=devices, part_size=prompts_per_part)
+        shape = best_shape(shapes, lengths_by_shard, t, shards=shards, part_size=prompts_per_part)
         by_part, parts = indices.reshape(num_parts, -1), list[Part]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
         for part_indices in by_part:
@@ -199,13 +199,13 @@ class PackedUpdater(Updater):
         self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
     ) -> Part:
         """Pack the completions of one part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
-        devices, mask = shard_count(self.mesh), np.asarray(part.mask)
-        packed = functools.partial(pack, shape, np.asarray(part.tokens), devices=devices)
+        shards, mask = shard_count(self.mesh), np.asarray(part.mask)
+        packed = functools.partial(pack, shape, np.asarray(part.tokens), shards=shards)
         gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
         # Pad each part to a number of sequences that suffices for any lengths, so that all parts have the same shapes.
         completions_per_sequence = shape.size // (-(-shape.max_segment_length // shape.block) * shape.block)
-        max_sequences = -(-(mask[..., 0].size // devices) // completions_per_sequence) + self.omits_zero_signal_backward
+        max_sequences = -(-(mask[..., 0].size // shards) // completions_per_sequence) + self.omits_zero_signal_backward
         # A sequence costs 3 with a backward pass and 1 without. Mixed sequences all need a backward pass.
         num_separate = len(with_grad) + len(without_grad)
         if 3 * len(mixed) <= 2 * len(with_grad) + num_separate or num_separate > max_sequences:
@@ -222,9 +222,9 @@ class PackedUpdater(Updater):
         )
 
     def plan_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
-        """Return the numbers of threads and parts, and K, the number of prompts per part and device."""
+        """Return the numbers of threads and parts, and K, the number of prompts per part and shard."""
         b, p = batch.prompts.tokens.shape
-        prompts = math.ceil(b / shard_count(self.mesh))  # per device
+        prompts = math.ceil(b / shard_count(self.mesh))  # per shard
         threads = count_threads(params, prompts)
         tokens = max(self.shapes(params, batch.mask.shape)[0].size // 16, PROMPT_TOKENS)  # prompt tokens per part
         parts_per_thread = math.ceil(min(math.ceil(prompts * p / tokens), prompts) / threads)
@@ -241,7 +241,7 @@ class PackedUpdater(Updater):
 
     def shapes(self, params: Params, batch_shape: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences, for a `batch_shape` of (B, G, T), largest first."""
-        t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.sums_products_in_float32 else CPU_TOKENS
+        t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.upcasts_bfloat16_products else CPU_TOKENS
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
         tokens = min(micro_tokens, cpu_tokens if cpu else max(t, ACCELERATOR_TOKENS))

@@ -291,7 +291,7 @@ def test_init_writes_a_run_that_works_offline(tmp_path, monkeypatch):
     assert run("init", "first").splitlines()[-1] == f"to start the run: grpo-jax train {Path('first/my_run.yaml')}"
     found = json.loads(run("evaluate", "first/my_run.yaml", "--num_generations_eval", 2))
     assert 0 < found["in_word"] < 1, "the initial rewards must vary"
-    with pytest.raises(SystemExit, match=r"my_run.yaml already exists; pass a new directory, or move"):
+    with pytest.raises(SystemExit, match=r"my_run.yaml already exists; move or delete it, or pass"):
         run("init", "first")
     for name in ("x #1", "a: b", '"'):
         run("init", name)

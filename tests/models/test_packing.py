@@ -94,7 +94,7 @@ def test_each_device_packs_its_own_prompts(longest):
     mask &= np.arange(40) < (longest or 40)
     mask[4:, 1:] = False  # the last device has fewer tokens
     how = {"size": 64, "block": 8, "longest": longest}
-    together = packed(tokens, mask, devices=3, **how)
+    together = packed(tokens, mask, shards=3, **how)
     counts = []
     for device in range(3):
         own = slice(2 * device, 2 * device + 2)

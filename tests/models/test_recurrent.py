@@ -5,7 +5,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from grpo_jax.rollout.layouts import BURST
 from tiny import scored, tiny_model
 
 from grpo_jax import generate, make_prompts
@@ -13,6 +12,7 @@ from grpo_jax.models.config import ConvShape, DeltaShape, StepCost, count_weight
 from grpo_jax.models.context import RecurrentState
 from grpo_jax.models.recurrent import Positions, convolve, last_tokens
 from grpo_jax.models.transformer import projections
+from grpo_jax.rollout.decode_plan import BURST
 from grpo_jax.types import Prompts
 
 B, T = 2, 5

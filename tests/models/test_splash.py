@@ -52,7 +52,7 @@ def test_random_packed_sequences(dtype, window, soft_cap, group, axes):
     for seed in range(2):
         rng = np.random.default_rng(seed)
         mask = np.arange(T) < rng.integers(0, 1 + rng.choice([20, T], (B, G)))[..., None]
-        segments = pack(SequenceShape(N, 16, T, whole=False), np.ones(mask.shape, int), mask, devices=a)[0].segments
+        segments = pack(SequenceShape(N, 16, T, whole=False), np.ones(mask.shape, int), mask, shards=a)[0].segments
         assert all(len(set(prompts)) > 1 for prompts in segments.prompt)
         assert (segments.number < 0).any()
         there = np.reshape(segments.number >= 0, (a, 1, 1, N, 1, 1))

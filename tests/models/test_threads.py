@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grpo_jax.rollout.layouts import decode_threads
 from test_generate import assert_same
 from tiny import tiny_model
 
 from grpo_jax import generate, make_prompts
 from grpo_jax.models import threads
 from grpo_jax.rollout.decode import decode, prefill
+from grpo_jax.rollout.decode_plan import decode_threads
 
 generate_module = importlib.import_module("grpo_jax.rollout.generate")
 

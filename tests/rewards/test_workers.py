@@ -14,7 +14,7 @@ import pytest
 import worker_functions as functions
 
 from grpo_jax.rewards.calls import compute_rewards
-from grpo_jax.rewards.contract import RewardError, TrainerState, WorkerError, check_reward_fns
+from grpo_jax.rewards.contract import RewardError, RewardWorkerError, TrainerState, check_reward_fns
 from grpo_jax.rewards.outcomes import PartialRewards
 from grpo_jax.rewards.shipped import from_row
 from grpo_jax.rewards.workers import isolated
@@ -221,7 +221,7 @@ def test_a_function_that_workers_cannot_import_ends_the_run(tmp_path, monkeypatc
         ("import os; os._exit(5)", "the worker process ended or did not load the function within 60 s"),
     ):
         module.write_text(source, encoding="utf-8")
-        with pytest.raises(WorkerError, match=rf"(?s)reward function 'reward': {message}"):
+        with pytest.raises(RewardWorkerError, match=rf"(?s)reward function 'reward': {message}"):
             score(fn, on_error="none")
 
 

@@ -25,7 +25,7 @@ def draws(engine, policy=POLICY, params=None, prompts=("ab", "c"), key=0, **sett
     every = {
         "num_generations": G, "max_completion_length": T, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None,
     }  # fmt: skip
-    every |= {"eos_token_ids": policy.eos_token_ids, "pad_token_id": 0, "interrupt": lambda: None}
+    every |= {"eos_token_ids": policy.eos_token_ids, "pad_token_id": 0, "check_interrupt": lambda: None}
     every |= {"prompt_indices": np.arange(len(prompts))} | settings
     return engine(policy, policy.params if params is None else params, encoded, jax.random.key(key), **every)
 
@@ -268,5 +268,5 @@ def test_interrupt_stops_sampling(server):
     server.fault = lambda path, body, n: "hang" if path == "/v1/completions" and body["max_tokens"] == T else None
     begin = time.monotonic()
     with pytest.raises(Stopped):
-        draws(engine, interrupt=interrupt)
+        draws(engine, check_interrupt=interrupt)
     assert time.monotonic() - begin < 2.5

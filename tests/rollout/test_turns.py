@@ -166,7 +166,7 @@ def test_failed_answer_or_interrupt_ends_the_rollout():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        play(lambda *_: Future(), model=SMALL, params=SMALL_PARAMS, interrupt=interrupt)
+        play(lambda *_: Future(), model=SMALL, params=SMALL_PARAMS, check_interrupt=interrupt)
 
 
 def test_observation_of_maximum_length_leaves_room_for_a_token():

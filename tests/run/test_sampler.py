@@ -52,7 +52,7 @@ def test_sampler_receives_the_arguments_in_its_signature():
         check_sampler(sampler)
         run(sampler, max_steps=1)
     assert seen[1] == set(ARGUMENTS)
-    assert set(ARGUMENTS) >= {"model", "params", "prompts", "key", "prompt_indices", "batch_size", "interrupt", "min_p"}
+    assert set(ARGUMENTS) >= {"model", "params", "prompts", "key", "prompt_indices", "check_interrupt", "min_p"}
 
 
 @pytest.mark.quick

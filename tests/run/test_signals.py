@@ -50,10 +50,10 @@ def test_second_signal_has_its_usual_effect_and_one_in_a_notebook_ends_the_cell(
 def test_work_is_interrupted_only_in_a_single_process():
     for single_process in (True, False):
         with StopSignals(single_process=single_process) as signals:
-            signals.interrupt()
+            signals.check()
             signal.raise_signal(signal.SIGTERM)
             with pytest.raises(Interrupted) if single_process else contextlib.nullcontext():
-                signals.interrupt()
+                signals.check()
 
 
 def test_handlers_are_unchanged_if_disabled_in_threads_or_under_nohup():

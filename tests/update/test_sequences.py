@@ -140,7 +140,7 @@ def test_every_prompt_is_in_one_part_and_prompts_with_a_gradient_come_first(seed
     rng = np.random.default_rng(seed)
     b, bins, bin_size = rng.integers(1, 20), rng.integers(1, 4), rng.integers(1, 4)
     work, learns = rng.integers(0, 9, b), rng.random(b) < 0.5
-    order = order_prompts(work, learns, bins=bins, bin_size=bin_size)
+    order = order_prompts(work, learns, parallel_bins=bins, bin_size=bin_size)
     assert sorted(order[order >= 0]) == [*range(b)]
     assert len(order) - b < bins * bin_size
     rounds = [learns[own[own >= 0]] for own in order.reshape(-1, bins * bin_size)]
