@@ -54,7 +54,7 @@ sg = jax.lax.stop_gradient
 Scalar = float | jax.Array
 
 
-def like_log_probs(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
+def cast_like(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
     """Cast `value` to the dtype of `log_probs`. Raise ValueError if the shapes differ."""
     value = as_float(name, value)
     if value.shape != log_probs.shape:

@@ -19,8 +19,8 @@ from grpo_jax.maths.checks import (
     as_float,
     as_mask,
     broadcast_to_tokens,
+    cast_like,
     is_static_zero,
-    like_log_probs,
     masked_clip,
     sg,
 )
@@ -99,7 +99,7 @@ def grpo_loss_terms(
     log_probs = as_float("log_probs", log_probs)
     mask = as_mask(log_probs, mask)
     l = masked_clip(log_probs, mask)
-    l_old = sg(l) if old_log_probs is None else masked_clip(sg(like_log_probs("old_log_probs", old_log_probs, l)), mask)
+    l_old = sg(l) if old_log_probs is None else masked_clip(sg(cast_like("old_log_probs", old_log_probs, l)), mask)
     A = jnp.where(mask, broadcast_to_tokens("advantages", advantages, l), 0)
     count, longest = jnp.sum(mask), settings.max_completion_length
     num_tokens = count if num_tokens is None else num_tokens
@@ -117,14 +117,14 @@ def grpo_loss_terms(
     chex.assert_equal_shape([l, log_ratio, w, mask])
     chex.assert_shape(log_weights, mask.shape[:-1])
     inputs = SurrogateInputs(l, log_ratio, w, A, mask, log_weights)
-    p = like_log_probs("the result of surrogate", surrogate(inputs, settings), l)
+    p = cast_like("the result of surrogate", surrogate(inputs, settings), l)
     per_token: dict[str, jax.Array] = {}
     if settings.off_policy_mask_threshold is not None:
         keep = off_policy_mask(inputs, l_old, sampling_log_probs, settings.off_policy_mask_threshold)
         p = jnp.where(keep, p, 0)
         per_token["off_policy_fraction"] = ~keep
     if entropies is not None:
-        entropies = like_log_probs("entropies", entropies, l)
+        entropies = cast_like("entropies", entropies, l)
         if selected is None and not is_static_zero(1 - settings.top_entropy_quantile):
             selected = top_entropy_mask(entropies, mask, settings.top_entropy_quantile)
     if selected is not None:
@@ -138,7 +138,7 @@ def grpo_loss_terms(
     # KL term.
     per_token["kl"] = jnp.zeros_like(l)
     if ref_log_probs is not None:
-        d = l - masked_clip(sg(like_log_probs("ref_log_probs", ref_log_probs, l)), mask)
+        d = l - masked_clip(sg(cast_like("ref_log_probs", ref_log_probs, l)), mask)
         per_token["kl"], sums["kl_bounded_tokens"] = k3(d), jnp.sum(d < -MAX_LOG_RATIO)
         if not is_static_zero(settings.beta):
             sums["kl_in_loss"] = reduction(settings.beta * kl_term(inputs, d, settings), mask, counts)

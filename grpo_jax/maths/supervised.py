@@ -18,17 +18,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import (
-    MIN_LOG_PROB,
-    Scalar,
-    as_float,
-    as_mask,
-    like_log_probs,
-    masked_clip,
-    one_of,
-    sg,
-    ste_clip,
-)
+from grpo_jax.maths.checks import MIN_LOG_PROB, Scalar, as_float, as_mask, cast_like, masked_clip, one_of, sg, ste_clip
 from grpo_jax.maths.metrics import MetricSums, token_totals
 from grpo_jax.maths.surrogates import LOSS_TYPES, Counts, token_ratio
 
@@ -136,7 +126,7 @@ def divergence(
     """
     one_of("kind", kind, DIVERGENCES)
     log_probs = as_float("log_probs", log_probs)
-    teacher = sg(like_log_probs("teacher_log_probs", teacher_log_probs, log_probs))
+    teacher = sg(cast_like("teacher_log_probs", teacher_log_probs, log_probs))
     log_p, log_q = (ste_clip(x, MIN_LOG_PROB, jnp.inf) for x in (log_probs, teacher))
     return DIVERGENCES[kind](log_p, log_q, alpha)
 
@@ -175,7 +165,7 @@ def top_k_divergence(
       SDPO (arXiv:2601.20802), top-K distillation with a tail; TRL 1.16's `add_tail_bucket`.
     """
     log_probs = as_float("log_probs", log_probs)
-    teacher = like_log_probs("teacher_log_probs", teacher_log_probs, log_probs)
+    teacher = cast_like("teacher_log_probs", teacher_log_probs, log_probs)
     log_p, log_q = (ste_clip(x, MIN_LOG_PROB, jnp.inf) for x in (log_probs, teacher))
     return divergence(with_rest(log_p), with_rest(log_q), kind=kind, alpha=alpha)
 
@@ -209,8 +199,8 @@ def sampled_divergence(
     log_probs = as_float("log_probs", log_probs)
     mask = as_mask(log_probs, mask)
     l = masked_clip(log_probs, mask)
-    l_old = sg(l) if old_log_probs is None else masked_clip(sg(like_log_probs("old_log_probs", old_log_probs, l)), mask)
-    l_teacher = masked_clip(sg(like_log_probs("teacher_log_probs", teacher_log_probs, l)), mask)
+    l_old = sg(l) if old_log_probs is None else masked_clip(sg(cast_like("old_log_probs", old_log_probs, l)), mask)
+    l_teacher = masked_clip(sg(cast_like("teacher_log_probs", teacher_log_probs, l)), mask)
     return jnp.where(mask, token_ratio(l, l - l_old, mask) * sg(l - l_teacher), 0)
 
 

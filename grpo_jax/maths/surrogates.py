@@ -20,7 +20,7 @@ from grpo_jax.maths.checks import (
     Scalar,
     as_float,
     broadcast_to_tokens,
-    like_log_probs,
+    cast_like,
     one_of,
     sg,
     ste_clip,
@@ -145,7 +145,7 @@ def off_policy_mask(
     """Compute DeepSeek-V3.2's off-policy mask: keep where A ≥ 0 or the row mean of l_sampling − l is ≤ threshold."""
     l, l_sampling = inputs.log_probs, l_old
     if sampling_log_probs is not None:
-        l_sampling = like_log_probs("sampling_log_probs", sampling_log_probs, l)
+        l_sampling = cast_like("sampling_log_probs", sampling_log_probs, l)
         # Tokens without a sampler log-prob (NaN) contribute 0 to the mean.
         l_sampling = jnp.where(jnp.isnan(l_sampling), l, l_sampling)
     return (inputs.advantages >= 0) | (row_mean(l_sampling - l, inputs.mask) <= threshold)

@@ -142,7 +142,8 @@ def score_completions(
     training. If None, dropout is disabled. The arrays in `statistic` are [B, G, T, X].
     """
     b, g, t = tokens.shape
-    states, aux = last_hidden_states(model, params, prompts, tokens, mask if with_router_loss else None, rngs=rngs)
+    router_mask = mask if with_router_loss else None
+    states, aux = completion_hidden_states(model, params, prompts, tokens, router_mask, rngs=rngs)
     if is_builtin(model):
         if statistic is not None:
             statistic = statistic._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in statistic.arrays))
@@ -167,7 +168,7 @@ def _masked(scores: Scores, mask: jax.Array, aux: jax.Array | None) -> Scores:
     return scores._replace(router_loss=aux)
 
 
-def last_hidden_states(
+def completion_hidden_states(
     model: Model,
     params: Params,
     prompts: Prompts,
@@ -218,7 +219,7 @@ def _hidden(
 
 
 def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
-    """Return a function that maps params and states from `last_hidden_states` to logits."""
+    """Return a function that maps params and states from `completion_hidden_states` to logits."""
     if not is_builtin(model):
         return lambda params, states: states
     return lambda params, hidden: model.apply({"params": params}, hidden, method="unembed")
@@ -227,7 +228,7 @@ def unembed_of(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
 class PromptStates(NamedTuple):
     """The last hidden state of each prompt, [B, D], and the `layers` field of the prompts' `Prefix`."""
 
-    last: jax.Array
+    last_hidden: jax.Array
     layers: tuple[Any, ...]
 
 
@@ -283,8 +284,8 @@ def packed_states(
     router_mask: jax.Array | None = None,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute states [A, N, D] and router loss like `last_hidden_states`, with the arguments of `score_packed`."""
-    chex.assert_equal_shape_prefix((prompt_states.last, lengths), 1)
+    """Like `completion_hidden_states`, for a packed sequence: compute states [A, N, D] and the router loss."""
+    chex.assert_equal_shape_prefix((prompt_states.last_hidden, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
     router_mask = None if router_mask is None else sequence.to_packed(router_mask)
     prefix = Prefix(prompt_states.layers, lengths)
@@ -294,7 +295,7 @@ def packed_states(
     # The state before a token predicts it. For a completion's first token, this is the prompt's last state.
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
     prompt = jnp.repeat(segments.prompt, n // segments.prompt.shape[1], axis=1)
-    last = prompt_states.last.reshape(a, -1, hidden.shape[-1])
+    last = prompt_states.last_hidden.reshape(a, -1, hidden.shape[-1])
     first = jax.vmap(lambda last, prompt: last[prompt])(last, prompt)
     return jnp.where((segments.position == 0)[..., None], first, before), aux
 

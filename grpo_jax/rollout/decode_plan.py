@@ -1,19 +1,19 @@
-"""The plan of a rollout: how many completions are decoded together (the layout), and with how many cache slots.
+"""The plan of a rollout: how many completions are decoded together (the shape), and with how many cache slots.
 
-Each layout needs a separate compilation, which takes half a minute on a TPU, so there are few layouts. They are derived
-from the rollout's shapes. The sampled completions determine only when the rollout moves, and to which layout:
+Each shape needs a separate compilation, which takes half a minute on a TPU, so there are few shapes. They are derived
+from the rollout's size. The sampled completions determine only when the rollout moves, and to which shape:
 
 ```
 64 completions   64 slots ─► 128 slots ─► 255 slots        the cache grows with the completions
                         └────────┤            │
-32                           128 slots ─► 255 slots        as some end, the others move to smaller layouts
+32                           128 slots ─► 255 slots        as some end, the others move to smaller shapes
                                      └────────┤
 16                                        255 slots
                                               │
 8                                         255 slots
 ```
 
-A move may skip layouts, for example from 64 to 8 completions.
+A move may skip shapes, for example from 64 to 8 completions.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ SLOT_MULTIPLE = 64
 """Divisor of cache sizes on accelerators and with several turns. With other sizes, a GPU would pad at each step."""
 
 MIN_COMPLETIONS = 8
-"""Minimum number of completions in later layouts. On a CPU, a matrix product with fewer rows takes just as long."""
+"""Minimum number of completions in later shapes. On a CPU, a matrix product with fewer rows takes just as long."""
 
 MAX_SMALLER = 3
-"""Maximum number of layouts that are smaller than the first."""
+"""Maximum number of shapes that are smaller than the first."""
 
 MIN_PER_THREAD = 16
 """Minimum number of completions per thread, if several threads are used. Smaller matrix products are inefficient."""
 
 MAX_RELATIVE_COST = 0.8
-"""Maximum cost of the next layout relative to the current layout's. A move copies the cache and may compile."""
+"""Maximum cost of the next shape relative to the current shape's. A move copies the cache and may compile."""
 
 
 Selection = tuple[np.ndarray, np.ndarray]
@@ -75,10 +75,10 @@ def num_cache_slots(length: int, *, round_up: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """The layouts (array shapes) that a rollout can use, in decreasing order of size, and its cache sizes."""
+    """The array shapes that a rollout can use, in decreasing order of size, and its cache sizes."""
 
-    shapes: tuple[tuple[int, int], ...]  # (groups, completions per group) in each layout; the first contains all
-    cache_sizes: tuple[int, ...]  # slots, in increasing order; the n-th layout uses only the n-th and later sizes
+    shapes: tuple[tuple[int, int], ...]  # (groups, completions per group); the first contains all
+    cache_sizes: tuple[int, ...]  # slots, in increasing order; the n-th shape uses only the n-th and later sizes
     burst_steps: int  # number of steps per burst
     all_steps: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host
     step: StepCost  # cost of a decode step with the largest cache
@@ -122,32 +122,32 @@ class DecodePlan:
             shapes.append(smaller)
         return cls(tuple(shapes), tuple(slots), steps, all_steps, step, shards)
 
-    def smaller(self, layout: int, slots: int, active: np.ndarray) -> tuple[int, int, Selection] | None:
-        """Return the cheapest smaller layout that holds all active completions, or None if no move saves enough.
+    def smaller(self, index: int, slots: int, active: np.ndarray) -> tuple[int, int, Selection] | None:
+        """Return the cheapest smaller shape that holds all active completions, or None if no move saves enough.
 
-        The result is the layout's index, its cache size if the current size is `slots`, and the result of `select`.
+        The result is the shape's index, its cache size if the current size is `slots`, and the result of `select`.
         """
-        max_cost = MAX_RELATIVE_COST * self._cost(layout, slots)
+        max_cost = MAX_RELATIVE_COST * self._cost(index, slots)
         moves = []
-        for target in range(layout + 1, len(self.shapes)):
+        for target in range(index + 1, len(self.shapes)):
             new_slots = next(n for n in self.cache_sizes[min(target, len(self.cache_sizes) - 1) :] if n >= slots)
             cost, selected = self._cost(target, new_slots), self.select(target, active)
             if cost <= max_cost and selected is not None:
                 moves.append((cost, target, new_slots, selected))
         return min(moves, key=operator.itemgetter(0))[1:] if moves else None
 
-    def _cost(self, layout: int, slots: int) -> float:
+    def _cost(self, index: int, slots: int) -> float:
         """Return the cost of a decode step on each device."""
-        groups, width = self.shapes[layout]
+        groups, width = self.shapes[index]
         step = dataclasses.replace(self.step, own=self.step.own * slots / self.cache_sizes[-1])
         return step.cost(groups // self.shards, width)
 
-    def select(self, layout: int, active: np.ndarray) -> Selection | None:
-        """Return the completions to keep in a smaller layout, or None if not all active completions fit.
+    def select(self, index: int, active: np.ndarray) -> Selection | None:
+        """Return the completions to keep in a smaller shape, or None if not all active completions fit.
 
         `active` [B', G'] is False for completions that have ended, which fill unused positions.
         """
-        groups, width = self.shapes[layout]
+        groups, width = self.shapes[index]
         if width > 1 or self.shards > 1:
             counts = active.sum(axis=1)
             if counts.max() > width or (counts > 0).sum() > groups:
@@ -161,7 +161,7 @@ class DecodePlan:
 
 
 def _next_shape(current: tuple[int, int], completions: int, step: StepCost, shards: int) -> tuple[int, int] | None:
-    """Return (groups, width) for the layout after `current`, or None if no layout is sufficiently cheaper.
+    """Return (groups, width) for the shape after `current`, or None if no shape is sufficiently cheaper.
 
     The first choice is groups of half the width, if they cost at most 75% as much as the same number of completions in
     groups of one, because a group reads its prompt's keys and values once. On several shards, it is the only choice.

@@ -4,11 +4,11 @@ Token t of completion (b, g) is drawn with the key fold_in(fold_in(fold_in(key, 
 therefore does not depend on the other completions, the batch or the number of devices.
 
 The device decodes bursts of a few steps (`decode`). Between bursts, the host (`_SingleTurnRollout`) moves the active
-completions to a smaller layout (`decode_plan`) or a larger cache.
+completions to smaller arrays or a larger cache, as planned in `decode_plan`.
 
 Completions with several turns use the same compiled functions in a different loop (`turns`). There, each thread runs
 a separate loop, so that one thread decodes while another waits for observations. Each completion also has its own start
-slot. With one turn, all threads share one loop, because their completions move to smaller layouts together.
+slot. With one turn, all threads share one loop, because their completions move to smaller arrays together.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class _SingleTurnRollout:
     def __init__(self, job: SamplingJob, groups: np.ndarray):
         self.job, g, p = job, job.keys.shape[1], job.prompts.tokens.shape[1]
         self.plan = plan_decode(job.model, job.params, p, len(groups), g, job.table.length, mesh=job.mesh)
-        self.layout_index, self.cache_size = 0, self.plan.cache_sizes[0]
+        self.shape_index, self.cache_size = 0, self.plan.cache_sizes[0]
         self.slot = 0  # next slot; `slot + 1` tokens have been drawn
         self.rows = job.rows(groups)  # [B', G'] table row of the completion at each position, −1 if it has ended
         self.bursts = collections.deque[tuple[np.ndarray, Sequence[Drawn]]]()  # bursts not yet recorded in the table
@@ -228,11 +228,11 @@ class _SingleTurnRollout:
         return self.rows >= 0
 
     def compact(self) -> None:
-        """Move to a smaller layout that holds all active completions, if a move saves enough (`MAX_RELATIVE_COST`)."""
-        move = self.plan.smaller(self.layout_index, self.cache_size, self.active)
+        """Move to a smaller shape that holds all active completions, if a move saves enough (`MAX_RELATIVE_COST`)."""
+        move = self.plan.smaller(self.shape_index, self.cache_size, self.active)
         if move is None:
             return
-        self.layout_index, self.cache_size, (groups, order) = move
+        self.shape_index, self.cache_size, (groups, order) = move
         self.rows = self.rows[groups[:, None], order]
         parts, mesh = decode_threads(self.job.params, len(groups), order.shape[1]), self.job.mesh
         kept = groups if mesh is None else None  # on a mesh, groups stay on their devices

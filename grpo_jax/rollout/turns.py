@@ -85,10 +85,10 @@ class _MultiTurnDecoder:
         self.next_observation, self.max_turn_length = next_observation, max_turn_length
         self.rows = job.rows(groups)  # [B', G'] table row at each position, −1 if empty
         g, p, length = job.keys.shape[1], job.prompts.tokens.shape[1], job.table.length
-        # When completions end, the remaining ones move to smaller arrays, the next layout.
+        # When completions end, the remaining ones move to smaller arrays.
         cost = decode_step_cost(job.model, job.params, p, length, cpu=on_cpu(job.params, job.mesh))
         self.plan = DecodePlan.of(len(groups), g, length, cost, shards=shard_count(job.mesh), multi_turn=True)
-        self.layout_index, self.cache_size = 0, self._ring_size(min(length, 4 * BURST))  # slots of the ring
+        self.shape_index, self.cache_size = 0, self._ring_size(min(length, 4 * BURST))  # slots of the ring
         self.slot = 0  # next slot of the active completions
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
         self.waiting: dict[int, ObservationFuture | None] = {}  # pending observations, keyed by table row
@@ -221,13 +221,13 @@ class _MultiTurnDecoder:
     def _align(self, counts: np.ndarray, *, min_slots: int) -> None:
         """Move completions so that each ends `counts` [B', G'] slots before the end of the ring.
 
-        The ring grows to at least `min_slots` slots. If the completions fit into the next layout, they move to it.
+        The ring grows to at least `min_slots` slots. If the completions fit into the next shape, they move to it.
         """
         groups, order = np.arange(len(self.rows)), np.broadcast_to(np.arange(self.rows.shape[1]), self.rows.shape)
-        if self.layout_index + 1 < len(self.plan.shapes):
-            selection = self.plan.select(self.layout_index + 1, self.rows >= 0)
+        if self.shape_index + 1 < len(self.plan.shapes):
+            selection = self.plan.select(self.shape_index + 1, self.rows >= 0)
             if selection is not None:
-                self.layout_index, (groups, order) = self.layout_index + 1, selection
+                self.shape_index, (groups, order) = self.shape_index + 1, selection
         self.cache_size = max(self.cache_size, self._ring_size(min_slots))
         self.rows, counts = (x[groups[:, None], order] for x in (self.rows, counts))
         filled = np.where(self.rows >= 0, self.table.lengths[self.rows] - 1, 0)

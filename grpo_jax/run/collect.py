@@ -234,7 +234,7 @@ def _advantages(
     values = np.where(counted[:, None, None], rewards.values, np.float32(np.nan))
     if run.custom_advantages is not None:
         return run.custom_advantages(state, batch, rollout, rewards._replace(values=values), counted)
-    if config.turn_credit == "to_go":
+    if config.turn_credit == "to_go":  # a turn is credited with its own and later turns' rewards
         from grpo_jax.run.multi_turn import credit_turns
 
         return credit_turns(batch, rollout, rewards._replace(values=values), reward_names(run.reward_fns), config)

@@ -186,7 +186,7 @@ def train(
                         session.save_after_error(state)
                         raise
                     session.record_batch(source.cursor, metrics, records)  # updates `progress`, and logs `records`
-                minibatch = _minibatch(batch, progress.updates_done, run.sizes)
+                minibatch = _minibatch(batch, progress.updates_done, run.sizes)  # updates made on this batch
                 with monitor.phase("update"):
                     state, measured = run.updater.update(state, minibatch)
                     metrics = {name: float(value) for name, value in fetch(measured).items()}
@@ -197,7 +197,7 @@ def train(
                 if not session.stop_requested():
                     session.evaluate_if_due(state, batch)
                     session.save_if_due(state, batch)
-            state = session.end(state, batch)
+            state = session.end(state, batch)  # saves after a stop; after a signal, `session` then raises SystemExit
     return state
 
 

@@ -271,7 +271,7 @@ def _prefill(
     """Prefill the prompts. Returns their last hidden states, keys and values, sharded over the mesh."""
     states = prefill_prompts(model, params, prompts, rngs=None if key is None else {"dropout": key})
     layers = jax.tree.map(lambda x: constrain(x, mesh, "tensor"), states.layers)
-    return PromptStates(constrain(states.last, mesh), layers)
+    return PromptStates(constrain(states.last_hidden, mesh), layers)
 
 
 def _loss(
@@ -327,7 +327,7 @@ def add_gradients(
 ) -> tuple[Params, MetricSums]:
     """Return `grads` plus the params gradient for one part, and the part's metric sums. Donates `grads`."""
     model, mesh, prompts = updater.model, updater.mesh, part.batch.prompts
-    key, teacher_prompts = dropout_key(model, state, part.index, 0), _teacher_states(updater, prompts)
+    key, teacher_prompts = dropout_key(model, state, part.index, 0), _prefill_teacher(updater, prompts)
     prompt_states, pull_back = jax.vjp(lambda params: _prefill(model, params, prompts, mesh, key), state.params)
 
     def loss_fn(params: Params, prompt_states: PromptStates, i: jax.Array | int) -> tuple[jax.Array, MetricSums]:
@@ -352,12 +352,12 @@ def sum_metrics(updater: PackedUpdater, state: TrainState, part: Part, totals: d
     """Return the metric sums over the sequences of one part that have no gradient."""
     model, prompts = updater.model, part.batch.prompts
     prompt_states = _prefill(model, state.params, prompts, updater.mesh, dropout_key(model, state, part.index, 0))
-    loss = functools.partial(_loss, updater, state, part, totals, prompt_states, _teacher_states(updater, prompts))
+    loss = functools.partial(_loss, updater, state, part, totals, prompt_states, _prefill_teacher(updater, prompts))
     sums = empty_sums(jax.eval_shape(loss, 0)[1])
     return jax.lax.fori_loop(part.num_with_grad, part.num_used, lambda i, old: merge_metrics(old, loss(i)[1]), sums)
 
 
-def _teacher_states(updater: PackedUpdater, prompts: Prompts) -> PromptStates | None:
+def _prefill_teacher(updater: PackedUpdater, prompts: Prompts) -> PromptStates | None:
     """Return the prompts' states under the teacher, or None if there is no teacher model from this package."""
     if (teacher := updater.teacher) is None or not is_builtin(teacher.model):
         return None

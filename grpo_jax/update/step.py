@@ -22,7 +22,7 @@ from grpo_jax.maths.reference import sync_reference
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.lora import LoraModel, sync_adapters
-from grpo_jax.models.scoring import LogitStatistic, last_hidden_states, score_completions
+from grpo_jax.models.scoring import LogitStatistic, completion_hidden_states, score_completions
 from grpo_jax.models.sharding import constrain_params, shard
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import (
@@ -226,7 +226,8 @@ def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
     """Return the function of the logits, if any: the divergence from the teacher, or SFT's token accuracy."""
     teacher, states = updater.teacher, None
     if teacher is not None:
-        states, _ = last_hidden_states(teacher.model, teacher.params, part.prompts, teacher.clip_to_vocab(part.tokens))
+        tokens = teacher.clip_to_vocab(part.tokens)
+        states, _router_loss = completion_hidden_states(teacher.model, teacher.params, part.prompts, tokens)
     return logit_statistic(
         updater.config,
         part.tokens,

@@ -7,7 +7,7 @@ from tiny_vision import FAMILIES, random_images, write_vision_model
 
 from grpo_jax.hub.huggingface import from_pretrained
 from grpo_jax.hub.vision import load_processor
-from grpo_jax.models.scoring import last_hidden_states, unembed_of
+from grpo_jax.models.scoring import completion_hidden_states, unembed_of
 from grpo_jax.run.images import with_encoder, with_tower
 from grpo_jax.text.prompts import encode_prompts
 
@@ -54,7 +54,7 @@ def test_logits_equal_pytorch_with_two_no_and_one_images(tmp_path, family):
     processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
     outputs = [dict(processor(picture, return_tensors="np")) for picture in random_images(SIZES)]
     completions = np.random.default_rng(6).integers(20, 90, (len(IMAGES_OF), 2, T))
-    states, _ = last_hidden_states(policy.model, policy.params, prompts, jnp.asarray(completions))
+    states, _ = completion_hidden_states(policy.model, policy.params, prompts, jnp.asarray(completions))
     ours = np.asarray(unembed_of(policy.model)(policy.params, states))
     token = policy.model.config.image_token_id
     assert (ours[..., token] < -1e29).all()

@@ -11,7 +11,7 @@ from test_fused import arrays, assert_same, packed
 from tiny import tiny_model
 
 from grpo_jax import GRPOConfig
-from grpo_jax.models import attention, tiles
+from grpo_jax.models import attention, attention_tiles
 from grpo_jax.models.attention import mosaic_error
 from grpo_jax.models.attention_tiles import Kernel, attention_implementation
 from grpo_jax.models.packing import SequenceShape, pack
@@ -45,7 +45,7 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(mosaic, "_product", product)
     monkeypatch.setattr(mosaic, "_in_layout", lambda x, layout: x)
     monkeypatch.setattr(mosaic, "_indices", lambda shape, axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis))
-    monkeypatch.setattr(tiles, "MIN_PART", 1)
+    monkeypatch.setattr(attention_tiles, "MIN_PART", 1)
     with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
         yield
     assert not interpret_pallas_call.get_races().races_found

@@ -1,4 +1,4 @@
-"""Generation: tokens do not depend on the layout, log-probs equal those of scoring, and completions end at an EOS."""
+"""Generation: tokens do not depend on array shapes, log-probs equal those of scoring, and completions end at an EOS."""
 
 import functools
 import importlib

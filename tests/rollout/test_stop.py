@@ -1,4 +1,4 @@
-"""Stop strings in rollouts: in every layout, completions end where a search of their text finds a stop string."""
+"""Stop strings in rollouts: in every array shape, completions end where a search of their text finds a stop string."""
 
 import functools
 
@@ -85,7 +85,7 @@ def expected():
     return cut(unstopped(), ends)
 
 
-def test_completions_end_at_a_stop_string_in_every_layout(monkeypatch):
+def test_completions_end_at_a_stop_string_in_every_shape(monkeypatch):
     """A completion ends with the token that completes a stop string, also in a jit, without a cache and on a mesh."""
     assert_same(sample(stop=STOP), expected())
     model, params = model_and_params()
