@@ -83,7 +83,7 @@ def as_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Ar
     return mask
 
 
-def masked_clip(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
+def bound_log_probs(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
     """Set log-probs to 0 where the mask is False, and clip the others to at least `MIN_LOG_PROB`.
 
     Mask values before any other use, because masking a NaN later leaves 0·NaN in the gradient.

@@ -18,10 +18,10 @@ from grpo_jax.maths.checks import (
     Scalar,
     as_float,
     as_mask,
+    bound_log_probs,
     broadcast_to_tokens,
     cast_like,
     is_static_zero,
-    masked_clip,
     sg,
 )
 from grpo_jax.maths.kl import k3
@@ -98,8 +98,8 @@ def grpo_loss_terms(
     surrogate, reduction = settings.surrogate_and_reduction
     log_probs = as_float("log_probs", log_probs)
     mask = as_mask(log_probs, mask)
-    l = masked_clip(log_probs, mask)
-    l_old = sg(l) if old_log_probs is None else masked_clip(sg(cast_like("old_log_probs", old_log_probs, l)), mask)
+    l = bound_log_probs(log_probs, mask)
+    l_old = sg(l) if old_log_probs is None else bound_log_probs(sg(cast_like("old_log_probs", old_log_probs, l)), mask)
     A = jnp.where(mask, broadcast_to_tokens("advantages", advantages, l), 0)
     count, longest = jnp.sum(mask), settings.max_completion_length
     num_tokens = count if num_tokens is None else num_tokens
@@ -138,7 +138,7 @@ def grpo_loss_terms(
     # KL term.
     per_token["kl"] = jnp.zeros_like(l)
     if ref_log_probs is not None:
-        d = l - masked_clip(sg(cast_like("ref_log_probs", ref_log_probs, l)), mask)
+        d = l - bound_log_probs(sg(cast_like("ref_log_probs", ref_log_probs, l)), mask)
         per_token["kl"], sums["kl_bounded_tokens"] = k3(d), jnp.sum(d < -MAX_LOG_RATIO)
         if not is_static_zero(settings.beta):
             sums["kl_in_loss"] = reduction(settings.beta * kl_term(inputs, d, settings), mask, counts)

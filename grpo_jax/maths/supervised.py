@@ -18,7 +18,17 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.maths.checks import MIN_LOG_PROB, Scalar, as_float, as_mask, cast_like, masked_clip, one_of, sg, ste_clip
+from grpo_jax.maths.checks import (
+    MIN_LOG_PROB,
+    Scalar,
+    as_float,
+    as_mask,
+    bound_log_probs,
+    cast_like,
+    one_of,
+    sg,
+    ste_clip,
+)
 from grpo_jax.maths.metrics import MetricSums, token_totals
 from grpo_jax.maths.surrogates import LOSS_TYPES, Counts, token_ratio
 
@@ -49,7 +59,7 @@ def likelihood_loss(
     one_of("loss_type", loss_type, ("nll", "dft"))
     log_probs = as_float("log_probs", log_probs)
     mask = as_mask(log_probs, mask)
-    l = masked_clip(log_probs, mask)
+    l = bound_log_probs(log_probs, mask)
     per_token = jnp.where(mask, -l if loss_type == "nll" else -sg(jnp.exp(l)) * l, 0)
     return per_token.sum() / jnp.maximum(mask.sum() if num_tokens is None else num_tokens, 1)
 
@@ -70,8 +80,8 @@ def likelihood_loss_terms(
     """
     chex.assert_equal_shape([log_probs, entropies, likeliest, mask])
     loss = likelihood_loss(log_probs, mask, loss_type=loss_type, num_tokens=num_tokens)
-    per_token = {"entropy": masked_clip(entropies, mask), "mean_token_accuracy": masked_clip(likeliest, mask)}
-    totals = token_totals(per_token, mask)
+    values = {"entropy": entropies, "mean_token_accuracy": likeliest}
+    totals = token_totals({name: jnp.where(mask, x, 0) for name, x in values.items()}, mask)
     sums = {"loss": loss, "tokens": mask.sum(), "rows": jnp.asarray(math.prod(mask.shape[:-1]))}
     sums |= {f"{name}_sum": total for name, total in totals.items()}
     return loss, MetricSums(sums={name: sg(x.astype(loss.dtype)) for name, x in sums.items()}, maxes={})
@@ -198,9 +208,9 @@ def sampled_divergence(
     """
     log_probs = as_float("log_probs", log_probs)
     mask = as_mask(log_probs, mask)
-    l = masked_clip(log_probs, mask)
-    l_old = sg(l) if old_log_probs is None else masked_clip(sg(cast_like("old_log_probs", old_log_probs, l)), mask)
-    l_teacher = masked_clip(sg(cast_like("teacher_log_probs", teacher_log_probs, l)), mask)
+    l = bound_log_probs(log_probs, mask)
+    l_old = sg(l) if old_log_probs is None else bound_log_probs(sg(cast_like("old_log_probs", old_log_probs, l)), mask)
+    l_teacher = bound_log_probs(sg(cast_like("teacher_log_probs", teacher_log_probs, l)), mask)
     return jnp.where(mask, token_ratio(l, l - l_old, mask) * sg(l - l_teacher), 0)
 
 

@@ -1,7 +1,7 @@
 """Components of the objective: tables of importance ratios, per-token policy losses and reductions.
 
-Notation: per-token policy loss p, log-probs l, ratio w, advantage A, mask m, log-ratio d = l − l_ref, clip ranges ε and
-ε_high, and sg = stop_gradient.
+Notation: per-token policy loss p, log-probs l, ratio w, advantage A, mask m, d = l − l_ref (the log-ratio to the
+reference), clip ranges ε and ε_high, and sg = stop_gradient.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class PackedSequence(flax.struct.PyTreeNode):
         values = jax.vmap(lambda x, number, position: x[number, position])(x, number, position)
         return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)
 
-    def segment_rows(self, x: jax.Array) -> jax.Array:
+    def gather_segment_rows(self, x: jax.Array) -> jax.Array:
         """Return each segment's row of an array [B, G] or [B, G, T, ...], as [A, S] or [A, S, L, ...]."""
         values = jax.vmap(lambda x, i: x[i])(x.reshape((len(self.tokens), -1, *x.shape[2:])), self.completions)
         return values if x.ndim == 2 else values[:, :, : self.segments.max_segment_length]

@@ -158,9 +158,7 @@ def generate(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
         return generate_traced(argument, params, prompts, keys, settings=settings, length=turn_length)
     table = TokenTable(keys.size, turn_length if next_observation is None else longest, settings.pad_token_id)
-    variables = convert_weights(
-        argument, params
-    )  # copies in the compute dtype, column-major on a CPU; see `decode_weights`
+    variables = convert_weights(argument, params)  # cast copies, column-major on a CPU; see `decode_weights`
     settings = settings._replace(mesh=mesh)
     job = SamplingJob(argument, params, variables, prompts, keys, settings, table, check_interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from grpo_jax.maths.checks import masked_clip
+from grpo_jax.maths.checks import bound_log_probs
 from grpo_jax.messages import one_line, show
 from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.run.checkpoint import RESUME_MODES, Checkpoints, Restored
@@ -289,7 +289,7 @@ def describe_non_finite(
         if values is None:
             continue
         # Log-probs of −inf are valid, because the loss clips them. Infinite advantages are not.
-        array = np.asarray(values if name == "the advantage" else masked_clip(values, batch.mask))
+        array = np.asarray(values if name == "the advantage" else bound_log_probs(values, batch.mask))
         if not np.isfinite(array).all():
             at = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
             where = ", ".join(f"{axis} {i}" for axis, i in zip(("prompt", "completion", "token"), at, strict=False))

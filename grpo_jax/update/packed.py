@@ -203,7 +203,7 @@ class PackedUpdater(Updater):
         packed = functools.partial(pack, shape, np.asarray(part.tokens), shards=shards)
         gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
-        # Pad each part to a number of sequences that suffices for any lengths, so that all parts have the same shapes.
+        # Pad to a number of sequences (one more if split by gradient) that suffices for any lengths, for equal shapes.
         completions_per_sequence = shape.size // (-(-shape.max_segment_length // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // shards) // completions_per_sequence) + self.omits_zero_signal_backward
         # A sequence costs 3 with a backward pass and 1 without. Mixed sequences all need a backward pass.
@@ -286,7 +286,7 @@ def _loss(
     """Compute the loss and metric sums for the i-th sequence, given the policy's and the teacher's prompt states."""
     model, config, teacher, lengths = updater.model, updater.config, updater.teacher, part.batch.prompts.lengths
     sequence, key = part.sequence(i), dropout_key(model, state, part.index, i + 1)
-    batch = jax.tree.map(sequence.segment_rows, part.batch.replace(prompts=None))
+    batch = jax.tree.map(sequence.gather_segment_rows, part.batch.replace(prompts=None))
     batch = batch.replace(mask=batch.mask & sequence.segment_mask)  # False in unused segments
     teacher_states = None
     top_ids, top_log_probs = jax.tree.map(sequence.to_packed, (batch.teacher_top_ids, batch.teacher_top_log_probs))
@@ -315,7 +315,7 @@ def _loss(
         config=config,
         on_policy=updater.on_policy,
         surrogate=updater.surrogate,
-        selected=None if part.selected is None else sequence.segment_rows(part.selected),
+        selected=None if part.selected is None else sequence.gather_segment_rows(part.selected),
         router_loss_coef=updater.router_loss_coef,
     )
 
@@ -375,7 +375,7 @@ def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy:
         sequence = part.sequence(i)
         new = score_packed(model, params, states, prompts.lengths, sequence, sampling, with_entropy=with_entropy)
         # A segment without tokens refers to the first completion and adds zeros to it.
-        has_token = sequence.segment_rows(mask)
+        has_token = sequence.gather_segment_rows(mask)
         return jax.tree.map(lambda x, y: sequence.add_segment_rows(x, jnp.where(has_token, y, 0)), scores, new[:2])
 
     return jax.lax.fori_loop(0, part.num_used, add, (constrain(jnp.zeros(mask.shape), updater.mesh),) * 2)

@@ -108,7 +108,9 @@ def test_each_device_packs_its_own_prompts(longest):
     for sequence in together:
         assert sequence.segment_mask.shape[2] == (longest or 40)
         values = jnp.where(
-            sequence.segment_rows(jnp.asarray(mask)), sequence.segment_rows(jnp.asarray(tokens, jnp.float32)), 0
+            sequence.gather_segment_rows(jnp.asarray(mask)),
+            sequence.gather_segment_rows(jnp.asarray(tokens, jnp.float32)),
+            0,
         )
         back = sequence.add_segment_rows(jnp.zeros(mask.shape), jnp.where(sequence.segment_mask, values, 0))
         there = np.asarray(back) > 0
