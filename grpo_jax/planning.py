@@ -54,8 +54,8 @@ class Plan:
       held: bytes per device that are in use during the whole run, keyed by part: "base" (the adapters' frozen
         base model), "params", "master params", "optimizer", "reference", "old params", "initial params", "policy"
         (the caller's params, unless donated) and "tower" (the frozen vision tower).
-      programs: largest program of each phase: "images" (encoding a few images), "rollout" (one call of the decoding
-        program), "reference", and "update" (one packed sequence).
+      programs: cost of each phase's largest program: "images" (encoding a few images), "rollout" (one decoding call),
+        "reference", and "update" (one packed sequence).
       recomputes: whether the backward pass recomputes activations (`gradient_checkpointing`).
       note: memory that the plan does not include, or an empty string.
     """

@@ -1,4 +1,4 @@
-"""Resolution of names in a RUN.yaml: `module:name` or `file.py:name`, reward functions, servers, rows and files."""
+"""Resolution of names in a RUN.yaml, such as `module:name`, to reward functions, servers, datasets and files."""
 
 from __future__ import annotations
 

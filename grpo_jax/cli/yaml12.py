@@ -22,7 +22,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         keys = [key.value for key, _ in node.value]
         if duplicates := sorted({str(key) for key in keys if keys.count(key) > 1}):
-            raise ValueError(f"duplicate keys {', '.join(duplicates)}; remove one of each")
+            raise ValueError(f"duplicate keys: {', '.join(duplicates)}; keep only one of each")
         return super().construct_mapping(node, deep)
 
 

@@ -187,7 +187,7 @@ class GRPOTrainer:
 
     @property
     def state(self) -> types.SimpleNamespace:
-        """Namespace of `log_history` (logged metrics with TRL's names, and `step`) and `global_step` (last logged)."""
+        """Namespace with `log_history` (metrics with TRL's names, and `step`) and `global_step` (last logged step)."""
         lines = self._lines if self.run_dir is None else read_lines(Path(self.run_dir) / "metrics.jsonl")
         names = reward_names(self._reward_funcs)
         history = [{**trl_names(line, names), "step": line["step"]} for line in lines]

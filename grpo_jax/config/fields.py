@@ -72,7 +72,7 @@ Read = tuple[object, str]
 
 
 def read(kind: object, value: object) -> Read:
-    """Convert a value to the type given by an annotation. Returns the value and an error message, "" if it is valid."""
+    """Convert a value to the type given by an annotation. Returns the value, and an error message or ""."""
     if get_origin(kind) in (Union, UnionType):
         options = get_args(kind)
         results: list[Read] = [(None, "")] if value is None and NoneType in options else []

@@ -1,7 +1,7 @@
 """Build a config.json and a tokenizer from the header of a GGUF file.
 
 `ARCHITECTURES` has an entry for each supported architecture, with the values that llama.cpp hard-codes for it.
-An error is raised for unknown keys, since ignoring them could change the model.
+Unknown keys of an architecture raise an error if they are set, since ignoring them could change the model.
 """
 
 from __future__ import annotations

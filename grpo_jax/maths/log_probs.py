@@ -47,7 +47,7 @@ NORMALIZER = ("log_normalizer", "entropy")
 
 
 def reduce_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute log Z = log Σ_v exp(logits_v), the entropy of softmax(logits) and logits_token, each [...] float32."""
+    """Compute log Z = log Σ_v exp(logits_v), the entropy of softmax(logits), and the token's logit: [...] float32."""
     log_z, entropy, logit = _reduce_p.bind(logits, tokens)
     return checkpoint_name(log_z, NORMALIZER[0]), checkpoint_name(entropy, NORMALIZER[1]), logit
 

@@ -46,7 +46,7 @@ def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Param
         θ_ref ← alpha·θ + (1 − alpha)·θ_ref
 
     The arithmetic is float32 (float64 for float64 leaves), since in bfloat16 a small alpha would have no effect. Each
-    leaf is mixed separately. For adapters, whose weights are products A·B, use `models.lora.sync_adapters`.
+    leaf is mixed separately. For adapters, whose weights are products A·B, use `models.lora.sync_adapter_products`.
 
     Args:
       ref_params: pytree of float leaves of any shape; `None` leaves are unchanged.

@@ -158,7 +158,7 @@ class TransformerConfig:
         return tuple(map(LayerKind, windows, rotary, sparse, mixers, shared))
 
     @property
-    def upcasts_bfloat16_products(self) -> bool:
+    def casts_weights_to_float32(self) -> bool:
         """Whether products of bfloat16 matrices are summed in float32 (see `models.matmul`)."""
         # On a mesh, XLA would gather all devices' tokens to compute weight gradients.
         if self.dtype != "bfloat16" or self.mesh is not None:

@@ -67,7 +67,7 @@ class Context(flax.struct.PyTreeNode):
     """Layer inputs other than params and hidden states. `Transformer.hidden` documents fields without a comment."""
 
     tables: tuple[tuple[jax.Array, jax.Array], ...]  # `rope_table` for each of the decoder's rotary embeddings
-    q_factors: jax.Array | None = None  # [B, G or 1, T, 1, 1] factors on the queries (Llama 4)
+    q_factors: jax.Array | None = None  # [B, G or 1, T, 1, 1] scale factors for the queries (Llama 4)
     prefix: LayerCache | None = None  # this layer's cache for the prompts
     lengths: jax.Array | None = None  # [B] prompt lengths
     cache: LayerCache | None = None  # this layer's cache for the completions

@@ -78,7 +78,7 @@ def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> C
 
 
 def _take(x: jax.Array, tile: jax.Array, size: int) -> jax.Array:
-    """Return tile number `tile` [A], of `size` entries along N, from an array [A, H, N, ...]."""
+    """Return the tile with index `tile` [A] and `size` entries along N of an array [A, H, N, ...]."""
     return jax.vmap(lambda x, tile: jax.lax.dynamic_slice_in_dim(x, tile * size, size, axis=1))(x, tile)
 
 

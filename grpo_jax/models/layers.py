@@ -203,7 +203,7 @@ class Linear(nn.Module):
 
 def linear(config: TransformerConfig, name: str, features: int, use_bias: bool = False) -> Linear:
     """Create a `Linear` submodule in the calling module, with the config's dtype."""
-    dtype, sums = jnp.dtype(config.dtype), config.upcasts_bfloat16_products
+    dtype, sums = jnp.dtype(config.dtype), config.casts_weights_to_float32
     return Linear(features, use_bias, dtype, config.initializer_range, float32_sums=sums, name=name)
 
 
@@ -233,7 +233,7 @@ class Embedding(nn.Module):
         """Compute float32 logits [..., V] for hidden states x [..., D]."""
         # On a mesh, a gradient that is not rounded would be reduced, and stored unsharded, in float32.
         dtype = x.dtype if self.config.mesh is not None else jnp.promote_types(self.embedding.dtype, x.dtype)
-        table, sums = self.embedding.astype(dtype), self.config.upcasts_bfloat16_products
+        table, sums = self.embedding.astype(dtype), self.config.casts_weights_to_float32
         return matmul(tokens_of(x), table, jnp.float32, sums, transposed=True).reshape((*x.shape[:-1], -1))
 
 

@@ -99,7 +99,7 @@ FADED = 1e-6
 
 
 def reference_adapters(adapters: Params, alpha: float) -> Params:
-    """Create float32 reference adapters for `sync_adapters`, initially equivalent to the policy's adapters.
+    """Create float32 reference adapters for `sync_adapter_products`, initially equivalent to the policy's adapters.
 
     A weighted sum of products A B differs from the product of averaged factors. Therefore, the factors from the last n
     syncs are concatenated, [in, n·rank] and [n·rank, out], with the smallest n such that (1 − alpha)ⁿ ≤ `FADED`. If
@@ -121,7 +121,7 @@ def reference_adapters(adapters: Params, alpha: float) -> Params:
     return jax.tree.map(make_reference, adapters, is_leaf=_is_adapter)
 
 
-def sync_adapters(reference: Params, adapters: Params, step: jax.Array, *, every: int, alpha: float) -> Params:
+def sync_adapter_products(reference: Params, adapters: Params, step: jax.Array, *, every: int, alpha: float) -> Params:
     """Apply `maths.reference.sync_reference` to adapters, but average the products A B instead of the factors.
 
     A_ref B_ref ← alpha·A B + (1 − alpha)·A_ref B_ref   if step % every == 0

@@ -64,8 +64,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
       A mesh with all three axes, each of type Auto.
 
     Raises:
-      ValueError: if an axis is unknown, a size is below 1, or the product of sizes exceeds the number of devices or,
-        with several processes, is not equal to it.
+      ValueError: if an axis is unknown, a size is below 1, or the product of sizes exceeds the number of devices. With
+        several processes, the product must equal the number of devices.
 
     Example:
       >>> dict(make_mesh({"fsdp": 1}).shape)
@@ -80,7 +80,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     if min(sizes) < 1 or math.prod(sizes) > len(devices) or (several and math.prod(sizes) < len(devices)):
         fit = f"exactly {len(devices)}, since all processes must take part" if several else f"at most {len(devices)}"
         raise ValueError(
-            f"mesh = {dict(axes)} needs {product} devices, but {len(devices)} are available. Set positive sizes with a"
+            f"mesh = {dict(axes)} has {product} devices, and {len(devices)} are available. Set positive sizes with a"
             f" product of {fit}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)])

@@ -1,7 +1,7 @@
-"""Attention of packed sequences on TPUs, with JAX's splash attention kernels.
+"""Attention for packed sequences on TPUs, with JAX's splash attention kernels.
 
-The kernels take lists of tiles, segment ids, and a mask function. Its arguments are an int32 for a query and the index
-of a key. A prompt and its completions have the same segment id, and the mask function separates the completions.
+The kernels take lists of tiles, segment ids, and a mask function of a key's index and a packed int32 for a query (see
+`BITS`). A prompt and its completions have the same segment id, and the mask function separates the completions.
 """
 
 from __future__ import annotations

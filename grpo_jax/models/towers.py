@@ -75,7 +75,7 @@ class SiglipTower(nn.Module):
         # Checkpoints store this matrix as [in, out], unlike the kernels of linear layers.
         init = nn.initializers.normal(encoder.initializer_range)
         w = self.param("mm_input_projection_weight", init, (width, c.out_hidden_size))
-        x = matmul(x.reshape(-1, width), w, None, encoder.upcasts_bfloat16_products)
+        x = matmul(x.reshape(-1, width), w, None, encoder.casts_weights_to_float32)
         return x.reshape(n, rows**2, c.out_hidden_size)
 
 

@@ -55,7 +55,7 @@ class Transformer(nn.Module):
         self.layers = [layer(c, kind) for kind in c.layer_kinds]
         self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         if not c.tie_word_embeddings:
-            dtype, sums = jnp.dtype(c.dtype), c.upcasts_bfloat16_products
+            dtype, sums = jnp.dtype(c.dtype), c.casts_weights_to_float32
             self.lm_head = Linear(c.vocab_size, False, dtype, c.initializer_range, jnp.float32, sums)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -313,7 +313,7 @@ class Transformer(nn.Module):
 
     def unembed_columns(self, hidden: jax.Array) -> jax.Array:
         """Compute float32 logits for hidden states [N, D], transposed to [V, N]. Requires tied embeddings."""
-        table, sums = self.embed_tokens.embedding.astype(hidden.dtype), self.config.upcasts_bfloat16_products
+        table, sums = self.embed_tokens.embedding.astype(hidden.dtype), self.config.casts_weights_to_float32
         return self._cap(matmul(table, hidden, jnp.float32, sums, transposed=True), axis=0)
 
     def _cap(self, logits: jax.Array, axis: int = -1) -> jax.Array:

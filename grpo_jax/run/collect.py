@@ -160,9 +160,9 @@ def collect(
     with interruptible_phase("reference"):  # waits for the log-probs
         batch = fetch(batch)
         batch = batch.replace(advantages=_advantages(run, state, batch, rollout, rewards, counted))
-    if run.distillation is not None:  # full distributions of a teacher model are computed in the update instead
+    if run.teacher is not None:  # with "full_logits", the update computes the teacher's distributions instead
         with interruptible_phase("teacher"):
-            batch = run.distillation.add_log_probs(batch, rollout.completions, config)
+            batch = run.teacher.add_log_probs(batch, rollout.completions, config)
     if run.sampler is not None:
         from grpo_jax.run.sampler import mismatch_metrics
 

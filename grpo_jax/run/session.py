@@ -112,7 +112,7 @@ class Session:
     def start(self, state: TrainState, resume: str, *, donate: bool) -> Restored:
         """Restore the latest checkpoint, if any, and start logging. Returns the state to start from.
 
-        A new run starts from `state`. `train` documents `resume` and `donate`.
+        A new run starts from `state`. See `train` for `resume` and `donate`.
         """
         # With `donate`, the caller's policy shares the params, which must stay intact if the restore fails.
         restored = self.checkpoints.restore(state, resume, keep_params=donate)
@@ -150,7 +150,7 @@ class Session:
         return self.progress.step < self.run.total_steps and not self.stop_requested()
 
     def record_batch(self, cursor: int, metrics: Mapping[str, float], records: Sequence[dict[str, Any]] = ()) -> None:
-        """Log the metrics of an iteration's batch and, for GRPO, the `records` of its completions."""
+        """Add a batch's metrics to the next log line, set the cursor, and write the `records` of completions (GRPO)."""
         self.progress.count_batch(cursor, metrics)
         self.monitor.completions(self.progress.step + 1, records)
 
@@ -252,7 +252,7 @@ class Session:
     def end(self, state: TrainState, batch: Batch | None = None) -> TrainState:
         """Save the run if it was stopped, and return the final state.
 
-        Unless a signal ended the run, loads the best state (`load_best_model_at_end`) and pushes the returned state to
+        Unless a signal ended the run, the best state is loaded (`load_best_model_at_end`), and the policy is pushed to
         the Hub (`push_to_hub`).
         """
         progress = self.progress

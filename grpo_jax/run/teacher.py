@@ -40,10 +40,10 @@ class Scorer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Distillation:
+class RunTeacher:
     """A validated teacher: either a scorer, or a model with params and the updater that computes its log-probs."""
 
-    teacher: Teacher | None = None
+    local: Teacher | None = None
     updater: Updater | None = None
     scorer: Scorer | None = None
 
@@ -51,9 +51,9 @@ class Distillation:
         """Add the teacher's log-probs to a batch on the host. With "full_logits", the batch is returned unchanged."""
         if config.distillation_mode == "full_logits":
             return batch
-        if self.teacher is not None and self.updater is not None:
-            clipped = self.teacher.clip_to_vocab(batch.tokens)
-            l = fetch(self.updater.log_probs(self.teacher.params, batch.prompts, clipped, batch.mask))
+        if self.local is not None and self.updater is not None:
+            clipped = self.local.clip_to_vocab(batch.tokens)
+            l = fetch(self.updater.log_probs(self.local.params, batch.prompts, clipped, batch.mask))
             # As with "full_logits", a token beyond the teacher's vocabulary is not compared: its divergence is 0.
             old = batch.sampling_log_probs if batch.old_log_probs is None else batch.old_log_probs
             return batch.replace(teacher_log_probs=np.where(batch.tokens == clipped, l, old))
@@ -130,11 +130,11 @@ def check_same_tokenizer(ours: Any, theirs: Any) -> None:
         )
 
 
-def make_distillation(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> Distillation:
-    """Build a run's `Distillation` from a scorer, or from a `Policy` whose params are on the run's devices."""
+def make_run_teacher(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> RunTeacher:
+    """Build a `RunTeacher` from a scorer, or from a `Policy` whose params are on the run's devices."""
     if isinstance(teacher, Policy):
-        return Distillation(Teacher(as_jit_argument(teacher.model), teacher.params), make_updater(teacher.model))
-    return Distillation(scorer=teacher)
+        return RunTeacher(Teacher(as_jit_argument(teacher.model), teacher.params), make_updater(teacher.model))
+    return RunTeacher(scorer=teacher)
 
 
 def _read_result(result: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:

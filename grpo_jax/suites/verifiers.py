@@ -65,7 +65,7 @@ def _check_supported(environment: Foreign, tasks: Sequence[Foreign], name: str) 
     if len(configs) != 1:
         raise ValueError(f"taskset {name!r}: the environment must have one agent; got {', '.join(configs)}")
     if not tasks:
-        raise ValueError(f"taskset {name!r} has no tasks; use a different taskset or setting")
+        raise ValueError(f"taskset {name!r} has no tasks; use a different taskset, or change its settings")
     if type(tasks[0]).NEEDS_CONTAINER:
         raise ValueError(f"taskset {name!r}: tasks that need a container are not supported")
     toolsets = [x.server_name for owner in (environment.taskset, *tasks) for x in owner.toolsets(owner.config)]

@@ -168,6 +168,6 @@ def _bytes_of(name: str, index: int) -> bytes:
     if _REPLACEMENT in name:  # the replacement character itself
         return name.encode()
     raise ValueError(
-        f"the tokenizer's token {index} ({name!r}) is part of a character, but its name does not contain the bytes; use"
-        " a tokenizer with byte-level BPE or byte fallback"
+        f"the tokenizer's token {index} ({name!r}) decodes to an incomplete character, and its name does not encode its"
+        " bytes; use a tokenizer with byte-level BPE or byte fallback"
     )

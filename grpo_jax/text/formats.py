@@ -213,7 +213,7 @@ def _messages(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _harmony_call(recipient: str, body: str, end: str) -> ToolCall:
-    """Parse a message to a tool. Raises ValueError if the message is not a valid call."""
+    """Parse a message addressed to a tool. Raises ValueError if the message is not a valid call."""
     namespace, _, name = recipient.partition(".")
     if namespace != "functions" or not name:
         raise ValueError(f"unknown recipient {recipient!r}; address a tool as functions.NAME")

@@ -53,7 +53,7 @@ from grpo_jax.models.threads import (
 from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
 from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic
 from grpo_jax.update.state import TrainState
-from grpo_jax.update.step import Updater, apply_gradients, dropout_key, zeros_like
+from grpo_jax.update.step import Updater, apply_gradients, dropout_key, float32_zeros
 
 CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Keeps activations in cache."""
@@ -93,7 +93,7 @@ class Part(flax.struct.PyTreeNode):
 
 
 class PackedUpdater(Updater):
-    """Updater for this package's models. Each thread processes one packed sequence at a time."""
+    """Updater for this package's models. Processes packed sequences one at a time, on a CPU in several threads."""
 
     model: BuiltinModel
 
@@ -222,7 +222,7 @@ class PackedUpdater(Updater):
         )
 
     def plan_parts(self, params: Params, batch: Batch) -> tuple[int, int, int]:
-        """Return the numbers of threads and parts, and K, the number of prompts per part and shard."""
+        """Return the number of threads, the number of parts, and the number of prompts per part in each shard."""
         b, p = batch.prompts.tokens.shape
         prompts = math.ceil(b / shard_count(self.mesh))  # per shard
         threads = count_threads(params, prompts)
@@ -241,7 +241,7 @@ class PackedUpdater(Updater):
 
     def shapes(self, params: Params, batch_shape: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences, for a `batch_shape` of (B, G, T), largest first."""
-        t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.upcasts_bfloat16_products else CPU_TOKENS
+        t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.casts_weights_to_float32 else CPU_TOKENS
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
         tokens = min(micro_tokens, cpu_tokens if cpu else max(t, ACCELERATOR_TOKENS))
@@ -339,9 +339,9 @@ def add_gradients(
         params_grad, prompts_grad = jax.tree.map(lambda x, y: x + y.astype(x.dtype), (params_grad, prompts_grad), new)
         return constrain_params(params_grad, mesh), prompts_grad, merge_metrics(sums, new_sums)
 
-    sums = empty_sums(jax.eval_shape(loss_fn, state.params, prompt_states, 0)[1])
     # Gradients of keys and values are also accumulated in float32, regardless of the compute dtype.
-    grads, prompts_grad, sums = jax.lax.fori_loop(0, part.num_with_grad, add, (grads, zeros_like(prompt_states), sums))
+    zeros = float32_zeros(prompt_states), empty_sums(jax.eval_shape(loss_fn, state.params, prompt_states, 0)[1])
+    grads, prompts_grad, sums = jax.lax.fori_loop(0, part.num_with_grad, add, (grads, *zeros))
     (new,) = pull_back(jax.tree.map(lambda g, x: g.astype(x.dtype), prompts_grad, prompt_states))
     return constrain_params(jax.tree.map(lambda x, y: x + y.astype(x.dtype), grads, new), mesh), sums
 
@@ -384,7 +384,7 @@ def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy:
 @functools.partial(jax.jit, keep_unused=True)  # otherwise, jit drops `params`, and the zeros are not committed
 def zero_gradients(updater: PackedUpdater, params: Params) -> Params:
     """Return zeros for accumulating gradients, with each leaf sharded like its parameter."""
-    return constrain_params(zeros_like(params), updater.mesh)
+    return constrain_params(float32_zeros(params), updater.mesh)
 
 
 @jax.jit

@@ -161,7 +161,7 @@ def apply_optimizer(
     rounded values. Params and optimizer state do not change if `is_finite` is False (the loss or the gradient is not
     finite) or `has_tokens` is False (no token contributes to the loss). `step` is always incremented, so that skipped
     updates do not affect schedule, data or keys. A `sync_every` of None freezes the reference. Pass
-    `lora.sync_adapters` as `sync` for a reference from `lora.reference_adapters`.
+    `lora.sync_adapter_products` as `sync` for a reference from `lora.reference_adapters`.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update

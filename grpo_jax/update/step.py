@@ -21,7 +21,7 @@ from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mas
 from grpo_jax.maths.reference import sync_reference
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
-from grpo_jax.models.lora import LoraModel, sync_adapters
+from grpo_jax.models.lora import LoraModel, sync_adapter_products
 from grpo_jax.models.scoring import LogitStatistic, completion_hidden_states, score_completions
 from grpo_jax.models.sharding import constrain_params, shard
 from grpo_jax.types import Batch, Model, Params, Prompts
@@ -218,7 +218,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
         grads, sums = gradient(state.params, micro_batch, selected, index)
         return jax.tree.map(jnp.add, total, grads), sums
 
-    grads, sums = jax.lax.scan(add, zeros_like(state.params), (*xs, jnp.arange(num_micro_batches)))
+    grads, sums = jax.lax.scan(add, float32_zeros(state.params), (*xs, jnp.arange(num_micro_batches)))
     return grads, MetricSums(jax.tree.map(lambda x: x.sum(0), sums.sums), jax.tree.map(lambda x: x.max(0), sums.maxes))
 
 
@@ -238,7 +238,7 @@ def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
     )
 
 
-def zeros_like(params: Params) -> Params:
+def float32_zeros(params: Params) -> Params:
     """Return zeros for accumulating gradients, in float32 even if the params are bfloat16."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
 
@@ -265,7 +265,7 @@ def apply_gradients(
         # The entropy from a skipped update is not reliable.
         state = adapt_entropy_coef(state, metrics["selected_entropy"], is_finite & has_tokens, config)
         metrics["entropy_coef"] = state.entropy_coef
-    interpolates_adapters = isinstance(updater.model, LoraModel) and config.ref_model_mixup_alpha < 1
+    interpolates_products = isinstance(updater.model, LoraModel) and config.ref_model_mixup_alpha < 1
     state = apply_optimizer(
         state,
         grads,
@@ -274,7 +274,7 @@ def apply_gradients(
         has_tokens=has_tokens,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
-        sync=sync_adapters if interpolates_adapters else sync_reference,
+        sync=sync_adapter_products if interpolates_products else sync_reference,
     )
     return constrain_params(state, updater.mesh), metrics
 

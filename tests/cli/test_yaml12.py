@@ -27,7 +27,7 @@ def test_scalars_follow_yaml_1_2(text, value):
     ("a: [", "is not valid YAML"),
     ("- a", r"must contain a mapping, such as model: .*; got \['a'\]"),
     ("", "must contain a mapping, .*; got None"),
-    ("a: 1\nb: {c: 2, d: 3, c: 4}", "is not valid YAML: duplicate keys c; remove one of each"),
+    ("a: 1\nb: {c: 2, d: 3, c: 4}", "is not valid YAML: duplicate keys: c; keep only one of each"),
 ], ids=["syntax", "list", "empty", "duplicate"])  # fmt: skip
 def test_errors_name_the_file(text, message, tmp_path):
     path = tmp_path / "my_run.yaml"

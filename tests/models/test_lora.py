@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from grpo_jax.hub.peft import add_lora, merge_lora
 from grpo_jax.hub.policy import init_policy
 from grpo_jax.maths.reference import mixup, sync_reference
-from grpo_jax.models.lora import TARGETS, init_adapters, merge_adapters, sync_adapters
+from grpo_jax.models.lora import TARGETS, init_adapters, merge_adapters, sync_adapter_products
 from grpo_jax.types import as_jit_argument
 from grpo_jax.update.state import apply_optimizer, create_state
 
@@ -132,7 +132,7 @@ def test_adapter_reference_moves_like_the_merged_weights(alpha, rank, columns):
     merged = lambda tree: {path: np.float64(x) for path, x in flatten_dict(merge(base, tree, scale)).items()}
     rng = np.random.default_rng(1)
     noise = lambda: jax.tree.map(lambda x: np.float32(rng.normal(0, 0.1, x.shape)), adapters)
-    mixed = {"sync_every": every, "sync_alpha": alpha, "sync": sync_adapters if alpha < 1 else sync_reference}
+    mixed = {"sync_every": every, "sync_alpha": alpha, "sync": sync_adapter_products if alpha < 1 else sync_reference}
     step = jax.jit(lambda state, g: apply_optimizer(state, g, True, optimizer, **mixed))
     begin = expected = merged(adapters)
     factors = adapters

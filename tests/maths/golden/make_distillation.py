@@ -1,6 +1,6 @@
 """Make `distillation.npz`: what TRL 1.16's distillation, GKD and SDPO trainers compute of the same logits.
 
-    python tests/maths/golden/make_distillation.py
+    python tests/maths/golden/make_run_teacher.py
 
 Needs torch and trl 1.16. For each case the loss, and its gradient with respect to the policy's logits.
 """
