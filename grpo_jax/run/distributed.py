@@ -62,7 +62,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     except (ValueError, RuntimeError) as error:
         if coordinator is None:
             raise ValueError(
-                f"{error} If no cluster was detected (Slurm, TPU pod, Kubernetes or MPI), set coordinator, num_processes"
+                f"{error} If no cluster was found (Slurm, TPU pod, Kubernetes or MPI), set coordinator, num_processes"
                 " and process_id (--coordinator HOST:PORT --num-processes N --process-id I)"
             ) from error
         raise

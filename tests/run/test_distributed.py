@@ -50,7 +50,7 @@ def test_missing_cluster_raises_with_the_fix(monkeypatch, initialized):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", nothing_found)
-    with pytest.raises(SystemExit, match=r"If no cluster was detected \(Slurm, TPU pod, .*set coordinator"):
+    with pytest.raises(SystemExit, match=r"If no cluster was found \(Slurm, TPU pod, .*set coordinator"):
         start("--distributed auto")
     with pytest.raises(SystemExit, match=r"^coordinator_address should be defined"):
         start("--coordinator host0:1 --num-processes 2 --process-id 0")
