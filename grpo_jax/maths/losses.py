@@ -78,7 +78,7 @@ def grpo_loss_terms(
     If counts over the whole minibatch are passed, the parts' losses and gradients sum to the minibatch's loss and
     gradient, for any split along the leading axes:
 
-        totals = batch_totals(mask)
+        totals = batch_totals(mask)  # from maths.metrics
         loss = Σ_parts grpo_loss_terms(..., settings, **totals)[0]
         metrics = finalize_metrics(merge_metrics(...))
 

@@ -83,7 +83,7 @@ class SequenceShape(NamedTuple):
     """Shape of packed sequences. Each shape needs a compiled program."""
 
     size: int  # N, a multiple of `block`, at least the length of the longest completion
-    block: int  # tokens per block
+    block: int  # tokens per attention block
     max_segment_length: int  # upper bound on the tokens per segment
     whole: bool  # whether all completions have T tokens, so that blocks may have gcd(N, T) tokens
 

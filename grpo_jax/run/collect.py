@@ -160,9 +160,9 @@ def collect(
     with interruptible_phase("reference"):  # waits for the log-probs
         batch = fetch(batch)
         batch = batch.replace(advantages=_advantages(run, state, batch, rollout, rewards, counted))
-    if run.teacher is not None:  # with "full_logits", the update computes the teacher's distributions instead
+    if run.teacher_scoring is not None:  # does nothing if distillation_mode="full_logits" (see the update)
         with interruptible_phase("teacher"):
-            batch = run.teacher.add_log_probs(batch, rollout.completions, config)
+            batch = run.teacher_scoring.add_log_probs(batch, rollout.completions, config)
     if run.sampler is not None:
         from grpo_jax.run.sampler import mismatch_metrics
 

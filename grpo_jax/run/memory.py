@@ -64,8 +64,8 @@ def compiled_peak_bytes(run: Run) -> int:
     """Return an update's peak memory per device in bytes: the state, the models and the compiled programs' memory."""
     state, batch = abstract_arrays(run)
     constant_bytes = device_bytes(state) + device_bytes((as_jit_argument(run.policy.model), run.policy.params))
-    if run.teacher is not None:
-        constant_bytes += device_bytes(run.teacher.local)
+    if run.teacher_scoring is not None:
+        constant_bytes += device_bytes(run.teacher_scoring.local)
     arguments = device_bytes((as_jit_argument(run.policy.model), state.params))
     cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
     return constant_bytes + added_bytes(run, state, batch, cost)

@@ -176,12 +176,12 @@ def derive_run(
     optimizer = make_optimizer(config, total_steps) if optimizer is None else optimizer
     micro_shape = (sizes.micro_prompts, sizes.micro_completions)
     make_updater = functools.partial(choose_updater, config=config, micro_shape=micro_shape, mesh=mesh)
-    run_teacher = distributions = None
+    teacher_scoring = distributions = None
     if teacher is not None:
-        from grpo_jax.run.teacher import make_run_teacher
+        from grpo_jax.run.teacher import make_teacher_scoring
 
-        run_teacher = make_run_teacher(teacher, make_updater)
-        distributions = run_teacher.local if config.distillation_mode == "full_logits" else None
+        teacher_scoring = make_teacher_scoring(teacher, make_updater)
+        distributions = teacher_scoring.local if config.distillation_mode == "full_logits" else None
     return Run(
         policy=policy,
         config=config,
@@ -194,7 +194,7 @@ def derive_run(
         optimizer=optimizer,
         schedule=schedule,
         updater=make_updater(policy.model, optimizer=optimizer, surrogate=surrogate, teacher=distributions),
-        teacher=run_teacher,
+        teacher_scoring=teacher_scoring,
     )
 
 

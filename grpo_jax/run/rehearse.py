@@ -165,7 +165,7 @@ def _group_problems(
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are identical: {rows[0]['completion']!r:.80}; increase temperature"
     yield from _reward_problems(run, rollout, rows)
-    if not np.any(batch.advantages) and run.teacher is None:
+    if not np.any(batch.advantages) and run.teacher_scoring is None:
         yield "all advantages are 0, so the group has no training signal"
     elif metrics["tokens"] == 0:
         yield "no token contributes to the loss; check max_completion_length and mask_truncated_completions"

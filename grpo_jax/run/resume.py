@@ -122,11 +122,11 @@ def _model_settings(model: Model) -> Json:
 
 def _describe_teacher(run: BaseRun) -> str:
     """Return a string that identifies the teacher: by its params, or by its class if it is a scorer."""
-    if run.teacher is None:
+    if run.teacher_scoring is None:
         return "none"
-    if run.teacher.local is None:
-        return f"a scorer ({type(run.teacher.scorer).__name__})"
-    return f"a policy (params {fingerprint(run.teacher.local)[:8]})"
+    if run.teacher_scoring.local is None:
+        return f"a scorer ({type(run.teacher_scoring.scorer).__name__})"
+    return f"a policy (params {fingerprint(run.teacher_scoring.local)[:8]})"
 
 
 def fingerprint(tree: Params) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
     from grpo_jax.rollout.episode_setup import EpisodeSetup
     from grpo_jax.run.custom import CheckedAdvantageFn
     from grpo_jax.run.sampler import Sampler
-    from grpo_jax.run.teacher import RunTeacher
+    from grpo_jax.run.teacher import TeacherScoring
     from grpo_jax.text.examples import Examples
 
 
@@ -54,7 +54,7 @@ class BaseRun:
     episode_setup: EpisodeSetup | None = None  # the tools and environments of multi-turn rollouts
     sampler: Sampler | None = None
     custom_advantages: CheckedAdvantageFn | None = None
-    teacher: RunTeacher | None = None
+    teacher_scoring: TeacherScoring | None = None
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class Run(BaseRun):
             counted=jnp.zeros(self.batch_shape[0], bool) if config.dynamic_sampling else None,
             old_log_probs=None if self.sampler is None else log_probs,
         )
-        if self.teacher is None or config.distillation_mode == "full_logits":
+        if self.teacher_scoring is None or config.distillation_mode == "full_logits":
             return batch
         if config.distillation_mode == "sampled_token":
             return batch.replace(teacher_log_probs=log_probs)

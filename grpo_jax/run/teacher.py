@@ -40,7 +40,7 @@ class Scorer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunTeacher:
+class TeacherScoring:
     """A validated teacher: either a scorer, or a model with params and the updater that computes its log-probs."""
 
     local: Teacher | None = None
@@ -130,11 +130,11 @@ def check_same_tokenizer(ours: Any, theirs: Any) -> None:
         )
 
 
-def make_run_teacher(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> RunTeacher:
-    """Build a `RunTeacher` from a scorer, or from a `Policy` whose params are on the run's devices."""
+def make_teacher_scoring(teacher: Policy | Scorer, make_updater: Callable[[Model], Updater]) -> TeacherScoring:
+    """Build a `TeacherScoring` from a scorer, or from a `Policy` whose params are on the run's devices."""
     if isinstance(teacher, Policy):
-        return RunTeacher(Teacher(as_jit_argument(teacher.model), teacher.params), make_updater(teacher.model))
-    return RunTeacher(scorer=teacher)
+        return TeacherScoring(Teacher(as_jit_argument(teacher.model), teacher.params), make_updater(teacher.model))
+    return TeacherScoring(scorer=teacher)
 
 
 def _read_result(result: TeacherLogProbs | np.ndarray, mask: np.ndarray, config: GRPOConfig) -> TeacherLogProbs:

@@ -28,7 +28,7 @@ from grpo_jax.maths.supervised import (
     top_k_divergence,
 )
 from grpo_jax.maths.surrogates import LossSettings, Surrogate, sampler_weights, weights_and_log_sums
-from grpo_jax.models.scoring import LogitStatistic, Scores, unembed_of
+from grpo_jax.models.scoring import LogitFn, Scores, unembed_of
 from grpo_jax.types import Batch, Model, Params, is_builtin
 from grpo_jax.update.state import TrainState
 
@@ -107,11 +107,11 @@ def compute_loss(
     chex.assert_equal_shape([scores.log_probs, scores.entropies, batch.mask, batch.sampling_log_probs])
     chex.assert_shape(batch.advantages, scores.log_probs.shape[: batch.advantages.ndim])
     if isinstance(config, SFTConfig):
-        assert scores.statistic is not None, "SFT requires scores with a statistic"
+        assert scores.logit_values is not None, "SFT requires scores with logit_values"
         loss, metrics = likelihood_loss_terms(
             scores.log_probs,
             scores.entropies,
-            scores.statistic,
+            scores.logit_values,
             batch.mask,
             loss_type=config.loss_type,
             num_tokens=totals["num_tokens"],
@@ -172,7 +172,7 @@ def _grpo_terms(
         ).sum()
     if batch.ref_log_probs is None:  # omit the KL metrics instead of reporting 0
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
-    divergences = scores.statistic
+    divergences = scores.logit_values
     if batch.teacher_log_probs is not None:
         divergences = sampled_divergence(log_probs, old_log_probs, batch.teacher_log_probs, batch.mask)
         weights, _ = weights_and_log_sums(importance_weights, log_probs, batch.mask)
@@ -225,7 +225,7 @@ class Teacher(flax.struct.PyTreeNode):
         return tokens.clip(max=self.model.config.vocab_size - 1) if is_builtin(self.model) else tokens
 
 
-def logit_statistic(
+def make_logit_fn(
     config: GRPOOrSFTConfig,
     tokens: jax.Array,
     *,
@@ -233,14 +233,14 @@ def logit_statistic(
     states: jax.Array | None = None,
     top_ids: jax.Array | None = None,
     top_log_probs: jax.Array | None = None,
-) -> LogitStatistic | None:
-    """Return the `LogitStatistic` for tokens [..., T], or None if the loss and metrics do not need one.
+) -> LogitFn | None:
+    """Return the `LogitFn` for tokens [..., T], or None if the loss and metrics do not need one.
 
-    In SFT, the statistic is 1 where the token is the most probable one. In GRPO, it is the divergence from the teacher,
+    In SFT, its value is 1 where the token is the most probable one. In GRPO, it is the divergence from the teacher,
     given the teacher's hidden `states` [..., T, D] or its k most probable tokens `top_ids` [..., T, k].
     """
     if isinstance(config, SFTConfig):
-        return LogitStatistic(_is_most_probable, (tokens[..., None],))
+        return LogitFn(_is_most_probable, (tokens[..., None],))
     kind, alpha = config.distillation_divergence, config.distillation_alpha
     if teacher is not None and states is not None:
         unembed, params = unembed_of(teacher.model), teacher.params
@@ -251,7 +251,7 @@ def logit_statistic(
             log_p, log_q = (jax.nn.log_softmax(x[..., :shared]) for x in (logits, teacher_logits))
             return divergence(log_p, log_q, kind=kind, alpha=alpha)
 
-        return LogitStatistic(compare_all, (states,))
+        return LogitFn(compare_all, (states,))
     if top_ids is None or top_log_probs is None:
         return None
 
@@ -264,7 +264,7 @@ def logit_statistic(
         )
         return top_k_divergence(policy_log_probs, log_probs, kind=kind, alpha=alpha)
 
-    return LogitStatistic(compare_top, (top_ids, top_log_probs))
+    return LogitFn(compare_top, (top_ids, top_log_probs))
 
 
 def _is_most_probable(logits: jax.Array, tokens: jax.Array) -> jax.Array:

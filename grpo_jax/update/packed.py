@@ -51,7 +51,7 @@ from grpo_jax.models.threads import (
     run_in_threads,
 )
 from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
-from grpo_jax.update.objective import Teacher, compute_loss, count_totals, logit_statistic
+from grpo_jax.update.objective import Teacher, compute_loss, count_totals, make_logit_fn
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, float32_zeros
 
@@ -203,7 +203,7 @@ class PackedUpdater(Updater):
         packed = functools.partial(pack, shape, np.asarray(part.tokens), shards=shards)
         gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
-        # Pad to a number of sequences (one more if split by gradient) that suffices for any lengths, for equal shapes.
+        # Pad to as many sequences (one more if split by gradient) as full completions, in whole attention blocks, need.
         completions_per_sequence = shape.size // (-(-shape.max_segment_length // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // shards) // completions_per_sequence) + self.omits_zero_signal_backward
         # A sequence costs 3 with a backward pass and 1 without. Mixed sequences all need a backward pass.
@@ -293,7 +293,7 @@ def _loss(
     if teacher is not None and teacher_prompts is not None and is_builtin(teacher.model):
         clipped = sequence.replace(tokens=teacher.clip_to_vocab(sequence.tokens))
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, clipped)
-    statistic_fn = logit_statistic(  # the divergence from the teacher, or the token accuracy in SFT
+    logit_fn = make_logit_fn(  # the divergence from the teacher, or the token accuracy in SFT
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )
     scores = score_packed(
@@ -305,7 +305,7 @@ def _loss(
         updater.sampling,
         router_mask=batch.mask if updater.router_loss_coef else None,
         rngs=None if key is None else {"dropout": key},
-        statistic=statistic_fn,
+        logit_fn=logit_fn,
     )
     return compute_loss(
         scores,

@@ -22,7 +22,7 @@ from grpo_jax.maths.reference import sync_reference
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.lora import LoraModel, sync_adapter_products
-from grpo_jax.models.scoring import LogitStatistic, completion_hidden_states, score_completions
+from grpo_jax.models.scoring import LogitFn, completion_hidden_states, score_completions
 from grpo_jax.models.sharding import constrain_params, shard
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import (
@@ -30,7 +30,7 @@ from grpo_jax.update.objective import (
     adapt_entropy_coef,
     compute_loss,
     count_totals,
-    logit_statistic,
+    make_logit_fn,
     router_loss_coef_of,
     sampling_distribution,
     zero_advantage_has_no_gradient,
@@ -192,7 +192,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
             sampling,
             with_router_loss=updater.router_loss_coef != 0,
             rngs=None if dropout_rng is None else {"dropout": jax.random.fold_in(dropout_rng, index)},
-            statistic=_statistic(updater, part),
+            logit_fn=_logit_fn(updater, part),
         )
         return compute_loss(
             scores,
@@ -222,13 +222,13 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
     return grads, MetricSums(jax.tree.map(lambda x: x.sum(0), sums.sums), jax.tree.map(lambda x: x.max(0), sums.maxes))
 
 
-def _statistic(updater: Updater, part: Batch) -> LogitStatistic | None:
+def _logit_fn(updater: Updater, part: Batch) -> LogitFn | None:
     """Return the function of the logits, if any: the divergence from the teacher, or SFT's token accuracy."""
     teacher, states = updater.teacher, None
     if teacher is not None:
         tokens = teacher.clip_to_vocab(part.tokens)
         states, _router_loss = completion_hidden_states(teacher.model, teacher.params, part.prompts, tokens)
-    return logit_statistic(
+    return make_logit_fn(
         updater.config,
         part.tokens,
         teacher=teacher,
@@ -265,7 +265,7 @@ def apply_gradients(
         # The entropy from a skipped update is not reliable.
         state = adapt_entropy_coef(state, metrics["selected_entropy"], is_finite & has_tokens, config)
         metrics["entropy_coef"] = state.entropy_coef
-    interpolates_products = isinstance(updater.model, LoraModel) and config.ref_model_mixup_alpha < 1
+    mixes_lora_products = isinstance(updater.model, LoraModel) and config.ref_model_mixup_alpha < 1  # A·B, not A and B
     state = apply_optimizer(
         state,
         grads,
@@ -274,7 +274,7 @@ def apply_gradients(
         has_tokens=has_tokens,
         sync_every=config.ref_model_sync_steps if config.sync_ref_model else None,
         sync_alpha=config.ref_model_mixup_alpha,
-        sync=sync_adapter_products if interpolates_products else sync_reference,
+        sync=sync_adapter_products if mixes_lora_products else sync_reference,
     )
     return constrain_params(state, updater.mesh), metrics
 

@@ -168,7 +168,7 @@ def about(token_ids=((5, 6), (7,)), reward_fns=(vowels,), steps=10, optimizer=No
         config=config, data=encoded(token_ids), eval_data=encoded(eval_ids), episode_setup=episode_setup,
         policy=tiny_policy().replace(model=model or tiny_policy().model, generation_config={"eos_token_id": list(eos)}),
         total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1), reward_fns=reward_fns,
-        sampler=None, teacher=None, optimizer=optimizer, updater=SimpleNamespace(surrogate=surrogate),
+        sampler=None, teacher_scoring=None, optimizer=optimizer, updater=SimpleNamespace(surrogate=surrogate),
         custom_advantages=SimpleNamespace(function=advantage_fn),
     )
     return json.loads(json.dumps(run_identity(run, state)))
