@@ -98,7 +98,7 @@ def generate(
         most `max_turn_length`. If None, `max_completion_length` is used.
       tokenizer: the model's tokenizer, needed for `stop`.
       pad_token_id: id of the token that pads a completion after its end.
-      prompt_indices: [B] integers used to derive the keys, 0..B-1 by default. A batch does not affect them.
+      prompt_indices: [B] integers that, with `key`, determine the samples in any batch. 0..B-1 by default.
       batch_size: maximum number of completions that are decoded together, in whole groups, over all devices. The
         samples do not depend on it. If None, there is no limit. Not supported under `jit`.
       next_observation: function that returns a future of the tokens after a turn, or of None after the last turn (see
@@ -226,7 +226,7 @@ class _SingleTurnRollout:
         return self.rows >= 0
 
     def compact(self) -> None:
-        """Move to a smaller shape that holds all active completions, if a move saves enough (`MAX_RELATIVE_COST`)."""
+        """Move to a smaller shape with all active completions, if its relative cost is at most `MAX_RELATIVE_COST`."""
         move = self.plan.smaller(self.shape_index, self.cache_size, self.active)
         if move is None:
             return

@@ -219,7 +219,7 @@ def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: An
         advantages=zeros,
         sampling_log_probs=completions.log_probs[:, :, :t],  # also the old log-probs if `old_log_probs` is None
         ref_log_probs=log_probs_under(state.ref_params),
-        initial_log_probs=log_probs_under(state.initial_params),
+        initial_log_probs=log_probs_under(state.initial_params),  # params at the start of the run, if kept
         counted=counted,
         old_log_probs=None if completions.old_log_probs is None else completions.old_log_probs[:, :, :t],
     )

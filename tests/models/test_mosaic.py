@@ -87,7 +87,8 @@ def test_a_run_falls_back_to_other_kernels_if_they_disagree(monkeypatch):
     """The check is made once, on a device that is here, for models that the kernels support."""
     asked = []
     monkeypatch.setattr(placement, "mosaic_error", lambda device, width: asked.append(width) or "a reason")
-    monkeypatch.setattr(placement, "attention_implementation", lambda name, devices: "mosaic" if name == "auto" else name)
+    chosen_kernels = lambda name, devices: "mosaic" if name == "auto" else name
+    monkeypatch.setattr(placement, "attention_implementation", chosen_kernels)
     model, _ = tiny_model()
     config = GRPOConfig(compute_dtype="bfloat16")
 
