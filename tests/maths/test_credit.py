@@ -36,6 +36,8 @@ def test_rewards_inside_turns_and_on_observations():
     first, second = 7.5 - 2.5, 4 - 2.0
     np.testing.assert_allclose(found[0, 0], [first, first - 0.5, 0, second], atol=1e-6)
     np.testing.assert_allclose(found[0, 1], [-2.5, 0, -2, -2], atol=1e-6)
+    slope = jax.grad(lambda rewards: (turn_advantages(rewards, TURNS, scale_rewards="none") ** 2).sum())(rewards)
+    assert not slope.any(), "rewards are constant in the gradient"
     two = jnp.concatenate([rewards, 3 * rewards], axis=-1)
     weighed = turn_advantages(two, TURNS, scale_rewards="none", weights=[2.0, 1.0])
     np.testing.assert_allclose(weighed[0, 0], 5 * np.array([first, first - 0.5, 0, second]), atol=1e-5)
