@@ -212,7 +212,7 @@ class GRPOTrainer:
                 f" output_dir; got {resume_from_checkpoint!r}. To start a new run, set a different output_dir"
             )
         if self.train_dataset is None:
-            raise ValueError("train_dataset is None; pass rows with a prompt to GRPOTrainer")
+            raise ValueError("train_dataset is None; pass a dataset with the column 'prompt' to GRPOTrainer")
         if isinstance(self.policy.params, Donated):  # a previous call was interrupted
             self.policy = self._load()
         self._lines = []

@@ -103,7 +103,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 def _random_params(model: Transformer, key: jax.Array) -> Params:
     """Return initial params.
 
-    Except on CPUs, a separate program is compiled for each shape: compiling one for all params takes 71 s (H100).
+    On accelerators, a program is compiled for each param shape, since a single program for all params compiles slowly.
     """
     if platform_of()[0] == "cpu":
         return jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]

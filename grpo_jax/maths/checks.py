@@ -86,7 +86,7 @@ def as_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Ar
 def bound_log_probs(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
     """Set log-probs to 0 where the mask is False, and clip the others to at least `MIN_LOG_PROB`.
 
-    Mask values before any other use, because masking a NaN later leaves 0·NaN in the gradient.
+    Call this before any other use of the log-probs, because masking a NaN later leaves 0·NaN in the gradient.
     """
     return ste_clip(jnp.where(mask, log_probs, 0), MIN_LOG_PROB, jnp.inf)
 

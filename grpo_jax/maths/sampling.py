@@ -112,11 +112,11 @@ def vocabulary_blocks(size: int) -> tuple[int, int]:
 def draw_tokens(
     u: jax.Array, logits: jax.Array, *, axis: int = -1, all_gather: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a token from softmax(logits) for each row, from two uniform random numbers u [..., 2] in [0, 1).
+    """Draw a token from softmax(logits) for each row. u [..., 2] selects a block of the vocabulary, and a token in it.
 
-    Returns tokens [...] int32 and their log-probs [...] float32. Tokens with logit −inf are never drawn. `axis` is the
-    vocabulary axis. If this axis is sharded, pass `all_gather`, a function that all-gathers a small array. Blocks are
-    then selected with a masked sum, since indexing would gather the logits.
+    Returns tokens [...] int32 and their log-probs [...] float32. Tokens with logit −inf are never drawn. u contains
+    uniform numbers in [0, 1), and `axis` is the vocabulary axis. If it is sharded, pass `all_gather`, a function that
+    replicates an array. Blocks are then selected with a masked sum, since indexing would gather all logits.
     """
     axis %= logits.ndim
     leading, vocab, trailing = logits.shape[:axis], logits.shape[axis], logits.shape[axis + 1 :]

@@ -108,7 +108,7 @@ def _is_reachable(table: np.ndarray) -> bool:
 
 
 def _byte_transitions(strings: Sequence[bytes]) -> np.ndarray:
-    """Return the next state for each byte and state, [256, S + 1] int32. States < S are proper prefixes, by length."""
+    """Return the next state for each byte and state, [256, S + 1] int32. States < S are prefixes, sorted by length."""
     prefixes = {string[:n] for string in strings for n in range(len(string))}
     ordered = sorted(prefixes, key=lambda prefix: (len(prefix), prefix))  # the same order in each process
     state_of, final_state = {prefix: i for i, prefix in enumerate(ordered)}, len(prefixes)

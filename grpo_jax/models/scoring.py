@@ -31,13 +31,13 @@ class Scores(NamedTuple):
     log_probs: jax.Array
     entropies: jax.Array  # entropies of the sampling distributions, in nats
     router_loss: jax.Array | None = None  # scalar, from `experts.router_loss`
-    logit_values: jax.Array | None = None  # [..., T], result of a `LogitFn`
+    logit_values: jax.Array | None = None  # [..., T], result of a `FnOfLogits`
 
 
 Arrays = tuple[jax.Array, ...]
 
 
-class LogitFn(NamedTuple):
+class FnOfLogits(NamedTuple):
     """A function of each token's logits, evaluated chunk by chunk while the logits are in memory."""
 
     function: Callable[..., jax.Array]  # maps logits [..., V] and a chunk of each array to [...] float32
@@ -53,12 +53,12 @@ def score_chunks(
     *,
     with_entropy: bool,
     chunk: int | None = None,
-    logit_fn: LogitFn | None = None,
+    fn_of_logits: FnOfLogits | None = None,
 ) -> Scores:
     """Compute `Scores` [B, N] for tokens [B, N] from states [B, N, D], `chunk` tokens at a time.
 
     `chunk` defaults to `CHUNK`. A chunk has the same number of tokens from each prompt, so that each device computes
-    the logits for its own prompts. The arrays in `logit_fn` are [B, N, X].
+    the logits for its own prompts. The arrays in `fn_of_logits` are [B, N, X].
     """
     chex.assert_equal_shape_prefix((hidden, tokens), 2)
     chunk = CHUNK if chunk is None else chunk
@@ -66,10 +66,10 @@ def score_chunks(
     def score(params: Params, chunk: tuple[jax.Array, jax.Array, Arrays]) -> Scores:
         hidden, tokens, arrays = chunk
         logits = process_logits(unembed(params, hidden), sampling, keep=tokens)
-        return _score_logits(logits, tokens, with_entropy, logit_fn, arrays)
+        return _score_logits(logits, tokens, with_entropy, fn_of_logits, arrays)
 
     b, n = tokens.shape
-    inputs = hidden, tokens, () if logit_fn is None else logit_fn.arrays
+    inputs = hidden, tokens, () if fn_of_logits is None else fn_of_logits.arrays
     if b * n <= chunk:
         # With a single chunk, the backward pass follows immediately, so recomputing its logits would not save memory.
         return score(params, inputs)
@@ -111,14 +111,14 @@ def _with_gradient_of_jvp(
 
 
 def _score_logits(
-    logits: jax.Array, tokens: jax.Array, with_entropy: bool, logit_fn: LogitFn | None, arrays: Arrays
+    logits: jax.Array, tokens: jax.Array, with_entropy: bool, fn_of_logits: FnOfLogits | None, arrays: Arrays
 ) -> Scores:
     if with_entropy:
         log_probs, entropies = log_probs_and_entropy(logits, tokens)
     else:
         log_probs = log_probs_of(logits, tokens)
         entropies = jnp.zeros_like(log_probs)
-    return Scores(log_probs, entropies, None if logit_fn is None else logit_fn.function(logits, *arrays))
+    return Scores(log_probs, entropies, None if fn_of_logits is None else fn_of_logits.function(logits, *arrays))
 
 
 def score_completions(
@@ -132,21 +132,21 @@ def score_completions(
     with_entropy: bool = True,
     with_router_loss: bool = False,
     rngs: dict[str, jax.Array] | None = None,
-    logit_fn: LogitFn | None = None,
+    fn_of_logits: FnOfLogits | None = None,
 ) -> Scores:
     """Compute `Scores` [B, G, T] for completion tokens under the sampling distribution.
 
     top_k, top_p and min_p always keep these tokens, so that their log-probs remain finite when the params change. If
     `with_entropy` is False, entropies of built-in models are 0, which saves a pass over the vocabulary. If
     `with_router_loss` is True, the router loss over the mask's tokens is also computed. `rngs` is `{"dropout": key}` in
-    training. If None, dropout is disabled. The arrays in `logit_fn` are [B, G, T, X].
+    training. If None, dropout is disabled. The arrays in `fn_of_logits` are [B, G, T, X].
     """
     b, g, t = tokens.shape
     router_mask = mask if with_router_loss else None
     states, aux = completion_hidden_states(model, params, prompts, tokens, router_mask, rngs=rngs)
     if is_builtin(model):
-        if logit_fn is not None:
-            logit_fn = logit_fn._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in logit_fn.arrays))
+        if fn_of_logits is not None:
+            fn_of_logits = fn_of_logits._replace(arrays=tuple(x.reshape(b, g * t, -1) for x in fn_of_logits.arrays))
         scores = score_chunks(
             unembed_of(model),
             params,
@@ -154,12 +154,12 @@ def score_completions(
             tokens.reshape(b, -1),
             sampling,
             with_entropy=with_entropy,
-            logit_fn=logit_fn,
+            fn_of_logits=fn_of_logits,
         )
         scores = jax.tree.map(lambda x: x.reshape(b, g, t), scores)
     else:
         logits = process_logits(states, sampling, keep=tokens)
-        scores = _score_logits(logits, tokens, True, logit_fn, () if logit_fn is None else logit_fn.arrays)
+        scores = _score_logits(logits, tokens, True, fn_of_logits, () if fn_of_logits is None else fn_of_logits.arrays)
     return _masked(scores, mask, aux)
 
 
@@ -251,12 +251,12 @@ def score_packed(
     router_mask: jax.Array | None = None,
     with_entropy: bool = True,
     rngs: dict[str, jax.Array] | None = None,
-    logit_fn: LogitFn | None = None,
+    fn_of_logits: FnOfLogits | None = None,
 ) -> Scores:
     """Compute `Scores` [A, S, L] for the segments of a packed sequence, 0 past the end of each segment.
 
     `prompt_states` and prompt `lengths` [B] cover the whole batch. `router_mask` [A, S, L] bool selects tokens
-    for the router loss, which is not computed if the mask is None. The arrays in `logit_fn` are [A, N, X]. Other
+    for the router loss, which is not computed if the mask is None. The arrays in `fn_of_logits` are [A, N, X]. Other
     arguments are as in `score_completions`.
     """
     states, aux = packed_states(model, params, prompt_states, lengths, sequence, router_mask=router_mask, rngs=rngs)
@@ -269,7 +269,7 @@ def score_packed(
         with_entropy=with_entropy,
         # A chunk has CHUNK to 2 · CHUNK tokens per device. In long sequences, larger chunks are faster.
         chunk=states.shape[0] * max(CHUNK, min(2 * CHUNK, states.shape[1] // 10)),
-        logit_fn=logit_fn,
+        fn_of_logits=fn_of_logits,
     )
     return _masked(jax.tree.map(sequence.to_segments, scores), sequence.segment_mask, aux)
 

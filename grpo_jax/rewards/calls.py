@@ -5,7 +5,7 @@ Reward functions follow TRL's contract (`grpo_jax.types.RewardFn`). All lists ha
 ```
 prompts          p0    p0    p1    p1          the G completions of a prompt are adjacent
 completions      c00   c01   c10   c11         a string, or [{"role": "assistant", "content": string}]
-completion_ids   [..]  [..]  [..]  [..]        token ids without padding, with the EOS
+completion_ids   [..]  [..]  [..]  [..]        token ids without padding, with any EOS
 answer           a0    a0    a1    a1          one argument per dataset column
 returned         1.0   0.0   None  1.0         None: this function does not score the completion
 ```

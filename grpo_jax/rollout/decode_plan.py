@@ -59,8 +59,8 @@ MAX_SMALLER = 3
 MIN_PER_THREAD = 16
 """Minimum number of completions per thread, if several threads are used. Smaller matrix products are inefficient."""
 
-MAX_RELATIVE_COST = 0.8
-"""Maximum cost of the next shape relative to the current shape's. A move copies the cache and may compile."""
+MAX_STEP_COST_RATIO = 0.8
+"""Maximum cost of a step with the next shape, relative to the current one. A move copies the cache and may compile."""
 
 
 Selection = tuple[np.ndarray, np.ndarray]
@@ -127,7 +127,7 @@ class DecodePlan:
 
         The result is the shape's index, its cache size if the current size is `slots`, and the result of `select`.
         """
-        max_cost = MAX_RELATIVE_COST * self._cost(index, slots)
+        max_cost = MAX_STEP_COST_RATIO * self._cost(index, slots)
         moves = []
         for target in range(index + 1, len(self.shapes)):
             new_slots = next(n for n in self.cache_sizes[min(target, len(self.cache_sizes) - 1) :] if n >= slots)
@@ -175,7 +175,7 @@ def _next_shape(current: tuple[int, int], completions: int, step: StepCost, shar
 
     def is_cheaper(shape: tuple[int, int]) -> bool:
         is_smaller = MIN_COMPLETIONS <= shape[0] * shape[1] < groups * width
-        return is_smaller and cost(shape) <= MAX_RELATIVE_COST * cost(current)
+        return is_smaller and cost(shape) <= MAX_STEP_COST_RATIO * cost(current)
 
     narrow, fewer = (groups, -(-width // 2)), (-(-groups // 2), -(-width // 2))
     if shards > 1:

@@ -226,7 +226,7 @@ class _SingleTurnRollout:
         return self.rows >= 0
 
     def compact(self) -> None:
-        """Move to a smaller shape with all active completions, if its relative cost is at most `MAX_RELATIVE_COST`."""
+        """Move to a smaller shape if a decode step then costs at most `MAX_STEP_COST_RATIO` of the current cost."""
         move = self.plan.smaller(self.shape_index, self.cache_size, self.active)
         if move is None:
             return

@@ -329,7 +329,7 @@ def _delete(state: TrainState) -> None:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Remove temporary directories of an interrupted save. Retries for 10 s, since its thread may still be writing."""
+    """Remove temporary directories of an interrupted save. Retries for up to 10 s, since the save may still run."""
     deadline = time.monotonic() + 10
     while unfinished := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
         for path in unfinished:

@@ -26,7 +26,7 @@ Shapes = dict[str, Any] | list[Any] | None
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
     """Load the params in the checkpoint at `step`, with the structure and shardings of `like`. Returns (step, params).
 
-    If `step` is None, the latest checkpoint is used. Raises ValueError if it is missing or does not match `like`.
+    If `step` is None, the latest checkpoint is used. Raises ValueError if there is none, or it does not match `like`.
     """
     from orbax.checkpoint import v1 as ocp
 

@@ -94,7 +94,7 @@ class RolloutSource:
         self.cursor = self.next_cursor
 
     def to_checkpoint(self) -> tuple[Completions | None, Json | None]:
-        """Return the prefetched completions and their JSON metadata for a checkpoint, or (None, None)."""
+        """Return the prefetched completions and their JSON metadata (such as episodes), or (None, None)."""
         return None, None
 
     def close(self) -> None:

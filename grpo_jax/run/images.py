@@ -135,7 +135,7 @@ def encode_call(raw: Json, dtype: str, mesh: jax.sharding.Mesh) -> functools.par
 def check_text_only(rows: Mapping[str, Sequence[Row] | None], argument: str, value: object) -> None:
     """Raise ValueError if `value` is not None and a row has images. `argument` is the name of `value` in messages."""
     if value is not None and any(has_images(row) for part in rows.values() for row in part or ()):
-        raise ValueError(f"{argument} does not support the dataset's images; omit {argument}, or remove the images")
+        raise ValueError(f"{argument} does not support images; omit {argument}, or use a dataset without images")
 
 
 def without_image_token(policy: Policy) -> Policy:

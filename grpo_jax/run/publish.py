@@ -70,8 +70,8 @@ def push_to_hub(
     Raises:
       ValueError: if `repo_id` is malformed or the model cannot be written as a checkpoint.
       FileNotFoundError: if `run_dir` is not a run directory.
-      PermissionError: if the user is not logged in (in processes other than 0, OSError). This and the errors above are
-        raised before anything is written or uploaded.
+      PermissionError: if the user is not logged in. (Processes other than 0 raise OSError.) No files are written or
+        uploaded if one of these errors is raised.
       OSError: if the repository cannot be created.
 
     Example:
@@ -173,7 +173,7 @@ class Publisher:
         self._directory = self._run_dir / "hub"
 
     def open(self) -> None:
-        """Create the repository, and delete the local card of a previous push. Raises OSError if creation fails."""
+        """Create the repository, and delete the model card left by a previous push. Raises OSError if creation fails."""
         config = self._config
         name = config.hub_model_id or self._run_dir.name
         if jax.process_index() == 0:

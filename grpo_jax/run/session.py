@@ -169,7 +169,7 @@ class Session:
         else:
             self.monitor.display.advance(progress.step)
 
-    def check_skipped(
+    def check_skipped_updates(
         self, state: TrainState, minibatch: Batch, metrics: Mapping[str, float], batch: Batch | None
     ) -> None:
         """Warn about the first skipped update. Raise FloatingPointError after `max_skipped_updates` in succession."""

@@ -112,7 +112,7 @@ def sft(
                 state, measured = run.updater.update(state, batch)
                 metrics = {name: float(value) for name, value in fetch(measured).items()}
             session.record_update(metrics)
-            session.check_skipped(state, batch, metrics, None)
+            session.check_skipped_updates(state, batch, metrics, None)
             if not session.stop_requested():
                 session.evaluate_if_due(state)
                 session.save_if_due(state)

@@ -144,7 +144,7 @@ class EngineRollouts(PrefetchedRollouts):
         yield
 
     def commit(self) -> None:
-        """Mark the current batch as collected. Checkpoints then store whether the engine is sampling."""
+        """Mark the current batch as collected. From now on, checkpoints store whether the engine is sampling."""
         super().commit()
         self.in_progress = self._future is not None
 

@@ -193,7 +193,7 @@ def train(
                 session.record_update(metrics)  # increments `step` and `updates_done`, and logs if due
                 if progress.updates_done == 0:  # reset after the iteration's last update
                     batch = None
-                session.check_skipped(state, minibatch, metrics, batch)
+                session.check_skipped_updates(state, minibatch, metrics, batch)
                 if not session.stop_requested():
                     session.evaluate_if_due(state, batch)
                     session.save_if_due(state, batch)

@@ -68,8 +68,8 @@ class Examples(EncodedPrompts):
     def batch(self, blocks: Sequence[int], *, rows: int, length: int, prompt_length: int = 1) -> Batch:
         """Convert the examples in the given blocks to a `Batch` [rows, 1, length] of NumPy arrays.
 
-        The prompt consists of the first `prompt_length` tokens of each example. If the dataset has images, it consists
-        of all tokens before the first token in the loss, padded to `prompt_length`. The remaining tokens become a
+        The prompt consists of the first `prompt_length` tokens of each example. With images, it consists of all
+        tokens before the first token in the loss, padded to `prompt_length`. The remaining tokens become a
         completion with advantage 1 and `sampling_log_probs` 0. Unused rows are masked out.
         """
         examples = [index for block in blocks for index in self.blocks[block]]

@@ -59,7 +59,7 @@ def read_rows(dataset: Dataset, argument: str, max_rows: int | None = None) -> l
     try:
         rows = list(itertools.islice(dataset, limit))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{argument} must be a list of dicts; reading its rows failed ({one_line(error)})") from error
+        raise ValueError(f"{argument} must contain dicts; reading its rows failed ({one_line(error)})") from error
     _check_size(len(rows), argument)
     # grain returns None for rows that a filter removed.
     return [row for row in rows if row is not None] if package == "grain" else rows

@@ -28,7 +28,7 @@ from grpo_jax.maths.supervised import (
     top_k_divergence,
 )
 from grpo_jax.maths.surrogates import LossSettings, Surrogate, sampler_weights, weights_and_log_sums
-from grpo_jax.models.scoring import LogitFn, Scores, unembed_of
+from grpo_jax.models.scoring import FnOfLogits, Scores, unembed_of
 from grpo_jax.types import Batch, Model, Params, is_builtin
 from grpo_jax.update.state import TrainState
 
@@ -225,7 +225,7 @@ class Teacher(flax.struct.PyTreeNode):
         return tokens.clip(max=self.model.config.vocab_size - 1) if is_builtin(self.model) else tokens
 
 
-def make_logit_fn(
+def make_fn_of_logits(
     config: GRPOOrSFTConfig,
     tokens: jax.Array,
     *,
@@ -233,14 +233,14 @@ def make_logit_fn(
     states: jax.Array | None = None,
     top_ids: jax.Array | None = None,
     top_log_probs: jax.Array | None = None,
-) -> LogitFn | None:
-    """Return the `LogitFn` for tokens [..., T], or None if the loss and metrics do not need one.
+) -> FnOfLogits | None:
+    """Return the `FnOfLogits` for tokens [..., T], or None if the loss and metrics do not need one.
 
     In SFT, its value is 1 where the token is the most probable one. In GRPO, it is the divergence from the teacher,
     given the teacher's hidden `states` [..., T, D] or its k most probable tokens `top_ids` [..., T, k].
     """
     if isinstance(config, SFTConfig):
-        return LogitFn(_is_most_probable, (tokens[..., None],))
+        return FnOfLogits(_is_most_probable, (tokens[..., None],))
     kind, alpha = config.distillation_divergence, config.distillation_alpha
     if teacher is not None and states is not None:
         unembed, params = unembed_of(teacher.model), teacher.params
@@ -251,7 +251,7 @@ def make_logit_fn(
             log_p, log_q = (jax.nn.log_softmax(x[..., :shared]) for x in (logits, teacher_logits))
             return divergence(log_p, log_q, kind=kind, alpha=alpha)
 
-        return LogitFn(compare_all, (states,))
+        return FnOfLogits(compare_all, (states,))
     if top_ids is None or top_log_probs is None:
         return None
 
@@ -264,7 +264,7 @@ def make_logit_fn(
         )
         return top_k_divergence(policy_log_probs, log_probs, kind=kind, alpha=alpha)
 
-    return LogitFn(compare_top, (top_ids, top_log_probs))
+    return FnOfLogits(compare_top, (top_ids, top_log_probs))
 
 
 def _is_most_probable(logits: jax.Array, tokens: jax.Array) -> jax.Array:

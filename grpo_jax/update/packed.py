@@ -51,7 +51,7 @@ from grpo_jax.models.threads import (
     run_in_threads,
 )
 from grpo_jax.types import Batch, BuiltinModel, Model, Params, Prompts, as_jit_argument, is_builtin
-from grpo_jax.update.objective import Teacher, compute_loss, count_totals, make_logit_fn
+from grpo_jax.update.objective import Teacher, compute_loss, count_totals, make_fn_of_logits
 from grpo_jax.update.state import TrainState
 from grpo_jax.update.step import Updater, apply_gradients, dropout_key, float32_zeros
 
@@ -286,14 +286,14 @@ def _loss(
     """Compute the loss and metric sums for the i-th sequence, given the policy's and the teacher's prompt states."""
     model, config, teacher, lengths = updater.model, updater.config, updater.teacher, part.batch.prompts.lengths
     sequence, key = part.sequence(i), dropout_key(model, state, part.index, i + 1)
-    batch = jax.tree.map(sequence.gather_segment_rows, part.batch.replace(prompts=None))
+    batch = jax.tree.map(sequence.gather_completions, part.batch.replace(prompts=None))
     batch = batch.replace(mask=batch.mask & sequence.segment_mask)  # False in unused segments
     teacher_states = None
     top_ids, top_log_probs = jax.tree.map(sequence.to_packed, (batch.teacher_top_ids, batch.teacher_top_log_probs))
     if teacher is not None and teacher_prompts is not None and is_builtin(teacher.model):
         clipped = sequence.replace(tokens=teacher.clip_to_vocab(sequence.tokens))
         teacher_states, _ = packed_states(teacher.model, teacher.params, teacher_prompts, lengths, clipped)
-    logit_fn = make_logit_fn(  # the divergence from the teacher, or the token accuracy in SFT
+    fn_of_logits = make_fn_of_logits(  # the divergence from the teacher, or the token accuracy in SFT
         config, sequence.tokens, teacher=teacher, states=teacher_states, top_ids=top_ids, top_log_probs=top_log_probs
     )
     scores = score_packed(
@@ -305,7 +305,7 @@ def _loss(
         updater.sampling,
         router_mask=batch.mask if updater.router_loss_coef else None,
         rngs=None if key is None else {"dropout": key},
-        logit_fn=logit_fn,
+        fn_of_logits=fn_of_logits,
     )
     return compute_loss(
         scores,
@@ -315,7 +315,7 @@ def _loss(
         config=config,
         on_policy=updater.on_policy,
         surrogate=updater.surrogate,
-        selected=None if part.selected is None else sequence.gather_segment_rows(part.selected),
+        selected=None if part.selected is None else sequence.gather_completions(part.selected),
         router_loss_coef=updater.router_loss_coef,
     )
 
@@ -375,8 +375,8 @@ def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy:
         sequence = part.sequence(i)
         new = score_packed(model, params, states, prompts.lengths, sequence, sampling, with_entropy=with_entropy)
         # A segment without tokens refers to the first completion and adds zeros to it.
-        has_token = sequence.gather_segment_rows(mask)
-        return jax.tree.map(lambda x, y: sequence.add_segment_rows(x, jnp.where(has_token, y, 0)), scores, new[:2])
+        has_token = sequence.gather_completions(mask)
+        return jax.tree.map(lambda x, y: sequence.add_to_completions(x, jnp.where(has_token, y, 0)), scores, new[:2])
 
     return jax.lax.fori_loop(0, part.num_used, add, (constrain(jnp.zeros(mask.shape), updater.mesh),) * 2)
 

@@ -22,7 +22,7 @@ from grpo_jax.maths.reference import sync_reference
 from grpo_jax.maths.sampling import Sampling
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.models.lora import LoraModel, sync_adapter_products
-from grpo_jax.models.scoring import LogitFn, completion_hidden_states, score_completions
+from grpo_jax.models.scoring import FnOfLogits, completion_hidden_states, score_completions
 from grpo_jax.models.sharding import constrain_params, shard
 from grpo_jax.types import Batch, Model, Params, Prompts
 from grpo_jax.update.objective import (
@@ -30,7 +30,7 @@ from grpo_jax.update.objective import (
     adapt_entropy_coef,
     compute_loss,
     count_totals,
-    make_logit_fn,
+    make_fn_of_logits,
     router_loss_coef_of,
     sampling_distribution,
     zero_advantage_has_no_gradient,
@@ -192,7 +192,7 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
             sampling,
             with_router_loss=updater.router_loss_coef != 0,
             rngs=None if dropout_rng is None else {"dropout": jax.random.fold_in(dropout_rng, index)},
-            logit_fn=_logit_fn(updater, part),
+            fn_of_logits=_fn_of_logits(updater, part),
         )
         return compute_loss(
             scores,
@@ -222,13 +222,13 @@ def gradients(updater: Updater, state: TrainState, batch: Batch) -> tuple[Params
     return grads, MetricSums(jax.tree.map(lambda x: x.sum(0), sums.sums), jax.tree.map(lambda x: x.max(0), sums.maxes))
 
 
-def _logit_fn(updater: Updater, part: Batch) -> LogitFn | None:
+def _fn_of_logits(updater: Updater, part: Batch) -> FnOfLogits | None:
     """Return the function of the logits, if any: the divergence from the teacher, or SFT's token accuracy."""
     teacher, states = updater.teacher, None
     if teacher is not None:
         tokens = teacher.clip_to_vocab(part.tokens)
         states, _router_loss = completion_hidden_states(teacher.model, teacher.params, part.prompts, tokens)
-    return make_logit_fn(
+    return make_fn_of_logits(
         updater.config,
         part.tokens,
         teacher=teacher,

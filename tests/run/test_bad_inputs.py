@@ -66,7 +66,7 @@ BAD = [
     (dict(dataset="."), "dataset='.' is a directory; pass the path to a file (.jsonl, .json, .csv, .parquet)"),
     (dict(dataset={"prompt": ["a"]}), "dataset must be a list of dicts; got a dict with keys ['prompt']"),
     (dict(dataset={"train": ROWS}), "(for a DatasetDict, pass one split: dataset['train'])"),
-    (dict(dataset=Frame()), "dataset must be a list of dicts; reading its rows failed (KeyError: 0)"),
+    (dict(dataset=Frame()), "dataset must contain dicts; reading its rows failed (KeyError: 0)"),
     (dict(dataset=["a"]), "dataset row 0 must be a dict with a 'prompt'; got 'a'"),
     (dict(dataset=[{"question": "a"}]),
         "dataset row 0 lacks a 'prompt'; set the template prompt, or rename one of the columns ['question']"),

@@ -21,7 +21,7 @@ from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.run.teacher import Distillation
 from grpo_jax.types import as_jit_argument
-from grpo_jax.update.objective import Teacher, compute_loss, count_totals, make_logit_fn
+from grpo_jax.update.objective import Teacher, compute_loss, count_totals, make_fn_of_logits
 from grpo_jax.update.packed import PackedUpdater, choose_updater
 from grpo_jax.update.state import create_state
 from grpo_jax.update.step import Updater
@@ -161,7 +161,7 @@ def test_sampled_divergence_is_weighted_if_an_engine_drew_the_tokens(mode):
 def test_top_ids_beyond_the_vocabulary_count_as_other_tokens():
     """A teacher's vocabulary may have more padding; gathering a logit beyond the policy's would give NaN."""
     logits, q = jnp.linspace(0, 1, 4), jnp.log(jnp.array([0.3, 0.2, 0.4]))
-    of = lambda at: make_logit_fn(CONFIG, logits, top_ids=jnp.array([2, 0, 4])[:at], top_log_probs=q[:at])
+    of = lambda at: make_fn_of_logits(CONFIG, logits, top_ids=jnp.array([2, 0, 4])[:at], top_log_probs=q[:at])
     (alone, known), (alone, more) = of(2), of(3)
     np.testing.assert_allclose(alone(logits, *more), alone(logits, *known), rtol=1e-6)
 
