@@ -173,7 +173,7 @@ class Publisher:
         self._directory = self._run_dir / "hub"
 
     def open(self) -> None:
-        """Create the repository, and delete the model card left by a previous push. Raises OSError if creation fails."""
+        """Create the repository, and delete a previous push's model card. Raises OSError if creation fails."""
         config = self._config
         name = config.hub_model_id or self._run_dir.name
         if jax.process_index() == 0:

@@ -163,7 +163,7 @@ def test_unsupported_argument_is_rejected_by_name(arguments, message):
     (lambda t: type("Mine", (GRPOTrainer,), {"compute_loss": print}), "Mine.compute_loss has no effect; use"),
     (lambda t: t.evaluate(), "eval_dataset is None; pass rows"),
     (lambda t: t.push_to_hub(), "hub_model_id and output_dir are both None; set one"),
-    (lambda t: t.train(), "train_dataset is None; pass rows"),
+    (lambda t: t.train(), "train_dataset is None; pass a dataset"),
 ])  # fmt: skip
 def test_unsupported_attributes_and_missing_arguments_raise(use, message):
     with pytest.raises((AttributeError, ValueError), match=re.escape(message)):
