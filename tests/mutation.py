@@ -85,7 +85,7 @@ EQUIVALENT = [
     ("metrics", "return dict(zip(metrics", "True → False", "there is always one value per metric"),
     ("metrics", "return dict(zip(metrics", "zip: strict= dropped", "there is always one value per metric"),
     ("checks", "return ste_clip(jnp.where", "0 → 1", UNDER),
-    ("losses", "A = jnp.where(mask, broadcast_to_tokens", "0 → 1", UNDER),
+    ("losses", "A = jnp.where(mask, with_token_axis", "0 → 1", UNDER),
     ("losses", "p = p * jnp.where(mask", "1 → 2", UNDER),
     ("losses", "p = p * jnp.where(mask", "1 → -1", UNDER),
 ]

@@ -62,7 +62,7 @@ def cast_like(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
     return value.astype(log_probs.dtype)
 
 
-def broadcast_to_tokens(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
+def with_token_axis(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
     """Return `value` without gradient, as [..., 1] if it has one entry per row, or [..., T] if one per token."""
     value = as_float(name, value)
     rows = log_probs.shape[:-1]

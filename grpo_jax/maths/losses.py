@@ -19,10 +19,10 @@ from grpo_jax.maths.checks import (
     as_float,
     as_mask,
     bound_log_probs,
-    broadcast_to_tokens,
     cast_like,
     is_static_zero,
     sg,
+    with_token_axis,
 )
 from grpo_jax.maths.kl import k3
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, token_totals, top_entropy_mask
@@ -100,7 +100,7 @@ def grpo_loss_terms(
     mask = as_mask(log_probs, mask)
     l = bound_log_probs(log_probs, mask)
     l_old = sg(l) if old_log_probs is None else bound_log_probs(sg(cast_like("old_log_probs", old_log_probs, l)), mask)
-    A = jnp.where(mask, broadcast_to_tokens("advantages", advantages, l), 0)
+    A = jnp.where(mask, with_token_axis("advantages", advantages, l), 0)
     count, longest = jnp.sum(mask), settings.max_completion_length
     num_tokens = count if num_tokens is None else num_tokens
     counts = Counts(

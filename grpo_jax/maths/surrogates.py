@@ -19,11 +19,11 @@ from grpo_jax.maths.checks import (
     MIN_LOG_PROB,
     Scalar,
     as_float,
-    broadcast_to_tokens,
     cast_like,
     one_of,
     sg,
     ste_clip,
+    with_token_axis,
 )
 from grpo_jax.maths.kl import KL_ESTIMATORS
 
@@ -157,7 +157,7 @@ def weights_and_log_sums(
     """Return weights ([..., 1], [..., T] or None) and the sum of their logs over each row, [...]."""
     if importance_weights is None:
         return None, jnp.zeros(l.shape[:-1], l.dtype)
-    weights = broadcast_to_tokens("importance_weights", importance_weights, l)
+    weights = with_token_axis("importance_weights", importance_weights, l)
     log_w = jnp.clip(jnp.log(weights), math.log(1e-8), MAX_LOG_RATIO)
     return weights, (log_w if log_w.shape[-1] == 1 else row_sum(log_w, mask)).reshape(l.shape[:-1])
 

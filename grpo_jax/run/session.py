@@ -109,13 +109,13 @@ class Session:
     evaluate: Callable[[Params], dict[str, float]] | None = None
     _warned_of_skipped: bool = False
 
-    def start(self, state: TrainState, resume: str, *, donate: bool) -> Restored:
+    def start(self, state: TrainState, resume: str, *, keep_params: bool) -> Restored:
         """Restore the latest checkpoint, if any, and start logging. Returns the state to start from.
 
-        A new run starts from `state`. See `train` for `resume` and `donate`.
+        A new run starts from `state`. See `train` for `resume`. `keep_params` is True if the caller's policy shares the
+        params, which must then stay intact until a checkpoint is restored.
         """
-        # With `donate`, the caller's policy shares the params, which must stay intact if the restore fails.
-        restored = self.checkpoints.restore(state, resume, keep_params=donate)
+        restored = self.checkpoints.restore(state, resume, keep_params=keep_params)
         self.progress = restored.progress or self.progress
         data = self.run.data
         self.monitor.start(
