@@ -1,6 +1,6 @@
 """The GRPO objective: ratio, per-token surrogate, masks and weights, KL, reduction.
 
-The variants are functions in three tables: `RATIOS`, `LOSS_TYPES` (surrogate and reduction) and `KL_ESTIMATORS`.
+The variants are functions in tables: `surrogates.RATIOS` and `LOSS_TYPES` (surrogate, reduction), `kl.KL_ESTIMATORS`.
 Arrays may have any leading axes, such as [B, G, T] or [R, T]. A row of T tokens is one completion.
 """
 

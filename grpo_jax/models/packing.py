@@ -45,12 +45,12 @@ class PackedSequence(flax.struct.PyTreeNode):
         values = jax.vmap(lambda x, number, position: x[number, position])(x, number, position)
         return jnp.where(jnp.expand_dims(number, range(2, values.ndim)) < 0, 0, values)
 
-    def gather_completions(self, x: jax.Array) -> jax.Array:
+    def rows_from_batch(self, x: jax.Array) -> jax.Array:
         """Return each segment's row of an array [B, G] or [B, G, T, ...], as [A, S] or [A, S, L, ...]."""
         values = jax.vmap(lambda x, i: x[i])(x.reshape((len(self.tokens), -1, *x.shape[2:])), self.completions)
         return values if x.ndim == 2 else values[:, :, : self.segments.max_segment_length]
 
-    def add_to_completions(self, whole: jax.Array, x: jax.Array) -> jax.Array:
+    def add_rows_to_batch(self, whole: jax.Array, x: jax.Array) -> jax.Array:
         """Return `whole` [B, G, T] plus segment values [A, S, L], which must be 0 past the end of a segment."""
         shards, t = self.tokens.shape[0], self.segments.max_segment_length
         parts = whole.reshape(shards, -1, whole.shape[-1])

@@ -109,13 +109,13 @@ class Session:
     evaluate: Callable[[Params], dict[str, float]] | None = None
     _warned_of_skipped: bool = False
 
-    def start(self, state: TrainState, resume: str, *, keep_params: bool) -> Restored:
+    def start(self, state: TrainState, resume: str, *, params_shared_with_caller: bool) -> Restored:
         """Restore the latest checkpoint, if any, and start logging. Returns the state to start from.
 
-        A new run starts from `state`. See `train` for `resume`. `keep_params` is True if the caller's policy shares the
-        params, which must then stay intact until a checkpoint is restored.
+        A new run starts from `state`. See `train` for `resume`. If the params are shared with the caller's policy, they
+        stay intact until a checkpoint is restored.
         """
-        restored = self.checkpoints.restore(state, resume, keep_params=keep_params)
+        restored = self.checkpoints.restore(state, resume, keep_params=params_shared_with_caller)
         self.progress = restored.progress or self.progress
         data = self.run.data
         self.monitor.start(

@@ -98,7 +98,7 @@ def sft(
     state = commit_to_devices(new_state(run, donate=donate))
     run.policy.release_params()
     with open_session(run, run_dir, state, callbacks) as session:
-        state = session.start(state, resume, keep_params=donate).state
+        state = session.start(state, resume, params_shared_with_caller=donate).state
         if donate:
             policy.release_params()
         progress, monitor = session.progress, session.monitor

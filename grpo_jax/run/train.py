@@ -162,7 +162,7 @@ def train(
     state = commit_to_devices(new_state(run, donate=donate))
     run.policy.release_params()  # drops only the run's reference; the caller's `policy` is a separate object
     with open_session(run, run_dir, state, callbacks, MetricHints(run.config)) as session:
-        restored = session.start(state, resume, keep_params=donate)
+        restored = session.start(state, resume, params_shared_with_caller=donate)
         if donate:  # only now, so that the caller's policy is intact if restoring a checkpoint fails
             policy.release_params()
         state, batch = restored.state, restored.batch

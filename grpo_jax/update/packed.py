@@ -189,18 +189,18 @@ class PackedUpdater(Updater):
         by_part, parts = indices.reshape(num_parts, -1), list[Part]()
         arrays = jax.tree.map(np.asarray, (batch.replace(counted=None), selected))
         for part_indices in by_part:
-            part, part_selected = jax.tree.map(operator.itemgetter(part_indices), arrays)
-            part = part.replace(mask=part.mask & (part_indices >= 0)[:, None, None])
-            if for_scoring or part.mask.any():
-                parts.append(self.pack_part(part, part_selected, has_gradient[part_indices], shape, len(parts)))
-        return parts or [self.pack_part(part, part_selected, has_gradient[part_indices], shape, 0)], by_part
+            part_batch, part_selected = jax.tree.map(operator.itemgetter(part_indices), arrays)
+            part_batch = part_batch.replace(mask=part_batch.mask & (part_indices >= 0)[:, None, None])
+            if for_scoring or part_batch.mask.any():
+                parts.append(self.pack_part(part_batch, part_selected, has_gradient[part_indices], shape, len(parts)))
+        return parts or [self.pack_part(part_batch, part_selected, has_gradient[part_indices], shape, 0)], by_part
 
     def pack_part(
-        self, part: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
+        self, batch: Batch, selected: jax.Array | None, has_gradient: np.ndarray, shape: SequenceShape, index: int
     ) -> Part:
         """Pack the completions of one part of a minibatch. `has_gradient` [A·K] has one entry per prompt."""
-        shards, mask = shard_count(self.mesh), np.asarray(part.mask)
-        packed = functools.partial(pack, shape, np.asarray(part.tokens), shards=shards)
+        shards, mask = shard_count(self.mesh), np.asarray(batch.mask)
+        packed = functools.partial(pack, shape, np.asarray(batch.tokens), shards=shards)
         gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
         # Pad to as many sequences (one more if split by gradient) as full completions, in whole attention blocks, need.
@@ -213,7 +213,7 @@ class PackedUpdater(Updater):
         sequences = [*with_grad, *without_grad] or mixed
         padded_sequences = sequences + sequences[-1:] * (max_sequences - len(sequences))
         return Part(
-            part,
+            batch,
             selected,
             jax.tree.map(lambda *x: np.stack(x, axis=1), *padded_sequences),
             num_with_grad=np.int32(len(with_grad)),
@@ -286,7 +286,7 @@ def _loss(
     """Compute the loss and metric sums for the i-th sequence, given the policy's and the teacher's prompt states."""
     model, config, teacher, lengths = updater.model, updater.config, updater.teacher, part.batch.prompts.lengths
     sequence, key = part.sequence(i), dropout_key(model, state, part.index, i + 1)
-    batch = jax.tree.map(sequence.gather_completions, part.batch.replace(prompts=None))
+    batch = jax.tree.map(sequence.rows_from_batch, part.batch.replace(prompts=None))
     batch = batch.replace(mask=batch.mask & sequence.segment_mask)  # False in unused segments
     teacher_states = None
     top_ids, top_log_probs = jax.tree.map(sequence.to_packed, (batch.teacher_top_ids, batch.teacher_top_log_probs))
@@ -315,7 +315,7 @@ def _loss(
         config=config,
         on_policy=updater.on_policy,
         surrogate=updater.surrogate,
-        selected=None if part.selected is None else sequence.gather_completions(part.selected),
+        selected=None if part.selected is None else sequence.rows_from_batch(part.selected),
         router_loss_coef=updater.router_loss_coef,
     )
 
@@ -375,8 +375,8 @@ def score_part(updater: PackedUpdater, params: Params, part: Part, with_entropy:
         sequence = part.sequence(i)
         new = score_packed(model, params, states, prompts.lengths, sequence, sampling, with_entropy=with_entropy)
         # A segment without tokens refers to the first completion and adds zeros to it.
-        has_token = sequence.gather_completions(mask)
-        return jax.tree.map(lambda x, y: sequence.add_to_completions(x, jnp.where(has_token, y, 0)), scores, new[:2])
+        has_token = sequence.rows_from_batch(mask)
+        return jax.tree.map(lambda x, y: sequence.add_rows_to_batch(x, jnp.where(has_token, y, 0)), scores, new[:2])
 
     return jax.lax.fori_loop(0, part.num_used, add, (constrain(jnp.zeros(mask.shape), updater.mesh),) * 2)
 

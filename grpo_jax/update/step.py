@@ -47,7 +47,7 @@ class Updater(flax.struct.PyTreeNode):
     Attributes:
       model: result of `types.as_jit_argument`.
       config: training settings.
-      micro_shape: shape (prompts, completions per prompt) of a micro-batch.
+      micro_shape: shape (prompts, completions per prompt) of a micro-batch. Packing uses it to limit a sequence's size.
       optimizer: transformation that created `state.opt_state`, or None if only log-probs are computed.
       on_policy: whether the params before each update are the ones that sampled its completions; the ratio is then 1.
       mesh: device mesh that the params are sharded over, or None for one device.
@@ -137,7 +137,7 @@ def train_step(
     Returns:
       The next state and the metrics: `grad_norm` (before clipping), `update_skipped` (1 if the loss or the gradient was
       not finite) and, for GRPO, the `grpo_loss` metrics (KL metrics only with `ref_log_probs`), `sampler_gap` (maximum
-      difference between log-probs of policy and sampler, about 1e-5 in float32 in the first update of an iteration)
+      difference from the log-probs recorded in sampling, about 1e-5 in float32 in the first update of an iteration)
       and, with `initial_log_probs`, `kl_initial`. If no token contributes to the loss, all metrics except counts,
       `entropy_coef` and `update_skipped` are NaN, and only `step` (and the reference, if a sync is due) changes.
 

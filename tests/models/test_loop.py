@@ -43,7 +43,7 @@ def packed(model, params):
     (sequence,) = pack(SequenceShape(40, 4, 8, whole=True), TOKENS, MASK)
     read = prefill_prompts(model, params, PROMPTS)
     log_probs, *_ = score_packed(model, params, read, PROMPTS.lengths, sequence, **HOW)
-    return sequence.add_to_completions(jnp.zeros(MASK.shape), log_probs) * MASK
+    return sequence.add_rows_to_batch(jnp.zeros(MASK.shape), log_probs) * MASK
 
 
 def assert_same(shape, other, params, tolerance):

@@ -108,11 +108,9 @@ def test_each_device_packs_its_own_prompts(longest):
     for sequence in together:
         assert sequence.segment_mask.shape[2] == (longest or 40)
         values = jnp.where(
-            sequence.gather_completions(jnp.asarray(mask)),
-            sequence.gather_completions(jnp.asarray(tokens, jnp.float32)),
-            0,
+            sequence.rows_from_batch(jnp.asarray(mask)), sequence.rows_from_batch(jnp.asarray(tokens, jnp.float32)), 0
         )
-        back = sequence.add_to_completions(jnp.zeros(mask.shape), jnp.where(sequence.segment_mask, values, 0))
+        back = sequence.add_rows_to_batch(jnp.zeros(mask.shape), jnp.where(sequence.segment_mask, values, 0))
         there = np.asarray(back) > 0
         np.testing.assert_array_equal(np.asarray(back)[there], tokens[there])
         assert there.sum() == sequence.lengths.sum()

@@ -254,6 +254,6 @@ def test_blocks_are_counted_at_the_start_of_a_run(monkeypatch):
     with pytest.warns(UserWarning, match="1 of 25 examples have no tokens in the loss and were dropped"):
         run = prepare_sft(tiny_policy(), rows, config)
     with open_session(run, None, None) as session:
-        session.start(new_state(run), "auto", keep_params=False)
+        session.start(new_state(run), "auto", params_shared_with_caller=False)
     assert f"optimizer steps: {run.total_steps}" in said[0]
     assert not any("max_prompt_length" in text for text in said)
