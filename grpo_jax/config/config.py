@@ -202,7 +202,7 @@ class GRPOConfig(Settings):
     distillation_topk: Count | None = None
     """k, number of tokens with teacher log-probs at each position (TRL's SDPO: the policy's most likely tokens)."""
 
-    # Memory.
+    # Optimizer, memory and devices.
     gradient_checkpointing: bool | None = setting(None, resume="rounding")
     """Whether to recompute activations in the backward pass, which makes updates 14% to 33% slower. None
     recomputes them only on GPUs and TPUs, if they do not fit in memory (TRL: True)."""

@@ -118,7 +118,8 @@ def _score_logits(
     else:
         log_probs = log_probs_of(logits, tokens)
         entropies = jnp.zeros_like(log_probs)
-    return Scores(log_probs, entropies, None if fn_of_logits is None else fn_of_logits.function(logits, *arrays))
+    values = None if fn_of_logits is None else fn_of_logits.function(logits, *arrays)
+    return Scores(log_probs, entropies, logit_values=values)
 
 
 def score_completions(

@@ -177,7 +177,7 @@ class PackedUpdater(Updater):
         tokens are omitted unless `for_scoring` is True, but at least one part is returned.
         """
         (_, g, t), shards = batch.mask.shape, shard_count(self.mesh)
-        has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)
+        has_gradient = np.ones(len(batch.mask), bool) if for_scoring else self.has_gradient(batch)  # scoring: no split
         threads, num_parts, prompts_per_part = self.plan_parts(params, batch)
         lengths = lengths_to_last_true(np.asarray(batch.mask))
         work = lengths.sum(axis=1) * np.where(has_gradient, 3, 1)  # a backward pass costs two forward passes

@@ -19,7 +19,7 @@ from grpo_jax.maths.surrogates import sampler_weights
 from grpo_jax.models.scoring import Scores
 from grpo_jax.models.sharding import make_mesh, place
 from grpo_jax.models.transformer import Transformer
-from grpo_jax.run.teacher import Distillation
+from grpo_jax.run.teacher import TeacherScoring
 from grpo_jax.types import as_jit_argument
 from grpo_jax.update.objective import Teacher, compute_loss, count_totals, make_fn_of_logits
 from grpo_jax.update.packed import PackedUpdater, choose_updater
@@ -188,7 +188,7 @@ def test_tokens_beyond_the_teachers_vocabulary_are_not_compared(packs):
     grads, sums = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), part)
     chex.assert_tree_all_finite((grads, sums.sums["distillation_loss"]))
     config = dataclasses.replace(CONFIG, distillation_mode="sampled_token")
-    distillation = Distillation(teacher, (PackedUpdater if packs else Updater)(teacher.model, config, (2, G)))
+    distillation = TeacherScoring(teacher, (PackedUpdater if packs else Updater)(teacher.model, config, (2, G)))
     told = distillation.add_log_probs(jax.tree.map(np.asarray, part), part, config).teacher_log_probs
     beyond = np.asarray(part.tokens) >= V - 4
     np.testing.assert_array_equal(told[beyond], np.asarray(part.sampling_log_probs)[beyond])
