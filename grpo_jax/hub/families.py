@@ -1,6 +1,6 @@
 """Supported model families: how each Hugging Face architecture maps to a `TransformerConfig`.
 
-To add a family, add an entry to `FAMILIES`. A new mechanism also requires a `TransformerConfig` field.
+To add a family, add an entry to `FAMILIES`. An unsupported mechanism needs a new `TransformerConfig` field.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def save_pretrained(
 
     Raises:
       FileExistsError: if `directory` is a file or symbolic link, or contains files that do not belong to a checkpoint.
-      ValueError: if `dtype` is not supported, the policy has adapters or quantized params, or its config differs.
+      ValueError: if `dtype` is not supported, the policy has adapters or quantized params, or config and params differ.
 
     Example:
       >>> import tempfile

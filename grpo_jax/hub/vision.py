@@ -161,7 +161,7 @@ class ImageProcessor:
     image_token_id: int  # the token whose embeddings are replaced with image features, one per token
     image_token: str  # text of this token
     placeholder: str  # text that the chat template writes once per image
-    start: str  # text before the tokens of an image that is not split
+    start: str  # text before an image's tokens (those of the whole image, if it is also split)
     end: str  # text after an image's tokens, and in Idefics 3 also before each tile
     tower_config: Any
     image_processor: Any  # image processor from transformers

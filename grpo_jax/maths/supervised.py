@@ -185,7 +185,7 @@ def sampled_divergence(
 ) -> jax.Array:
     """Estimate the reverse KL from sampled tokens: w · sg(l − l_teacher), w = exp(l − l_old).
 
-    sg is `stop_gradient`. The gradient is the unclipped policy gradient with token advantages −(l − l_teacher).
+    The gradient (sg is `stop_gradient`) is the unclipped policy gradient with current advantages −(l − l_teacher).
 
     Args:
       log_probs: [..., T] float, log-probs l under the policy, in nats.

@@ -159,7 +159,7 @@ class TransformerConfig:
 
     @property
     def casts_weights_to_float32(self) -> bool:
-        """Whether products of bfloat16 matrices are summed in float32 (see `models.matmul`)."""
+        """Whether bfloat16 matrices are cast to sum their products in float32 (see `models.matmul`)."""
         # On a mesh, XLA would gather all devices' tokens to compute weight gradients.
         if self.dtype != "bfloat16" or self.mesh is not None:
             return False

@@ -1,6 +1,6 @@
 """Sequence packing: completions of different lengths are concatenated to avoid computation on padding.
 
-All packed sequences of a batch have the same number of tokens N, and few shapes are used, since each compiles.
+All packed sequences of a batch have the same number of tokens N, and few shapes, each of which needs a compilation.
 """
 
 from __future__ import annotations

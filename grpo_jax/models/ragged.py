@@ -23,7 +23,7 @@ def ragged_dot(
 ) -> jax.Array:
     """Multiply each row of x [N, I] by its group's matrix in w [E, I, O], with float32 accumulation.
 
-    Returns [N, O] in `dtype`, by default x.dtype. Rows must be sorted by group; `sizes` is [E] int32.
+    Returns [N, O] in `dtype`, by default x.dtype. Rows must be sorted by group. `sizes` [E] int32 are the group sizes.
 
     Kernels do not support forward-mode differentiation. `jax.lax.ragged_dot` is used for implementations without
     kernels (`tiles.has_triton`), and also if I or O is not a multiple of 16 or an array has 2³¹ or more elements.

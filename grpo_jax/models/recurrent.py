@@ -1,7 +1,7 @@
 """Layers with a fixed-size state: gated short convolutions and gated delta nets.
 
 The state consists of the tail, which contains the last inputs to the convolution, and for delta nets also a memory. A
-completion's first token reads the prompt's state from the `Prefix`. Padding does not change the state.
+completion's first token reads the prompt's state from the `Prefix`. Padding (not `present`) does not change it.
 
 Each head of a gated delta net has a memory S [d_k, d_v]. Each token decays the memory and moves the value stored at its
 key towards its own value, at rate β (Yang et al. 2024, Gated Delta Networks, eq. 10):

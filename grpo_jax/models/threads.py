@@ -94,7 +94,7 @@ def block_if_cpu(tree: Result) -> Result:
 def in_background(function: Callable[[], Result]) -> Iterator[Future[Result]]:
     """Run a function in a thread during the `with` block. Yields the future, and waits for it at the end of the block.
 
-    JAX's context managers are thread-local; `jax.default_matmul_precision` and `jax.default_device` are copied.
+    JAX's context managers are thread-local; the matmul precision and default device are copied to the thread.
     """
     settings: Any = jax.config
     precision, device = settings.jax_default_matmul_precision, settings.jax_default_device

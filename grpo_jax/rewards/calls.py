@@ -94,8 +94,7 @@ def compute_rewards(
     Valid values are None, numbers that are finite in float32, lists with a number per turn, and arrays with a number
     per token. An error is an exception, an invalid value, or a result that does not have B·G values. If `on_error`
     is "raise", RewardError is raised for the first error. If it is "none", the function does not score the completion
-    (or any completion, if the whole call failed). A `RewardWorkerError`, raised if the worker process of an `isolated`
-    function cannot run, is not ignored.
+    (or any completion, if the whole call failed). A failed worker process (`RewardWorkerError`) always raises.
     """
     fns, columns = as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)

@@ -88,7 +88,7 @@ def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str |
 
     Both strings are stripped of whitespace. If the value is None, the completion is not scored. `extract` selects the
     answer: a regular expression selects the first group in its last match, or the whole match if it has no groups (`.`
-    matches line breaks); a function returns the answer or None. None selects the whole completion.
+    matches line breaks); a function returns the answer or None. `extract=None` selects all.
 
     Example:
       >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")

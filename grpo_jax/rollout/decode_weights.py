@@ -2,7 +2,7 @@
 
 On a CPU, multiplying 8 to 32 rows by column-major kernels takes only 60% to 80% as long as with row-major kernels, so
 `convert_weights` adds column-major copies. An accelerator would cast float32 kernels to the compute dtype at each
-step and write and read an additional 2 bytes per weight. The kernels are therefore cast once; the values are the same.
+step and write and read an additional 2 bytes per weight. They are therefore cast once, to the same values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _jit_cast = jax.jit(lambda arrays, dtype: {path: x.astype(dtype) for path, x in 
 def convert_weights(model: BuiltinModel, params: Params) -> Variables:
     """Convert params to variables for `decode`.
 
-    On a single CPU, column-major kernels are added. Otherwise, float32 matrices are cast to the compute dtype."""
+    On a single CPU, column-major kernels are added. Otherwise, float32 matrices are cast to the compute dtype.
+    """
     params = _without_tower(params)
     if _uses_columns(params):
         return {"params": params, "columns": _jit_kernels_by_columns(getattr(model, "base", params), _dtype(model))}

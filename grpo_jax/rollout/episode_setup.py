@@ -27,7 +27,7 @@ REWARD_COLUMNS = ("environments", "environment_rewards")
 class EpisodeSetup:
     """What a run's episodes have in common: its tools and environments, and the settings for parsing turns.
 
-    Factories, classes and methods are keyed by the values in the column `environment`, or by None without one.
+    Factories, classes and methods are keyed by the values in the column `environment`, or by None without it.
     """
 
     tokenizer: Tokenizer

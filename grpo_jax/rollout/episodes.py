@@ -5,7 +5,7 @@ token ids of a turn ──► text ──► tool calls, or respond(text) ──
 ```
 
 An episode is one completion with its own environment. If a tool raises an error, the policy receives the error as
-the tool's result. If an environment raises an error, the run or only the episode ends, as in `on_environment_error`.
+the tool's result. If an environment raises an error, the run or only the episode ends (see `on_environment_error`).
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Session:
     def start(self, state: TrainState, resume: str, *, params_shared_with_caller: bool) -> Restored:
         """Restore the latest checkpoint, if any, and start logging. Returns the state to start from.
 
-        A new run starts from `state`. See `train` for `resume`. Shared params remain intact if restoring fails.
+        A new run starts from `state`. See `train` for `resume`. Params shared with the caller survive a failed restore.
         """
         restored = self.checkpoints.restore(state, resume, keep_params=params_shared_with_caller)
         self.progress = restored.progress or self.progress

@@ -39,7 +39,7 @@ def reasoning_gym(
       task: task name, such as `chain_sum`.
       size: number of rows.
       seed: dataset seed.
-      system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS`. These request `<answer>` tags.
+      system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS`. They request `<answer>` tags.
       answer_tag: tag name. The answer is the content of the last `<answer_tag>…</answer_tag>`. If None, the tag name is
         "answer" for named system prompts; otherwise the answer is the whole completion, stripped of whitespace.
       timeout: time limit in seconds for scoring a completion in a worker process (see `isolated`). If None, completions
