@@ -71,7 +71,7 @@ class SFTConfig(Settings):
     ref_model_sync_steps: ClassVar = 1
     ref_model_mixup_alpha: ClassVar = 1.0
     distillation_coef: ClassVar = 0.0
-    use_adaptive_entropy: ClassVar = False
+    use_adaptive_entropy: ClassVar[Literal[False]] = False
     entropy_coef: ClassVar = 0.0
     log_completions: ClassVar = False
     num_completions_to_print: ClassVar = None

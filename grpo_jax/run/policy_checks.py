@@ -96,27 +96,9 @@ def check_context_length(policy: Policy, longest_prompt: int, max_completion_len
     )
 
 
-def run_problems(
-    policy: Policy, config: GRPOOrSFTConfig, *, longest: int, has_eval_data: bool, num_reward_fns: int = 0
-) -> list[str]:
-    """Return an error message for each setting that does not fit a run's data, devices or model.
-
-    `longest` is the length of the longest SFT example in tokens. It is ignored for GRPO.
-    """
+def run_problems(policy: Policy, config: GRPOOrSFTConfig, *, has_eval_data: bool) -> list[str]:
+    """Return an error message for each setting that does not fit the run's data or model, in GRPO and SFT."""
     shape, problems = shape_of(policy), list[str]()
-    if isinstance(config, GRPOConfig):
-        problems += weight_problems(config, num_reward_fns)
-        batch, group = config.per_device_eval_batch_size, config.eval_generations
-        if has_eval_data and batch % group:
-            problems.append(
-                f"{shown(config, 'per_device_eval_batch_size')}: must be a multiple of the group size {group}"
-                f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
-            )
-    elif shape is not None and longest > shape.max_position_embeddings:
-        problems.append(
-            f"{shown(config, 'max_length')}: the longest example has {longest} tokens, but the model has only"
-            f" {shape.max_position_embeddings} positions; use max_length={shape.max_position_embeddings} or less"
-        )
     by_evaluation = (config.metric_for_best_model or "").startswith("eval/")
     if not has_eval_data and (config.eval_steps is not None or by_evaluation):
         name = "metric_for_best_model" if config.eval_steps is None else "eval_steps"
@@ -124,6 +106,18 @@ def run_problems(
     if config.router_aux_loss_coef and (shape is None or not shape.num_experts):
         name = "router_aux_loss_coef"
         problems.append(f"{shown(config, name)}: the model is not a mixture of experts; set it to None")
+    return problems
+
+
+def group_problems(config: GRPOConfig, *, num_reward_fns: int, has_eval_data: bool) -> list[str]:
+    """Return an error message for each GRPO setting that does not fit the number of reward functions or eval groups."""
+    problems = weight_problems(config, num_reward_fns)
+    batch, group = config.per_device_eval_batch_size, config.eval_generations
+    if has_eval_data and batch % group:
+        problems.append(
+            f"{shown(config, 'per_device_eval_batch_size')}: must be a multiple of the group size {group}"
+            f" (num_generations_eval); {nearest_sizes(batch, lambda size: size % group == 0)}"
+        )
     return problems
 
 

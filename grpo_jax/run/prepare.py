@@ -11,14 +11,14 @@ import jax
 import optax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sft import SFTConfig
+from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig
 from grpo_jax.maths.surrogates import Surrogate
 from grpo_jax.messages import ErrorList, show
 from grpo_jax.models.devices import compute_dtype, memory_of
 from grpo_jax.models.threads import devices_of
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import as_list, check_reward_fns
-from grpo_jax.rollout.ends import BY_EOS, TurnEnds
+from grpo_jax.rollout.ends import TurnEnds
 from grpo_jax.run.compilation_cache import enable_compilation_cache
 from grpo_jax.run.images import Encoded, check_text_only, with_encoder, with_tower
 from grpo_jax.run.placement import place_policy, run_mesh, with_settings
@@ -28,6 +28,7 @@ from grpo_jax.run.policy_checks import (
     check_is_policy,
     check_policy,
     check_tokens,
+    group_problems,
     run_problems,
     warn_of_tokens,
 )
@@ -100,8 +101,13 @@ def prepare(
         errors.check(check_surrogate, surrogate, config)
         checked_fn = errors.check(check_advantage_fn, advantage_fn, config, len(fns or ()) or 1)
     encode = functools.partial(encode_rows, policy, config, episode_setup)
-    num_fns = len(fns or ()) or len(errors[:1])  # invalid functions are already reported
-    policy, config, mesh, encoded = encode_and_place(policy, config, rows, encode, errors, num_reward_fns=num_fns)
+    num_fns, has_eval_data = len(fns or ()) or len(errors[:1]), len(rows) > 1  # invalid functions are already reported
+    policy, config, mesh, encoded = encode_datasets(policy, config, rows, encode, errors)
+    longest = max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1)
+    errors.check(check_context_length, policy, longest, config.max_completion_length)
+    problems = group_problems(config, num_reward_fns=num_fns, has_eval_data=has_eval_data)
+    errors.raise_together(problems + run_problems(policy, config, has_eval_data=has_eval_data))
+    policy, encoded = place_run(policy, encoded, config, mesh, ends)
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     if isinstance(teacher, Policy):
         check_tokens(teacher, encoded["dataset"], config.max_completion_length, prefix="teacher: ")
@@ -121,19 +127,17 @@ def prepare(
     return decide_checkpointing(run, None if local is None else memory_of(local))
 
 
-def encode_and_place(
+def encode_datasets(
     policy: Policy,
     config: _Config,
     rows: Mapping[str, Sequence[Row] | None],
     encode: Callable[[Sequence[Row], str], Encoded],
     errors: ErrorList,
-    *,
-    num_reward_fns: int = 0,
 ) -> tuple[Policy, _Config, jax.sharding.Mesh | None, dict[str, Encoded]]:
-    """Tokenize the datasets, add the vision tower if it is trainable, and place the policy on the run's devices.
+    """Tokenize the datasets, choose the run's devices, and add the vision tower to the params if it is trainable.
 
-    `rows` and the encoded datasets are keyed by argument name. In the returned config, the mesh and the compute dtype
-    are resolved for these devices. Raises ValueError for `errors` and for errors in tokens, sizes and devices.
+    `rows` and the encoded datasets are keyed by argument name. In the returned config and model, the mesh and the
+    compute dtype are resolved for these devices. Errors are appended to `errors`.
     """
     mesh, config = errors.check(run_mesh, policy, config) or (None, config)
     nonempty = {name: part for name, part in rows.items() if part and policy.tokenizer is not None}
@@ -142,19 +146,22 @@ def encode_and_place(
     policy = errors.check(functools.partial(with_tower, freeze=config.freeze_vision), policy, encoded) or policy
     devices = list(mesh.devices.flat if mesh else devices_of(policy.params))
     config = dataclasses.replace(config, compute_dtype=compute_dtype(config.compute_dtype, devices))
-    policy = policy.replace(model=with_settings(policy.model, config, devices, mesh))
-    longest = max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1)
-    if isinstance(config, GRPOConfig):
-        errors.check(check_context_length, policy, longest, config.max_completion_length)
-    errors.raise_together(
-        run_problems(policy, config, longest=longest, has_eval_data=len(rows) > 1, num_reward_fns=num_reward_fns)
-    )
-    ends = TurnEnds.of(config) if isinstance(config, GRPOConfig) else BY_EOS
+    return policy.replace(model=with_settings(policy.model, config, devices, mesh)), config, mesh, encoded
+
+
+def place_run(
+    policy: Policy,
+    encoded: Mapping[str, Encoded],
+    config: GRPOOrSFTConfig,
+    mesh: jax.sharding.Mesh | None,
+    ends: TurnEnds,
+) -> tuple[Policy, dict[str, Encoded]]:
+    """Place the policy on the run's devices and add the image encoder to the datasets. Warns of unusual tokens."""
     for name, part in encoded.items():
         warn_of_tokens(part, policy, name, ends=ends, template_kwargs=config.chat_template_kwargs)
     enable_compilation_cache()  # must precede the first compilation
     policy = place_policy(policy, mesh)
-    return policy, config, mesh, with_encoder(policy, encoded, mesh)
+    return policy, with_encoder(policy, encoded, mesh)
 
 
 def derive_run(

@@ -23,7 +23,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import fetch
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import function_name, reward_names
-from grpo_jax.run.run import BaseRun, Run, SFTRun
+from grpo_jax.run.run import BaseRun
 from grpo_jax.text.images import image_bytes
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Json, Model, Params, as_jit_argument
@@ -52,11 +52,9 @@ def with_saved_gradient_checkpointing(config: GRPOConfig, run_dir: str | Path | 
 # The description of a run ---------------------------------------------------------------------------------------------
 
 
-def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
+def run_identity(run: BaseRun, state: TrainState) -> dict[str, Any]:
     """Return the description of a run that is compared on resume, as a JSON object. Functions are listed by name."""
     config, sizes, custom_optimizer = run.config, run.config.sizes(), run.schedule is None
-    eval_data = run.eval_data.values() if isinstance(run, SFTRun) else [x for x in [run.eval_data] if x is not None]
-    eos_token_ids = () if isinstance(run, SFTRun) else run.policy.eos_token_ids  # used only to sample completions
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
         "config": json.loads(json.dumps(config.to_dict())),
@@ -65,12 +63,12 @@ def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
         "length_is_free": custom_optimizer or (config.lr_scheduler_type.startswith("constant") and warm_up_is_fixed),
         "dataset": _hash_prompts([run.data]),
         "evaluation": {
-            **_hash_prompts(eval_data),
+            **_hash_prompts(run.eval_datasets),
             "num_generations_eval": config.eval_generations,
             "temperature_eval": config.eval_temperature,
         },
         "functions": _function_names(run),
-        "policy": {**_model_settings(run.policy.model), "eos_token_ids": list(eos_token_ids)},
+        "policy": {**_model_settings(run.policy.model), "eos_token_ids": list(run.eos_token_ids)},
         "frozen": fingerprint((as_jit_argument(run.policy.model), getattr(run.data.image_encoder, "params", None))),
         "optimizer": "the caller's" if custom_optimizer else "the config's",
         "sampler": "generate" if run.sampler is None else "the caller's",

@@ -57,6 +57,21 @@ class BaseRun:
     teacher_scoring: TeacherScoring | None = None
 
     @property
+    def keeps_old_params(self) -> bool:
+        """Whether `TrainState.old_params` is set."""
+        return False
+
+    @property
+    def eval_datasets(self) -> tuple[EncodedPrompts, ...]:
+        """The encoded evaluation datasets."""
+        return ()
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a sampled completion."""
+        return ()
+
+    @property
     def batch_shape(self) -> tuple[int, int]:
         """Shape (B, G) of an update's batch."""
         return self.sizes.prompts_per_update, self.config.num_generations
@@ -89,8 +104,16 @@ class Run(BaseRun):
 
     @property
     def keeps_old_params(self) -> bool:
-        """Whether `TrainState.old_params` is set: with several updates per iteration, or sampling in the background."""
+        """True with several updates per iteration, or if an engine samples during updates."""
         return self.sizes.updates_per_iteration > 1 or self.samples_in_background
+
+    @property
+    def eval_datasets(self) -> tuple[EncodedPrompts, ...]:
+        return () if self.eval_data is None else (self.eval_data,)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.policy.eos_token_ids
 
     def row_indices(self, cursor: int, count: int) -> list[int]:
         """Return the row indices of `count` prompts, starting at position `cursor` in the shuffled epochs."""
@@ -137,6 +160,10 @@ class SFTRun(BaseRun):
     num_groups: int | None
 
     @property
+    def eval_datasets(self) -> tuple[EncodedPrompts, ...]:
+        return tuple(self.eval_data.values())
+
+    @property
     def batch_shape(self) -> tuple[int, int]:
         rows = self.sizes.prompts_per_update
         return (rows, 1) if self.num_groups is None else (self.num_groups, rows // self.num_groups)
@@ -150,7 +177,7 @@ def new_state(run: BaseRun, *, donate: bool = False) -> TrainState:
         run.policy.params,
         run.optimizer,
         jax.random.key(config.seed),
-        keep_old=isinstance(run, Run) and run.keeps_old_params,
+        keep_old=run.keeps_old_params,
         keep_reference=config.beta > 0,
         keep_initial=config.sync_ref_model,
         adapter_mixup_alpha=config.ref_model_mixup_alpha if config.sync_ref_model and adapted else None,

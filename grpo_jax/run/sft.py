@@ -12,14 +12,16 @@ import jax
 import numpy as np
 import optax
 
+from grpo_jax.config.settings import shown
 from grpo_jax.config.sft import SFTConfig
 from grpo_jax.messages import ErrorList
 from grpo_jax.models.packing import balanced_order, lengths_to_last_true
 from grpo_jax.models.sharding import commit_to_devices, fetch, shard_count
 from grpo_jax.policy import Policy
+from grpo_jax.rollout.ends import BY_EOS
 from grpo_jax.run.placement import run_mesh, shape_of
-from grpo_jax.run.policy_checks import check_best_metric, check_is_policy, check_policy, check_tokens
-from grpo_jax.run.prepare import check_optimizer, encode_and_place
+from grpo_jax.run.policy_checks import check_best_metric, check_is_policy, check_policy, check_tokens, run_problems
+from grpo_jax.run.prepare import check_optimizer, encode_datasets, place_run
 from grpo_jax.run.run import SFTRun, new_state
 from grpo_jax.run.session import check_run_dir, open_session
 from grpo_jax.text.examples import Examples, encode_examples, load_examples
@@ -147,8 +149,16 @@ def prepare_sft(
         errors.check(check_best_metric, config, losses)
     errors.raise_together()
     encode = functools.partial(_encode, policy, config)
-    policy, config, mesh, encoded = encode_and_place(policy, config, rows, encode, errors)
-    longest = max(len(ids) for examples in encoded.values() for ids in examples.token_ids)
+    policy, config, mesh, encoded = encode_datasets(policy, config, rows, encode, errors)
+    longest, shape = max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1), shape_of(policy)
+    problems = run_problems(policy, config, has_eval_data=len(rows) > 1)
+    if shape is not None and longest > shape.max_position_embeddings:
+        problems.append(
+            f"{shown(config, 'max_length')}: the longest example has {longest} tokens, but the model has only"
+            f" {shape.max_position_embeddings} positions; use max_length={shape.max_position_embeddings} or less"
+        )
+    errors.raise_together(problems)
+    policy, encoded = place_run(policy, encoded, config, mesh, BY_EOS)
     data, *held_out = encoded.values()
     eval_data = dict(zip(named_datasets(eval_dataset), held_out, strict=True))
     return derive_sft(policy, config, data, eval_data, mesh=mesh, longest=longest, optimizer=optimizer)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import GRPOOrSFTConfig
 from grpo_jax.maths.metrics import MetricSums, finalize_metrics, top_entropy_mask
 from grpo_jax.maths.reference import sync_reference
@@ -261,7 +260,7 @@ def apply_gradients(
     count_names = ("tokens", "rows", "selected_tokens", "kl_bounded_tokens")  # rows are completions
     metrics = {name: x if name in count_names else jnp.where(has_tokens, x, jnp.nan) for name, x in metrics.items()}
     metrics["update_skipped"] = jnp.where(is_finite, 0.0, 1.0)
-    if isinstance(config, GRPOConfig) and config.use_adaptive_entropy:
+    if config.use_adaptive_entropy:
         # The entropy from a skipped update is not reliable.
         state = adapt_entropy_coef(state, metrics["selected_entropy"], is_finite & has_tokens, config)
         metrics["entropy_coef"] = state.entropy_coef

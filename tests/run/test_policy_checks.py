@@ -12,7 +12,7 @@ from tiny import EOS, tiny_model, tiny_policy, tiny_tokenizer
 from grpo_jax import GRPOConfig, SFTConfig, evaluate
 from grpo_jax.cli import chat
 from grpo_jax.rollout.ends import TurnEnds
-from grpo_jax.run.policy_checks import check_policy, run_problems, warn_of_tokens
+from grpo_jax.run.policy_checks import check_policy, group_problems, run_problems, warn_of_tokens
 from grpo_jax.run.prepare import prepare
 from grpo_jax.run.sft import prepare_sft
 from grpo_jax.text.examples import encode_examples
@@ -172,8 +172,8 @@ def test_settings_that_do_not_match_the_run_are_reported_at_once():
 
     def found(policy=None, **settings):
         config = GRPOConfig(max_completion_length=8, **settings)
-        counts = {"longest": 8, "num_reward_fns": 2}
-        return run_problems(policy or tiny_policy(), config, has_eval_data=False, **counts)
+        problems = group_problems(config, num_reward_fns=2, has_eval_data=False)
+        return problems + run_problems(policy or tiny_policy(), config, has_eval_data=False)
 
     assert found() == found(reward_weights=[1, 2]) == found(router_aux_loss_coef=0) == []
     (line,) = found(metric_for_best_model="eval/a", save_steps=None)

@@ -160,16 +160,16 @@ def test_signal_finishes_the_update_saves_and_exits_with_143(whole, tmp_path, mo
 def about(token_ids=((5, 6), (7,)), reward_fns=(vowels,), steps=10, optimizer=None, shape=(2, 3), model=None, eos=(1,),
           eval_ids=None, episode_setup=None, advantage_fn=None, surrogate=None, config=None, **settings):
     def encoded(ids):
-        return ids and EncodedPrompts(rows=[{}] * len(ids), token_ids=list(map(list, ids)), dropped=[])
+        return EncodedPrompts(rows=[{}] * len(ids), token_ids=list(map(list, ids)), dropped=[])
 
     config = config or GRPOConfig(**{"lr_scheduler_type": "constant", **settings})
     state = create_state({"w": np.zeros(shape, np.float32)}, optimizer or optax.adam(0.1), jax.random.key(0))
     run = SimpleNamespace(
-        config=config, data=encoded(token_ids), eval_data=encoded(eval_ids), episode_setup=episode_setup,
-        policy=tiny_policy().replace(model=model or tiny_policy().model, generation_config={"eos_token_id": list(eos)}),
+        config=config, data=encoded(token_ids), eval_datasets=[encoded(eval_ids)] if eval_ids else [],
+        policy=tiny_policy().replace(model=model or tiny_policy().model), eos_token_ids=eos,
         total_steps=steps, schedule=None if optimizer else optax.constant_schedule(0.1), reward_fns=reward_fns,
         sampler=None, teacher_scoring=None, optimizer=optimizer, updater=SimpleNamespace(surrogate=surrogate),
-        custom_advantages=SimpleNamespace(function=advantage_fn),
+        custom_advantages=SimpleNamespace(function=advantage_fn), episode_setup=episode_setup,
     )
     return json.loads(json.dumps(run_identity(run, state)))
 
