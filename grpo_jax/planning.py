@@ -14,12 +14,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.config.sft import GRPOOrSFTConfig, config_class
+from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig, config_class
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.quantize import without_quantization
@@ -30,7 +29,6 @@ from grpo_jax.models.sharding import device_bytes, lower_call, make_mesh, placed
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.rollout.decode_weights import copies
-from grpo_jax.run.images import encode_call
 from grpo_jax.run.memory import abstract_arrays, added_bytes, decide_checkpointing, rollout_call, update_calls
 from grpo_jax.run.placement import with_settings
 from grpo_jax.run.prepare import derive_run
@@ -38,7 +36,7 @@ from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Batch, Json, PromptImages, as_jit_argument
+from grpo_jax.types import Batch, Json, as_jit_argument
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.summary import short_number
 
@@ -52,10 +50,10 @@ class Plan:
       devices: number of devices in the mesh.
       memory: memory of one device in bytes, or None if unknown.
       held: bytes per device that are in use during the whole run, keyed by part: "base" (the adapters' frozen
-        base model), "params", "master params", "optimizer", "reference", "old params", "initial params", "policy"
-        (the caller's params, unless donated) and "tower" (the frozen vision tower).
-      programs: cost of each phase's largest program: "images" (encoding a few images), "rollout" (one decoding call),
-        "reference", and "update" (one packed sequence).
+        base model), "params", "master params", "optimizer", "reference", "old params", "initial params" and "policy"
+        (the caller's params, unless donated).
+      programs: cost of each phase's largest program: "rollout" (one decoding call), "reference", and "update" (one
+        packed sequence).
       recomputes: whether the backward pass recomputes activations (`gradient_checkpointing`).
       note: memory that the plan does not include, or an empty string.
     """
@@ -144,9 +142,8 @@ def plan(
     lora: int | Json | None = None,
     quantize: str | None = None,
     donate: bool = False,
-    images: bool = False,
 ) -> Plan:
-    """Compile a run's programs and report the memory and FLOPs that they need.
+    """Compile a run's programs for prompts without images, and report the memory and FLOPs that they need.
 
     Args:
       model: model, as in `planning.programs`.
@@ -159,7 +156,6 @@ def plan(
       lora: adapter rank, or a dict with `rank` and `targets`. If None, all params are trained.
       quantize: quantization of the adapters' base model: "nf4", "int8" or None.
       donate: whether the caller's params are donated, as in `train`. `grpo-jax train` always donates them.
-      images: whether prompts have images, encoded by a frozen tower. The plan assumes P image tokens per prompt.
 
     Returns:
       A `Plan`, which prints as a table.
@@ -184,7 +180,7 @@ def plan(
                 " device to plan for other hardware, such as 'H100-8' or 'v5e-8'"
             )
         memory = memory_of(jax.devices()[0]) if memory is None else memory
-        run = AbstractRun.of(jax.devices(), raw, config, prompt_length, loading, memory, images=images)
+        run = AbstractRun.of(jax.devices(), raw, config, prompt_length, loading, memory)
         return run.plan(jax.devices()[0].device_kind, donate=donate)
     target = Target.read(device)
     if needed > target.count:
@@ -194,7 +190,7 @@ def plan(
     if target.missing:
         raise ValueError(f"device = {device!r}: the compiler is not installed; run pip install {target.missing}")
     memory = target.memory if memory is None else memory
-    request = device, raw, config.to_dict(), prompt_length, dataclasses.astuple(loading), memory, images, donate
+    request = device, raw, config.to_dict(), prompt_length, dataclasses.astuple(loading), memory, donate
     code = "import sys; from grpo_jax import planning; print(planning.answer(sys.stdin.read()))"
     command, environment = [sys.executable, "-c", code], os.environ | ENVIRONMENT
     done = subprocess.run(
@@ -210,9 +206,9 @@ def plan(
 
 def answer(request: str) -> str:
     """Compute a plan for absent devices from a JSON request and return it as JSON. Called in a separate process."""
-    device, raw, fields, prompt_length, loading, memory, images, donate = json.loads(request)
+    device, raw, fields, prompt_length, loading, memory, donate = json.loads(request)
     target, config = Target.read(device), config_class(fields).from_dict(fields)
-    run = AbstractRun.of(target.devices(), raw, config, prompt_length, Loading(*loading), memory, images=images)
+    run = AbstractRun.of(target.devices(), raw, config, prompt_length, Loading(*loading), memory)
     return json.dumps(vars(run.plan(target.kind, donate=donate)))
 
 
@@ -231,7 +227,6 @@ class AbstractRun:
     state: TrainState
     batch: Batch  # an update's batch
     rollout: functools.partial[object] | None  # largest decode program, or None for `sft`
-    encode: functools.partial[Any] | None  # program that encodes images, or None for text-only prompts
 
     @classmethod
     def of(
@@ -242,8 +237,6 @@ class AbstractRun:
         prompt_length: int | None,
         loading: Loading,
         memory: float | None = None,
-        *,
-        images: bool = False,
     ) -> AbstractRun:
         """Build the run from the parsed config.json `raw`, on as many of the devices as `config.mesh` requires."""
         loading.check(raw)
@@ -255,22 +248,20 @@ class AbstractRun:
         params, base = placed_shapes((params, base), tree_sharding((params, base), mesh))
         model = with_settings(decoder if base is None else LoraModel(base, decoder), config, used, mesh)
         policy = Policy(model, params, config=raw)
-        encode = encode_call(raw, config.compute_dtype, mesh) if images else None
-        run = _derive(policy, config, mesh, prompt_length)
-        if encode is not None:
-            run = _with_images(run)
-        rollout = None
-        if isinstance(run, Run):
-            run = decide_checkpointing(run, memory)
+        run: BaseRun
+        if isinstance(config, GRPOConfig):
+            run = decide_checkpointing(_derive_run(policy, config, mesh, prompt_length), memory)
             rollout = rollout_call(run, params)
+        else:
+            run, rollout = _derive_sft(policy, config, mesh), None
         state, batch = abstract_arrays(run)
-        return cls(run, memory, state, batch, rollout, encode)
+        return cls(run, memory, state, batch, rollout)
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """Lower the largest program of each phase."""
         calls = update_calls(self.run.updater, self.state, self.batch)
         reference = calls.score if self.run.config.beta else None
-        phases = {"images": self.encode, "rollout": self.rollout, "update": calls.update, "reference": reference}
+        phases = {"rollout": self.rollout, "update": calls.update, "reference": reference}
         return {phase: lower_call(call) for phase, call in phases.items() if call is not None}
 
     def plan(self, device: str, *, donate: bool) -> Plan:
@@ -279,8 +270,9 @@ class AbstractRun:
         for phase, lowered in self.lowered().items():
             cost = compile_program(lowered, self._params_size())
             costs[phase] = cost._replace(peak=sum(held.values()) + self.added(phase, cost))
-        recomputes, coef = bool(config.gradient_checkpointing), config.distillation_coef
-        note = f"distillation_coef = {coef}: the teacher's params and forward passes are not included" if coef else ""
+        notes = ["the teacher's params and forward passes"] if config.distillation_coef else []
+        notes += ["a vision tower and images"] if "vision_config" in self.run.policy.config else []
+        note, recomputes = f"not included: {', '.join(notes)}" if notes else "", bool(config.gradient_checkpointing)
         return Plan(device, mesh.size if mesh else 1, self.memory, held, costs, recomputes, note)
 
     def held(self, *, donate: bool) -> dict[str, int]:
@@ -295,7 +287,6 @@ class AbstractRun:
             "old params": state.old_params,
             "initial params": state.initial_params,
             "policy": None if donate else state.params,
-            "tower": self.encode and self.encode.args[1],
         }
         return {name: size for name, tree in parts.items() if (size := device_bytes(tree))}
 
@@ -307,8 +298,6 @@ class AbstractRun:
         """Return the bytes per device that a phase needs in addition to `held`."""
         if phase == "reference":
             return cost.temporaries
-        if phase == "images":
-            return cost.arguments - self.held(donate=True)["tower"] + cost.temporaries + cost.results
         if phase == "update":
             return added_bytes(self.run, self.state, self.batch, cost)
         # Decoding reads rounded copies of some params, while the params themselves remain in memory.
@@ -316,24 +305,17 @@ class AbstractRun:
         return max(rounded, cost.arguments - self._params_size() + originals) + cost.temporaries
 
 
-def _derive(policy: Policy, config: GRPOOrSFTConfig, mesh: jax.sharding.Mesh, prompt_length: int | None) -> BaseRun:
-    if isinstance(config, GRPOConfig):
-        if prompt_length is None or prompt_length < 1:
-            raise ValueError(
-                f"prompt_length must be a positive integer, such as the longest prompt's length; got {prompt_length}."
-            )
-        rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
-        return derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh)
+def _derive_run(policy: Policy, config: GRPOConfig, mesh: jax.sharding.Mesh, prompt_length: int | None) -> Run:
+    if prompt_length is None or prompt_length < 1:
+        raise ValueError(
+            f"prompt_length must be a positive integer, such as the longest prompt's length; got {prompt_length}."
+        )
+    rows = EncodedPrompts(rows=[{}], token_ids=[[]], dropped=[])
+    return derive_run(policy, config, rows, prompt_length=prompt_length, mesh=mesh)
+
+
+def _derive_sft(policy: Policy, config: SFTConfig, mesh: jax.sharding.Mesh) -> BaseRun:
     if config.max_length is None:
         raise ValueError("config.max_length = None: a plan needs a length; use the longest example's number of tokens.")
     examples = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
     return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length)
-
-
-def _with_images(run: BaseRun) -> BaseRun:
-    """Add the features of P image tokens to each prompt."""
-    p, config = run.prompt_length, run.policy.model.config
-    features: Any = jax.ShapeDtypeStruct((1, p, config.hidden_size), config.dtype)
-    feature_index: Any = jax.ShapeDtypeStruct((1, p), "int32")
-    positions: Any = jax.ShapeDtypeStruct((1, 3, p), "int32") if config.rope.sections else None
-    return dataclasses.replace(run, images=PromptImages(features, feature_index, positions))

@@ -253,7 +253,6 @@ def plan(arguments: Namespace) -> None:
             lora=run.lora and {key: run.lora[key] for key in ("rank", "targets") if key in run.lora},
             quantize=run.quantize,
             donate=True,
-            images=arguments.images,
         )
         if len(configs) > 1:
             print(f"stage {stage}:")

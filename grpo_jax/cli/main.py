@@ -99,7 +99,6 @@ def make_parsers() -> tuple[_Parser, Mapping[str, _Parser]]:
     plan.add_argument("run", metavar="RUN.yaml", nargs="?", help=plan_help)
     prompt_help = "prompt length in tokens; default max_prompt_length, or 256"
     plan.add_argument("--prompt-length", type=int, metavar="P", help=prompt_help)
-    plan.add_argument("--images", action="store_true", help="the prompts have images; adds the frozen vision tower")
     plan.add_argument("--device", help="H100, H100-8, A100, T4-2, v5e-8, v6e-8, v5p-4, … (default: this machine)")
     plan.add_argument("--memory", type=float, metavar="GB", help="memory per device, to check whether the run fits")
     evaluate = add("evaluate", "RUN [OPTIONS]")

@@ -11,13 +11,13 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from grpo_jax.models.sharding import batch_sharding, fetch, place, placed_shapes, shard, shard_count, tree_sharding
+from grpo_jax.models.sharding import fetch, place, shard, shard_count
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.policy import Policy
 from grpo_jax.run.placement import with_shape
 from grpo_jax.text.images import ImageSource, has_images, open_image
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import ImageTiles, Json, Params, PromptImages, Prompts, Row
+from grpo_jax.types import ImageTiles, Params, PromptImages, Prompts, Row
 
 if TYPE_CHECKING:  # at runtime, imported only if prompts have images
     from grpo_jax.hub.vision import ImageProcessor
@@ -114,22 +114,6 @@ class ImageEncoder:
 @functools.partial(jax.jit, static_argnames="tower")
 def _encode(tower: nn.Module, params: Params, inputs: Mapping[str, jax.Array]) -> Any:
     return tower.apply({"params": params}, inputs)
-
-
-def encode_call(raw: Json, dtype: str, mesh: jax.sharding.Mesh) -> functools.partial[Any]:
-    """Bind `_encode` to the abstract arguments of its largest call (for Qwen2.5-VL, a single image per device)."""
-    from grpo_jax.hub.vision import make_tower
-
-    tower, params = make_tower(raw, dtype)
-    shapes = tower.config.inputs
-    per_device = max(1, MAX_INPUT_VALUES // sum(x.size for x in shapes.values()))
-    tiles, windows = (1, per_device) if "raster_index" in shapes else (per_device, 1)
-    inputs = {
-        name: jax.ShapeDtypeStruct((tiles * shard_count(mesh), windows * x.shape[1], *x.shape[2:]), x.dtype)
-        for name, x in shapes.items()
-    }
-    params = placed_shapes(params, tree_sharding(params, mesh))
-    return functools.partial(_encode, tower, params, placed_shapes(inputs, batch_sharding(inputs, mesh)))
 
 
 def check_text_only(rows: Mapping[str, Sequence[Row] | None], argument: str, value: object) -> None:

@@ -251,13 +251,13 @@ def test_plan_calls_the_api(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "plan_run", lambda *given, **how: calls.append((given, how)) or "a plan")
     command = ["plan", write_run(tmp_path)]
     fields = ["--per_device_train_batch_size", 4, "--num_generations", 4, "--mesh", "fsdp=2"]
-    assert run(*command, *fields, "--memory", 16, "--device", "v5e-8", "--prompt-length", 64, "--images") == "a plan\n"
+    assert run(*command, *fields, "--memory", 16, "--device", "v5e-8", "--prompt-length", 64) == "a plan\n"
     assert run("plan", "--model", tmp_path / "model") == "a plan\n"
     ((model, config), how), ((model_alone, _), _) = calls
     assert str(model) == str(model_alone) == str(tmp_path / "model")
     assert (config.mesh, config.num_generations) == ({"fsdp": 2}, 4)
     wanted = {"prompt_length": 64, "memory": 16e9, "param_dtype": "float32", "device": "v5e-8", "donate": True}
-    wanted |= {"lora": None, "quantize": None, "images": True}
+    wanted |= {"lora": None, "quantize": None}
     assert how == wanted
     with pytest.raises(SystemExit, match=r"model is missing; set it in RUN.yaml or pass --model"):
         run("plan", "--beta", 0.1)
