@@ -34,7 +34,7 @@ def _programs() -> Path:
 if "GRPO_JAX_TEST_PROGRAMS" not in os.environ:
     os.environ["GRPO_JAX_TEST_PROGRAMS"] = str(_programs())
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["GRPO_JAX_TEST_PROGRAMS"]
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # writing small programs would take longer
 
 # Tests spend far more time compiling than computing. Without LLVM's optimizer and with the older, simpler fusion
 # emitters, an update compiles in a quarter of the time. XLA's own passes (fusions, operations, bytes), whose results

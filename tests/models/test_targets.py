@@ -16,7 +16,7 @@ from grpo_jax.models.devices import Target, compile_program
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 EXPERTS = {**MODEL, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 64, "num_experts_per_tok": 4}
 EXPERTS |= {"moe_intermediate_size": 128, "head_dim": 64}
@@ -75,7 +75,7 @@ def collectives(text):
     return total
 
 
-@pytest.mark.parametrize(("device", "lengths"), [("v5e", [1024, 2048]), ("v6e", [512]), ("H100", [2048, 4096])])
+@pytest.mark.parametrize(("device", "lengths"), [("v5e", [1024, 2048]), ("H100", [2048, 4096])])
 def test_update_memory_is_linear_in_the_completion_length_because_attention_is_fused(device, lengths):
     """An update's memory doubles with twice the tokens; materialized attention scores would be four times as large.
 
@@ -108,7 +108,9 @@ def test_experts_on_a_gpu_are_kernels_over_their_own_rows():
 
 def test_float32_kernels_fit_a_gpu():
     """For float32 and heads of 128, the tiles of the attention and expert kernels fit into a GPU's shared memory."""
-    ((_, _, kernels, _),) = compiled("A100", [512], model={**EXPERTS, "head_dim": 128}, compute_dtype="float32")
+    ((_, _, kernels, _),) = compiled(
+        "A100", [512], model={**EXPERTS, "head_dim": 128, "num_hidden_layers": 1}, compute_dtype="float32"
+    )
     assert kernels["__gpu$xla.gpu.triton"] > 0
 
 

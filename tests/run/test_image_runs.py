@@ -142,19 +142,15 @@ def test_a_mesh_gives_the_same_run(policies):
     chex.assert_trees_all_close(jax.tree.map(np.asarray, other.params), state.params, atol=1e-5)
 
 
-@pytest.mark.parametrize("freeze", [True, False])
-def test_a_resumed_run_equals_an_uninterrupted_one(policies, tmp_path, freeze):
-    """A run (of adapters, whose base is unchanged, or with a trained tower) that stops between two updates on the same
-    batch is resumed. Sampler and trainer agree.
-    """
+def test_a_resumed_run_equals_an_uninterrupted_one(policies, tmp_path):
+    """A run with a trained tower is resumed between two updates on the same batch. Sampler and trainer agree."""
 
     def stop(step, line):
         if step == 1:
             raise StopRun
 
-    settings = {"max_steps": 3, "num_iterations": 2, "freeze_vision": freeze, "save_steps": 1}
-    policy = add_lora(policies("gemma3"), jax.random.key(0), rank=2) if freeze else policies("smolvlm")
-    before = jax.tree.map(np.array, getattr(policy.model, "base", None))
+    settings = {"max_steps": 3, "num_iterations": 2, "freeze_vision": False, "save_steps": 1}
+    policy = policies("smolvlm")
     whole, lines = run(policy, tmp_path / "whole", **settings)
     assert 0 <= lines[0]["sampler_gap"] < 2e-5
     run(policy, tmp_path / "cut", callbacks=[stop], **settings)
@@ -162,10 +158,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(policies, tmp_path, freeze):
         run(policy, tmp_path / "cut", dataset=rows(seed=1), **settings)
     resumed, _ = run(policy, tmp_path / "cut", **settings)
     chex.assert_trees_all_equal(resumed.params, whole.params)
-    chex.assert_trees_all_equal(getattr(policy.model, "base", None), before)
-    if freeze:
-        moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), whole.params, policy.params)
-        assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+def test_adapters_are_trained_on_images(policies):
+    """A run trains adapters and leaves their base unchanged. Sampler and trainer agree."""
+    policy = add_lora(policies("gemma3"), jax.random.key(0), rank=2)
+    before = jax.tree.map(np.array, policy.model.base)
+    state, lines = run(policy, max_steps=2)
+    assert 0 <= lines[0]["sampler_gap"] < 2e-5
+    chex.assert_trees_all_equal(policy.model.base, before)
+    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), state.params, policy.params)
+    assert max(jax.tree.leaves(moved)) > 1e-3
 
 
 def test_a_trained_tower_is_exported_and_a_frozen_one_unchanged(policies, tmp_path):

@@ -87,16 +87,13 @@ def test_invalid_meshes_and_batches_are_rejected(monkeypatch):
         make_mesh({"data": 2})
 
 
-DELTA = {"layers": 2, "mixers": ("delta", "attention"), "delta": DeltaShape(2, 4, key_dim=6, value_dim=5)}
-
-
-# The norm after a recurrent memory amplifies the rounding of tiny values; a large eps reduces this.
-@pytest.mark.parametrize("shape", [{"layers": 1}, DELTA | {"rms_norm_eps": 1e-2}], ids=["attention", "recurrent"])
-def test_packed_update_on_a_mesh_equals_one_device(shape, monkeypatch):
+def test_packed_update_on_a_mesh_equals_one_device(monkeypatch):
     """A packed update on a mesh equals one on one device; zero-advantage groups come last on each device."""
     monkeypatch.setattr(packed, "CPU_TOKENS", 64)
     b, g, t = 16, 4, 32
-    model, params = tiny_model(**shape)
+    delta = DeltaShape(2, 4, key_dim=6, value_dim=5)
+    # The norm after a recurrent memory amplifies the rounding of tiny values; a large eps reduces this.
+    model, params = tiny_model(layers=2, mixers=("delta", "attention"), delta=delta, rms_norm_eps=1e-2)
     config, optimizer, results = GRPOConfig(max_completion_length=t, max_grad_norm=0), optax.sgd(1.0), []
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 9, (b, g)), t)
     has = jnp.isin(jnp.arange(b), jnp.array([1, 2, 6, 11]))[:, None]

@@ -89,6 +89,7 @@ def test_packed_update_equals_train_step(monkeypatch, settings):
     assert_same_step(plain, packed_step)
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8}
 BIASES = {"qkv_bias": True, "qk_norm": "head", "norms": "sandwich", "tie_word_embeddings": False}
 # The norm after a recurrent memory amplifies the rounding of tiny values; a large eps reduces this.
 RECURRENT = {"delta": DELTA, "conv": ConvShape(16, bias=True), "attention_gate": True, "rms_norm_eps": 1e-2}
@@ -96,17 +97,13 @@ RECURRENT = {"delta": DELTA, "conv": ConvShape(16, bias=True), "attention_gate":
 
 @pytest.mark.parametrize("shape", [
     {"windows": (5, None), "attention_sinks": True, "attention_soft_cap": 5.0, "logit_soft_cap": 4.0},
-    {"rotary_layers": (True, False), "remat": True, **BIASES},
-    {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8, "expert_layers": (True, False)},
+    {"rotary_layers": (True, False), "expert_layers": (True, False), "remat": True, **BIASES, **EXPERTS},
     {"mixers": ("delta", "conv", "attention"), "layers": 3, **RECURRENT},
 ], ids=lambda shape: next(iter(shape)))  # fmt: skip
 def test_every_kind_of_layer_is_packed(shape):
     """The packed update equals the padded one for every kind of layer."""
     config = GRPOConfig(beta=0.1, max_completion_length=T, max_grad_norm=0)
     assert_same_step(*both(*tiny_model(**shape), batch(), config, on_policy=True))
-
-
-EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 8}
 
 
 def test_experts_are_balanced_over_completion_tokens(monkeypatch):
