@@ -22,6 +22,7 @@ from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig, config_class
 from grpo_jax.hub.families import read_config
 from grpo_jax.hub.huggingface import ModelName, read_model
 from grpo_jax.hub.quantize import without_quantization
+from grpo_jax.hub.vision import ARCHITECTURES
 from grpo_jax.hub.weights import Loading
 from grpo_jax.models.devices import ENVIRONMENT, ProgramCost, Target, compile_program, compute_dtype, memory_of
 from grpo_jax.models.lora import LoraModel
@@ -271,8 +272,9 @@ class AbstractRun:
             cost = compile_program(lowered, self._params_size())
             costs[phase] = cost._replace(peak=sum(held.values()) + self.added(phase, cost))
         notes = ["the teacher's params and forward passes"] if config.distillation_coef else []
-        notes += ["a vision tower and images"] if "vision_config" in self.run.policy.config else []
-        note, recomputes = f"not included: {', '.join(notes)}" if notes else "", bool(config.gradient_checkpointing)
+        if ARCHITECTURES.keys() & set(self.run.policy.config.get("architectures") or ()):
+            notes.append("if prompts have images, the vision tower and their features")
+        note, recomputes = f"not included: {'; '.join(notes)}" if notes else "", bool(config.gradient_checkpointing)
         return Plan(device, mesh.size if mesh else 1, self.memory, held, costs, recomputes, note)
 
     def held(self, *, donate: bool) -> dict[str, int]:

@@ -5,6 +5,7 @@ import subprocess
 
 import jax
 import pytest
+from tiny_vision import vision_config
 
 from grpo_jax import GRPOConfig, SFTConfig, plan
 from grpo_jax.hub.weights import Loading
@@ -131,10 +132,11 @@ def test_separate_process_returns_the_same_plan(monkeypatch):
     monkeypatch.setattr(Target, "devices", lambda self: jax.devices()[:1])
     answered = lambda *_, input, **__: subprocess.CompletedProcess([], 0, "a log\n" + answer(input), "")
     monkeypatch.setattr(subprocess, "run", answered)
-    config, model = config_of(distillation_coef=0.5), {**MODEL, "vision_config": {}}
+    config, model = config_of(distillation_coef=0.5), vision_config("gemma3")
     found = plan(model, config, prompt_length=8, device="H100", donate=True)
     assert (found.device, found.memory) == ("H100", 80e9)
-    assert found.note == "not included: the teacher's params and forward passes, a vision tower and images"
+    notes = "the teacher's params and forward passes; if prompts have images, the vision tower and their features"
+    assert str(found).startswith(f"not included: {notes}\n")
     here = plan(model, config, prompt_length=8, memory=80e9, donate=True)
     timeless = lambda plan: {phase: cost._replace(seconds=0.0) for phase, cost in plan.programs.items()}
     assert timeless(found) == timeless(here)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig
@@ -133,7 +134,7 @@ def encode_datasets(
     rows: Mapping[str, Sequence[Row] | None],
     encode: Callable[[Sequence[Row], str], Encoded],
     errors: ErrorList,
-) -> tuple[Policy, _Config, jax.sharding.Mesh | None, dict[str, Encoded]]:
+) -> tuple[Policy, _Config, Mesh | None, dict[str, Encoded]]:
     """Tokenize the datasets, choose the run's devices, and add the vision tower to the params if it is trainable.
 
     `rows` and the encoded datasets are keyed by argument name. In the returned config and model, the mesh and the
@@ -150,11 +151,7 @@ def encode_datasets(
 
 
 def place_run(
-    policy: Policy,
-    encoded: Mapping[str, Encoded],
-    config: GRPOOrSFTConfig,
-    mesh: jax.sharding.Mesh | None,
-    ends: TurnEnds,
+    policy: Policy, encoded: Mapping[str, Encoded], config: GRPOOrSFTConfig, mesh: Mesh | None, ends: TurnEnds
 ) -> tuple[Policy, dict[str, Encoded]]:
     """Place the policy on the run's devices and add the image encoder to the datasets. Warns of unusual tokens."""
     for name, part in encoded.items():
@@ -169,7 +166,7 @@ def derive_run(
     config: GRPOConfig,
     data: EncodedPrompts,
     *,
-    mesh: jax.sharding.Mesh | None,
+    mesh: Mesh | None,
     prompt_length: int | None = None,
     optimizer: optax.GradientTransformation | None = None,
     surrogate: Surrogate | None = None,

@@ -38,8 +38,8 @@ class DryRun:
 
     Attributes:
       sizes: description of the run's sizes.
-      memory: bytes per device, by part: the training state, the caller's policy, and each program (its arguments,
-        results and temporaries).
+      memory: bytes per device, by part: the training state, the caller's policy, the frozen vision tower, and each
+        program (its arguments, results and temporaries).
       seconds: duration of each phase, including compilation.
       suspicious: likely problems, one sentence each.
       rows: the sampled group, in the format of `completions.jsonl`.
@@ -125,6 +125,7 @@ def rehearse(
     persistent = {
         "training state": device_bytes(updated_state),
         "policy": device_bytes((as_jit_argument(policy.model), () if donate else policy.params)),
+        "vision tower": device_bytes(getattr(run.data.image_encoder, "params", None)),
     }
     with phase("memory analysis"):
         programs = _programs(run, updated_state)

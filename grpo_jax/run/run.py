@@ -64,11 +64,11 @@ class BaseRun:
     @property
     def eval_datasets(self) -> tuple[EncodedPrompts, ...]:
         """The encoded evaluation datasets."""
-        return ()
+        raise NotImplementedError
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a sampled completion."""
+        """Ids of the tokens that end a sampled completion; empty for `sft`, which samples none."""
         return ()
 
     @property

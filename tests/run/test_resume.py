@@ -17,13 +17,15 @@ import optax
 import pytest
 from tiny import tiny_policy
 
-from grpo_jax import GRPOConfig, train
+from grpo_jax import GRPOConfig, SFTConfig, train
 from grpo_jax.models.config import TransformerConfig
 from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import RewardError
 from grpo_jax.run import collect
+from grpo_jax.run.prepare import prepare
 from grpo_jax.run.resume import differences, run_identity
+from grpo_jax.run.sft import prepare_sft
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.update.packed import PackedUpdater
 from grpo_jax.update.state import create_state
@@ -193,6 +195,17 @@ def shaped(**changes):
 
 def lora(scale, weight=1.0):
     return LoraModel({"w": np.full((2, 2), weight, np.float32)}, shaped(), scale=scale)
+
+
+@pytest.mark.quick
+def test_runs_describe_what_is_compared():
+    """Evaluation data is compared for both kinds of run, and EOS tokens only if a run samples."""
+    rows, config = [{"prompt": "ab", "completion": "c"}], GRPOConfig(max_completion_length=4)
+    grpo = prepare(tiny_policy(), ROWS, vowels, config, eval_dataset=ROWS[:2])
+    of_sft = prepare_sft(tiny_policy(), rows, SFTConfig(), eval_dataset={"x": rows, "y": rows})
+    assert [len(data.rows) for data in grpo.eval_datasets] == [2]
+    assert [len(data.rows) for data in of_sft.eval_datasets] == [1, 1]
+    assert (grpo.eos_token_ids, of_sft.eos_token_ids) == (tiny_policy().eos_token_ids, ())
 
 
 HARMLESS = """eval_steps per_device_eval_batch_size num_generations_eval temperature_eval logging_steps log_completions

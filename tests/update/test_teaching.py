@@ -95,8 +95,7 @@ def test_update_follows_the_gradient_of_the_full_divergence(layout, kind):
     if layout == "packed" or "teacher" in layout:
         updater = choose_updater(STUDENT, config, micro_shape=micro_shape, optimizer=SGD, teacher=teacher)
     else:
-        student = as_jit_argument(Bare(STUDENT) if "student" in layout else STUDENT)
-        updater = Updater(student, config, micro_shape, SGD, teacher=teacher)
+        updater = Updater(as_jit_argument(Bare(STUDENT)), config, micro_shape, SGD, teacher=teacher)
     assert isinstance(updater, PackedUpdater if layout == "packed" else Updater)
     grads, sums = updater.gradients(create_state(PARAMS, SGD, jax.random.key(0)), batch())
     loss, gradient = expected(kind)
