@@ -318,6 +318,6 @@ def _derive_run(policy: Policy, config: GRPOConfig, mesh: jax.sharding.Mesh, pro
 
 def _derive_sft(policy: Policy, config: SFTConfig, mesh: jax.sharding.Mesh) -> BaseRun:
     if config.max_length is None:
-        raise ValueError("config.max_length = None: a plan needs a length; use the longest example's number of tokens.")
+        raise ValueError("config.max_length = None: set it to the number of tokens in the longest example.")
     examples = Examples(rows=[{}], token_ids=[[0, 0]], dropped=[], masks=[[False, True]], blocks=[[0]])
     return derive_sft(policy, config, examples, mesh=mesh, longest=config.max_length)

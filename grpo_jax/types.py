@@ -200,7 +200,7 @@ def is_builtin(model: Model) -> TypeGuard[BuiltinModel]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Opaque:
-    """A wrapper that turns a model without arrays into a static pytree, which `jit` compares by hash and equality."""
+    """A static pytree that wraps a model that is not a pytree. `jit` compares it by hash and equality."""
 
     model: Any
 
@@ -312,7 +312,7 @@ Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 class Suite:
     """Tasks from an external package. `rows` is the dataset for `train`: a dict with a `prompt` for each task.
 
-    `reward_weights` is a config field; the others are arguments of `train`. Environments may replace `reward_fns`.
+    `reward_weights` is a config field; the others are arguments of `train`. Environments may also return rewards.
     """
 
     rows: list[Row]

@@ -196,7 +196,7 @@ def load_policy(run: RunFile) -> Policy:
         raise ValueError("model is missing; set it in RUN.yaml or pass --model")
     model = run.model if isinstance(run.model, Policy) else _named_model(run.model, run.folder)
     if isinstance(model, Policy) and run.quantize is not None:
-        raise ValueError(f"quantize = {run.quantize!r}: {run.model} returns a Policy; quantize it in that function")
+        raise ValueError(f"quantize = {run.quantize!r}: the model is already a Policy; quantize it where it is loaded")
     policy = model if isinstance(model, Policy) else _load(str(model), run, run.quantize)
     if run.lora is not None:
         policy = add_lora(policy, jax.random.key(run.config.seed), **run.lora)

@@ -68,8 +68,8 @@ class Migration:
 def from_trl(values: Json) -> Migration:
     """Convert the fields of TRL's `GRPOConfig`, as passed to its constructor or returned by its `to_dict()`.
 
-    Fields that both configs have are copied. Other values that differ from TRL's default get a note. Raises ValueError
-    for names that neither TRL's `GRPOConfig` nor `grpo_jax.GRPOConfig` has as fields. The message lists all of them.
+    Fields that both configs have are copied. Others are translated, or listed in the notes if they differ from TRL's
+    default. Raises ValueError for all names that are fields of neither TRL's `GRPOConfig` nor `grpo_jax.GRPOConfig`.
 
     Example:
       >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})

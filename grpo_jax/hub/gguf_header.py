@@ -79,7 +79,7 @@ def read_header(header: Header) -> tuple[Architecture, Json]:
     head_dim = header.get("attention.key_length") or header["embedding_length"] // header["attention.head_count"]
     config: Json = {
         "architectures": [architecture.family],
-        "vocab_size": shapes["token_embd.weight"][0],  # may exceed the size of the tokenizer
+        "vocab_size": shapes["token_embd.weight"][0],  # may exceed the size of the tokenizer's vocabulary
         "hidden_size": header["embedding_length"],
         "intermediate_size": header["feed_forward_length"],
         "num_hidden_layers": header["block_count"],

@@ -208,7 +208,7 @@ class _Idefics3(ImageProcessor):
 
 
 class _Qwen2VL(ImageProcessor):
-    """Images approximately keep their aspect ratios. Each group of `merge_size`² patches becomes one token."""
+    """Roughly keeps the aspect ratio of an image, and merges each group of `merge_size`² patches into one token."""
 
     def num_tokens(self, height: int, width: int) -> int:
         return math.prod(self.grid(height, width))

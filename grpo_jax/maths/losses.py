@@ -85,7 +85,7 @@ def grpo_loss_terms(
     Args:
       settings: replaces the arguments of `grpo_loss` that are fields of `LossSettings`. The other arguments, if not
         listed here, are the same as in `grpo_loss`.
-      num_rows: number of rows in the minibatch. If None, the rows in this call are counted.
+      num_rows: number of rows (completions) in the minibatch. If None, the rows in this call are counted.
       num_tokens: number of tokens with mask 1 in the minibatch. If None, the tokens in this call are counted.
       num_selected_tokens: number of selected tokens in the minibatch. If None, those in this call are counted.
       selected: [..., T] bool or 0/1, this part's slice of the minibatch's `top_entropy_mask`. If None, the mask is

@@ -233,7 +233,7 @@ def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Cost model for a decode step, in bytes transferred, for completions with the layout [groups, width]:
+    """Cost, in bytes transferred, of a decode step for [groups, width] completions:
 
     cost = weights + groups · (prompt + width · (own + state + products))
     """
@@ -241,7 +241,7 @@ class StepCost:
     weights: float  # weights of all matrix products, read once per step
     prompt: float  # keys and values of one prompt, read once per group
     own: float  # keys and values of one completion, without its prompt
-    products: float = 0.0  # compute time for one completion's matrix products, in equivalent bytes; 0 ignores it
+    products: float = 0.0  # time of one completion's matrix products, as equivalent bytes; 0 to ignore it
     state: float = 0.0  # recurrent states of one completion, read and written
 
     @classmethod

@@ -31,7 +31,7 @@ class Scores(NamedTuple):
     log_probs: jax.Array
     entropies: jax.Array  # entropies of the sampling distributions, in nats
     router_loss: jax.Array | None = None  # scalar, from `experts.router_loss`
-    logit_values: jax.Array | None = None  # [..., T], result of a `FnOfLogits`
+    fn_of_logits_values: jax.Array | None = None  # [..., T], result of a `FnOfLogits`
 
 
 Arrays = tuple[jax.Array, ...]
@@ -119,7 +119,7 @@ def _score_logits(
         log_probs = log_probs_of(logits, tokens)
         entropies = jnp.zeros_like(log_probs)
     values = None if fn_of_logits is None else fn_of_logits.function(logits, *arrays)
-    return Scores(log_probs, entropies, logit_values=values)
+    return Scores(log_probs, entropies, fn_of_logits_values=values)
 
 
 def score_completions(
@@ -236,7 +236,7 @@ class PromptStates(NamedTuple):
 def prefill_prompts(
     model: BuiltinModel, params: Params, prompts: Prompts, *, rngs: dict[str, jax.Array] | None = None
 ) -> PromptStates:
-    """Compute the states of prompts, to pass to all `score_packed` calls for these prompts' completions."""
+    """Compute the states of prompts, which all `score_packed` calls for these prompts' completions reuse."""
     last, prefix = model.apply({"params": params}, prompts, method="prefill", rngs=rngs)
     return PromptStates(last, prefix.layers)
 

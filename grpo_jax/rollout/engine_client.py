@@ -52,7 +52,7 @@ class Client:
     """An HTTP client for JSON. `engines.vllm` documents the arguments."""
 
     def __init__(self, base_url: str, *, timeout: float = 600.0, patience: float = 300.0, api_key_env: str = ""):
-        url = urllib.parse.urlsplit(base_url := str(base_url))  # a RUN.yaml may contain a number or null
+        url = urllib.parse.urlsplit(base_url := str(base_url))  # may be a number or None in a RUN.yaml
         if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or url.query:
             address = base_url.rpartition("@")[2].partition("?")[0]  # credentials must not be printed
             raise ValueError(

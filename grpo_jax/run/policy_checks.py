@@ -97,7 +97,7 @@ def check_context_length(policy: Policy, longest_prompt: int, max_completion_len
 
 
 def run_problems(policy: Policy, config: GRPOOrSFTConfig, *, has_eval_data: bool) -> list[str]:
-    """Return an error message for each setting that does not fit the run's data or model, in GRPO and SFT."""
+    """Return an error message for each GRPO or SFT setting that does not fit the run's data or model."""
     shape, problems = shape_of(policy), list[str]()
     by_evaluation = (config.metric_for_best_model or "").startswith("eval/")
     if not has_eval_data and (config.eval_steps is not None or by_evaluation):

@@ -139,7 +139,7 @@ def fingerprint(tree: Params) -> str:
 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
-    """Return a line per difference that prevents resuming from `step`. Settings in only one description are ignored."""
+    """Return a line per difference that prevents resuming from `step`. Settings in only one dict are ignored."""
     current_class, saved_class = (config_class(identity["config"]).__name__ for identity in (current, saved))
     if current_class != saved_class:
         return [f"config: {current_class}, but the run has {saved_class}"]

@@ -97,7 +97,7 @@ class Run(BaseRun):
     eval_data: EncodedPrompts | None = None
 
     @property
-    def samples_in_background(self) -> bool:
+    def samples_during_updates(self) -> bool:
         """Whether an engine samples during updates. False with several processes, whose collectives could deadlock."""
         takes_params = callable(getattr(self.sampler, "set_params", None))
         return self.config.rollout_ahead and takes_params and jax.process_count() == 1
@@ -105,7 +105,7 @@ class Run(BaseRun):
     @property
     def keeps_old_params(self) -> bool:
         """True with several updates per iteration, or if an engine samples during updates."""
-        return self.sizes.updates_per_iteration > 1 or self.samples_in_background
+        return self.sizes.updates_per_iteration > 1 or self.samples_during_updates
 
     @property
     def eval_datasets(self) -> tuple[EncodedPrompts, ...]:

@@ -170,7 +170,7 @@ def rollout_source(
     cursor = progress.cursor
     if not run.config.rollout_ahead:
         return RolloutSource(run, cursor=cursor, check_interrupt=check_interrupt)
-    kind = EngineRollouts if run.samples_in_background else PrefetchedRollouts
+    kind = EngineRollouts if run.samples_during_updates else PrefetchedRollouts
     source = kind(run, cursor=cursor, check_interrupt=check_interrupt)
     if prefetched_completions is not None:
         source.set_prefetched(_restored(run, cursor, prefetched_completions, prefetched_metadata))

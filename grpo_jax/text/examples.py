@@ -226,9 +226,9 @@ class _Encoder:
             end = len(example.ids) - example.ids[::-1].index(self.processor.image_token_id)
             if any(example.mask[:end]):
                 raise ValueError(
-                    f"{where}: token {example.mask.index(True)} is included in the loss, but the last image ends at"
-                    f" token {end - 1}; use 'prompt' and 'completion' with completion_only_loss=None or True, or"
-                    " messages with assistant_only_loss=True. If later turns have images, use one row per turn"
+                    f"{where}: the loss must start after the last image (token {end - 1}), but it starts at token"
+                    f" {example.mask.index(True)}; use 'prompt' and 'completion' with completion_only_loss=None or"
+                    " True, or messages with assistant_only_loss=True. If later turns have images, use one row per turn"
                 )
         return example
 
@@ -309,7 +309,7 @@ class _Encoder:
     def assistant_mask(
         self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str
     ) -> list[bool]:
-        """Return a mask of assistant tokens, from the end of each generation prompt to the last EOS of the message."""
+        """Return a mask, True for assistant tokens: from each generation prompt's end to the message's last EOS."""
         mask = [False] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant":

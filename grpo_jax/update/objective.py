@@ -107,11 +107,11 @@ def compute_loss(
     chex.assert_equal_shape([scores.log_probs, scores.entropies, batch.mask, batch.sampling_log_probs])
     chex.assert_shape(batch.advantages, scores.log_probs.shape[: batch.advantages.ndim])
     if isinstance(config, SFTConfig):
-        assert scores.logit_values is not None, "SFT requires scores with logit_values"
+        assert scores.fn_of_logits_values is not None, "SFT requires scores with fn_of_logits_values"
         loss, metrics = likelihood_loss_terms(
             scores.log_probs,
             scores.entropies,
-            scores.logit_values,
+            scores.fn_of_logits_values,
             batch.mask,
             loss_type=config.loss_type,
             num_tokens=totals["num_tokens"],
@@ -172,7 +172,7 @@ def _grpo_terms(
         ).sum()
     if batch.ref_log_probs is None:  # omit the KL metrics instead of reporting 0
         metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
-    divergences = scores.logit_values
+    divergences = scores.fn_of_logits_values
     if batch.teacher_log_probs is not None:
         divergences = sampled_divergence(log_probs, old_log_probs, batch.teacher_log_probs, batch.mask)
         weights, _ = weights_and_log_sums(importance_weights, log_probs, batch.mask)

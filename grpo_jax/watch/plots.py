@@ -137,7 +137,7 @@ def find_panels(lines: Sequence[Line]) -> list[Panel]:
 
 
 def reward_colors(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict that maps labels of training and held-out rewards to keys of `COLORS`, given metric names."""
+    """Return a dict from the labels of training and held-out rewards among metric `names` to keys of `COLORS`."""
     names = list(names)
     functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
     scores = [score for score in held_out_scores(names).values() if score != "reward"]

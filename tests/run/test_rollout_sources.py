@@ -53,10 +53,10 @@ def test_background_sampling_needs_a_single_process(monkeypatch):
     """Background sampling needs a single process: several would need one order for their threads' collectives."""
     config = GRPOConfig(**SMALL | {"rollout_ahead": True})
     found = prepare(POLICY, ROWS, rewards, config, sampler=vllm("http://127.0.0.1:1"))
-    assert found.samples_in_background
-    assert not dataclasses.replace(found, sampler=waited_for(found.sampler)).samples_in_background
+    assert found.samples_during_updates
+    assert not dataclasses.replace(found, sampler=waited_for(found.sampler)).samples_during_updates
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert not found.samples_in_background
+    assert not found.samples_during_updates
 
 
 def test_prefetched_completions_are_exactly_one_version_old():

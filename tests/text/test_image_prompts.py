@@ -308,7 +308,7 @@ def test_examples_learn_only_after_their_images(load):
     assert ids[: len(prompt.token_ids[0])] == prompt.token_ids[0]
     later = {"messages": [*user("Hi"), *answer, *user(PART, text("?")), *answer], "image": image}
     for row, fields in ((chat, {}), (pair, {"completion_only_loss": False}), (later, {"assistant_only_loss": True})):
-        with pytest.raises(ValueError, match=r"dataset row 0: token \d+ is included in the loss, but the last image"):
+        with pytest.raises(ValueError, match=r"row 0: the loss must start after the last image \(token \d+\), but"):
             encode(row, **fields)
     with pytest.raises(ValueError, match="row 0 has images together with 'input_ids'"):
         load_examples([{"input_ids": [1, 2], "image": image}])
