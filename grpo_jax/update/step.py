@@ -143,8 +143,7 @@ def train_step(
     Example:
       One step makes token 2 more likely after token 1 in a bigram model with nine params:
 
-      >>> from grpo_jax.update.state import create_state
-      >>> from grpo_jax.types import as_jit_argument
+      >>> from grpo_jax import GRPOConfig, as_jit_argument, create_state
       >>> class Pairs:
       ...     def apply(self, variables, tokens):
       ...         return variables["params"]["logits"][tokens]
