@@ -23,7 +23,7 @@ from grpo_jax.models.lora import LoraModel
 from grpo_jax.models.sharding import fetch
 from grpo_jax.models.transformer import Transformer
 from grpo_jax.rewards.contract import function_name, reward_names
-from grpo_jax.run.run import BaseRun
+from grpo_jax.run.run import BaseRun, Run, SFTRun
 from grpo_jax.text.images import image_bytes
 from grpo_jax.text.prompts import EncodedPrompts
 from grpo_jax.types import Json, Model, Params, as_jit_argument
@@ -52,7 +52,7 @@ def with_saved_gradient_checkpointing(config: GRPOConfig, run_dir: str | Path | 
 # The description of a run ---------------------------------------------------------------------------------------------
 
 
-def run_identity(run: BaseRun, state: TrainState) -> dict[str, Any]:
+def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
     """Return the description of a run that is compared on resume, as a JSON object. Functions are listed by name."""
     config, sizes, custom_optimizer = run.config, run.config.sizes(), run.schedule is None
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"

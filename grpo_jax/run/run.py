@@ -62,16 +62,6 @@ class BaseRun:
         return False
 
     @property
-    def eval_datasets(self) -> tuple[EncodedPrompts, ...]:
-        """The encoded evaluation datasets."""
-        raise NotImplementedError
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a sampled completion; empty for `sft`, which samples none."""
-        return ()
-
-    @property
     def batch_shape(self) -> tuple[int, int]:
         """Shape (B, G) of an update's batch."""
         return self.sizes.prompts_per_update, self.config.num_generations
@@ -109,10 +99,12 @@ class Run(BaseRun):
 
     @property
     def eval_datasets(self) -> tuple[EncodedPrompts, ...]:
+        """The encoded evaluation datasets, which are compared on resume."""
         return () if self.eval_data is None else (self.eval_data,)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a sampled completion, which are compared on resume."""
         return self.policy.eos_token_ids
 
     def row_indices(self, cursor: int, count: int) -> list[int]:
@@ -161,7 +153,13 @@ class SFTRun(BaseRun):
 
     @property
     def eval_datasets(self) -> tuple[EncodedPrompts, ...]:
+        """The encoded evaluation datasets, which are compared on resume."""
         return tuple(self.eval_data.values())
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Empty, since SFT does not sample."""
+        return ()
 
     @property
     def batch_shape(self) -> tuple[int, int]:
