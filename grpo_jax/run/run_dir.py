@@ -24,6 +24,8 @@ if sys.platform != "win32":
 
 POLICY = "policy"
 """Subdirectory of a run directory with the policy's config.json, generation_config.json and tokenizer."""
+NETWORK_DELAY = 10
+"""Seconds after which a file that one process has created must exist for all others, on a network file system too."""
 
 
 def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
@@ -71,8 +73,8 @@ def check_processes_share_run_dir(run_dir: str | os.PathLike[str] | None) -> Non
 
 
 def _all_exist(paths: Sequence[Path]) -> bool:
-    """Return whether all files exist. Waits up to 10 seconds, since a network file system may delay them."""
-    deadline = time.monotonic() + 10
+    """Return whether all files exist, after waiting for them if needed."""
+    deadline = time.monotonic() + NETWORK_DELAY
     while not (all_exist := all(path.exists() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return all_exist

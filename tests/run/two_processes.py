@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from grpo_jax.models.sharding import fetch, gather_objects
 from grpo_jax.rollout.ends import BY_EOS
 from grpo_jax.run import distributed
+from grpo_jax.run import run_dir as run_directories
 from grpo_jax.run.sampler import generate_with_engine
 from grpo_jax.watch import monitor
 
@@ -99,6 +100,7 @@ def drawn_by_an_engine():
 def main():
     # As in the single-process tests, draw no reports, which would take seconds.
     monitor.Monitor.write_report = lambda self, **_: None
+    run_directories.NETWORK_DELAY = 1  # the directories are local
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("fault", choices=["raise", "kill"])
