@@ -1,7 +1,7 @@
 """GRPO (Group Relative Policy Optimization) as pure functions in JAX and Flax.
 
 Public names are imported from their modules on first use, so `import grpo_jax` does not import jax and the command line
-starts quickly. The functions that need transformers, orbax or matplotlib import them.
+starts quickly. Functions that need transformers, orbax or matplotlib import them when called.
 """
 
 import importlib.metadata
@@ -80,7 +80,7 @@ _NAMES_OF = {
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names.split()}
 
 
-# `config` uses the TRL field table from `compat` in error messages but must not import it, so it is registered here.
+# Register the TRL field table for error messages from `config`, which must not import `compat`.
 foreign_names.append(lambda: importlib.import_module("grpo_jax.compat.trl_fields").HINTS)
 
 if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept any name

@@ -48,7 +48,7 @@ def vllm(
         for float32 models and 0.05 for others. With `--dtype bfloat16`, the difference is about 0.01.
       timeout: timeout in seconds for one complete response, such as a completion.
       patience: seconds for which to retry requests to a busy server, and to wait for an unavailable server.
-      api_key_env: name of the environment variable that contains the server's API key. The key is not stored elsewhere.
+      api_key_env: name of the environment variable that contains the server's API key. The key itself is not stored.
 
     Returns:
       An `Engine`, which implements `run.sampler.Sampler`.

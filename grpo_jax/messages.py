@@ -81,7 +81,7 @@ class ErrorList(list[Exception]):
             return None
 
     def raise_together(self, problems: Sequence[str] = ()) -> None:
-        """Raise a single error unchanged, or combine all errors and `problems` into one ValueError."""
+        """Raise a ValueError with all errors and `problems`, or a lone error unchanged. Does nothing without errors."""
         if len(self) == 1 and not problems:
             raise self[0]
         raise_all("this run", [*(line for error in self for line in problems_of(error)), *problems])

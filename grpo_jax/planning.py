@@ -50,13 +50,13 @@ class Plan:
       device: device kind.
       devices: number of devices in the mesh.
       memory: memory of one device in bytes, or None if unknown.
-      held: bytes per device that are in use during the whole run, keyed by part: "base" (the adapters' frozen
+      held: number of bytes per device in use during the whole run, keyed by part: "base" (the adapters' frozen
         base model), "params", "master params", "optimizer", "reference", "old params", "initial params" and "policy"
         (the caller's params, unless donated).
       programs: cost of each phase's largest program: "rollout" (one decoding call), "reference", and "update" (one
         packed sequence).
       recomputes: whether the backward pass recomputes activations (`gradient_checkpointing`).
-      note: memory that the plan does not include, or an empty string.
+      note: text that lists what the plan does not include, or an empty string.
     """
 
     device: str
@@ -273,12 +273,12 @@ class AbstractRun:
             costs[phase] = cost._replace(peak=sum(held.values()) + self.added(phase, cost))
         notes = ["the teacher's params and forward passes"] if config.distillation_coef else []
         if ARCHITECTURES.keys() & set(self.run.policy.config.get("architectures") or ()):
-            notes.append("if prompts have images, the vision tower and their features")
+            notes.append("for prompts with images, the vision tower and the image features")
         note, recomputes = f"not included: {'; '.join(notes)}" if notes else "", bool(config.gradient_checkpointing)
         return Plan(device, mesh.size if mesh else 1, self.memory, held, costs, recomputes, note)
 
     def held(self, *, donate: bool) -> dict[str, int]:
-        """Return the bytes per device that are in use during the whole run, keyed by part."""
+        """Return the number of bytes per device in use during the whole run, keyed by part."""
         state = self.state
         parts = {
             "base": getattr(self.run.policy.model, "base", None),
@@ -293,11 +293,11 @@ class AbstractRun:
         return {name: size for name, tree in parts.items() if (size := device_bytes(tree))}
 
     def _params_size(self) -> int:
-        """Return the bytes per device of the params and the adapters' frozen base model."""
+        """Return the number of bytes per device used by the params and the adapters' frozen base model."""
         return device_bytes((as_jit_argument(self.run.policy.model), self.state.params))
 
     def added(self, phase: str, cost: ProgramCost) -> int:
-        """Return the bytes per device that a phase needs in addition to `held`."""
+        """Return the number of bytes per device that a phase needs in addition to `held`."""
         if phase == "reference":
             return cost.temporaries
         if phase == "update":

@@ -43,7 +43,7 @@ class Policy:
       files: tokenizer files as bytes, keyed by name; saved unchanged unless `tokenizer` was replaced or modified.
       extra_tensors: checkpoint tensors that are not part of the language model, such as a vision tower, keyed by
         name. They are memory-mapped and saved unchanged.
-      stacked_experts: whether the checkpoint stacks a layer's expert weights of each kind in one tensor.
+      stacked_experts: whether the checkpoint stores each projection for all experts in a layer as one tensor.
       loaded_tokenizer: result of `hub.policy.state_of` at load time, used to detect changes, or None without `files`.
     """
 

@@ -48,11 +48,11 @@ Messages = list[Message]
 
 
 class ImageTiles(flax.struct.PyTreeNode):
-    """Inputs to a vision tower for the images in a batch of prompts, which have up to `num_tiles` tiles each.
+    """Inputs to a vision tower for the images in a batch of prompts, with up to `num_tiles` tiles per prompt.
 
     Attributes:
       inputs: dict of arrays [B, num_tiles, ...]; unused tiles are zeros.
-      feature_index: [B, N] int32, indices of N image tokens' features in the flattened features of the prompt's tiles.
+      feature_index: [B, N] int32, index of each image token's feature in the flattened features of the prompt's tiles.
     """
 
     inputs: dict[str, jax.Array]
@@ -63,8 +63,8 @@ class PromptImages(flax.struct.PyTreeNode):
     """The images in a batch of prompts. Their features replace the embeddings of image tokens.
 
     Attributes:
-      features: [B, N, D] float outputs of the vision tower, in prompt order, for up to N image tokens per prompt; or
-        `ImageTiles` if the tower is trained, from which the model computes the features.
+      features: [B, N, D] float outputs of the vision tower, in prompt order, for up to N image tokens per prompt; or,
+        if the tower is trained, the `ImageTiles` from which the model computes the features.
       feature_index: [B, P] int32, the index of the feature that replaces a token's embedding; −1 for text and padding.
       positions: [B, 3, P] int32 positions in time, height and width (Qwen2.5-VL). The completion's tokens continue at
         `Prompts.lengths` in all three dimensions. None means that a token's position is its index.
@@ -143,14 +143,14 @@ class Batch(flax.struct.PyTreeNode):
       advantages: [B, G] float32, or [B, G, T] for per-token advantages.
       sampling_log_probs: [B, G, T] float32 `Completions.log_probs`, computed during sampling (`rollout.draw`). The
         ratio uses them as old log-probs unless `old_log_probs` is given. If `GRPOConfig.on_policy` (a single update,
-        with samples from the current policy), neither is used and the ratio is 1, with the gradient of the log-probs.
+        with samples from the current policy), the ratio uses neither: it is 1, and has the gradient of the log-probs.
       ref_log_probs: [B, G, T] float32 log-probs under the reference policy, computed by `run.collect` before the first
         update (`Updater.log_probs`), or None if beta is 0.
       initial_log_probs: [B, G, T] float32 log-probs under the initial policy. None unless the reference is synced.
       counted: [B] bool; False for padding groups, whose mask is also False. If None, there are no padding groups.
       old_log_probs: [B, G, T] float32 log-probs under the sampling policy if an engine samples, otherwise None.
       teacher_log_probs: [B, G, T] float32 teacher log-probs for the sampled tokens, or None if not used.
-      teacher_top_ids: [B, G, T, k] int32 tokens that the teacher scored, or None if not used.
+      teacher_top_ids: [B, G, T, k] int32 ids of the tokens that the teacher scored, or None if not used.
       teacher_top_log_probs: [B, G, T, k] float32 teacher log-probs for `teacher_top_ids`, in nats.
     """
 
@@ -193,7 +193,7 @@ class BuiltinModel(Model, Protocol):
 
 
 def is_builtin(model: Model) -> TypeGuard[BuiltinModel]:
-    """Return whether a model is a `BuiltinModel`, possibly as a `LoraModel` or a result of `as_jit_argument`."""
+    """Return whether a model is a `BuiltinModel`, possibly wrapped by `LoraModel` or `as_jit_argument`."""
     return hasattr(model, "prefill")
 
 
@@ -312,7 +312,7 @@ Environments = EnvironmentFactory | Mapping[str, EnvironmentFactory]
 class Suite:
     """Tasks from an external package. `rows` is the dataset for `train`: a dict with a `prompt` for each task.
 
-    `reward_weights` is a config field; the others are arguments of `train`. Environments may also return rewards.
+    `reward_weights` is a config field; the other fields are arguments to `train`. Environments may also return rewards.
     """
 
     rows: list[Row]
@@ -343,8 +343,8 @@ AdvantageFn = Callable[..., jax.Array]
 | `key` | typed PRNG key for the iteration, the same in a resumed run |
 | `config` | the `GRPOConfig` (not an array) |
 
-It returns [B, G] or [B, G, T] floats, which are treated as constants in the gradient and set to 0 where `mask` is
-False. Completions that were not scored should have an advantage of 0.
+It returns [B, G] or [B, G, T] floats, which are constants in the gradient. They are set to 0 in padding groups and, if
+[B, G, T], where `mask` is False. Completions that were not scored should have an advantage of 0.
 """
 
 
@@ -356,13 +356,13 @@ class Environment(Protocol):
     """
 
     def reset(self, **row: Any) -> str | None:
-        """Start from a copy of the dataset row. Return text to append to the prompt, the same for the whole group."""
+        """Start from a copy of the row. Return text to append to the prompt; it must be the same for a whole group."""
         ...
 
     def respond(self, text: str) -> str | tuple[str | None, float] | None:
         """Return the observation that follows a turn without tool calls, or None to end the completion.
 
-        Return `(text, reward)` to also reward the turn. This requires `get_reward`, which rewards the last turn too.
+        Return `(text, reward)` to reward the turn. This requires a `get_reward`; its number is added to the last turn.
         """
         ...
 

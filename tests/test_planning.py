@@ -135,7 +135,7 @@ def test_separate_process_returns_the_same_plan(monkeypatch):
     config, model = config_of(distillation_coef=0.5), vision_config("gemma3")
     found = plan(model, config, prompt_length=8, device="H100", donate=True)
     assert (found.device, found.memory) == ("H100", 80e9)
-    notes = "the teacher's params and forward passes; if prompts have images, the vision tower and their features"
+    notes = "the teacher's params and forward passes; for prompts with images, the vision tower and the image features"
     assert str(found).startswith(f"not included: {notes}\n")
     here = plan(model, config, prompt_length=8, memory=80e9, donate=True)
     timeless = lambda plan: {phase: cost._replace(seconds=0.0) for phase, cost in plan.programs.items()}

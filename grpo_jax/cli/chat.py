@@ -67,8 +67,8 @@ def attach_images(lines: Iterable[str]) -> Iterator[tuple[str, list[Json]]]:
 def run_chat(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo: bool = False) -> None:
     """Complete the prompts one by one, printing each completion as it is sampled at `config.eval_temperature`.
 
-    With a chat template, the prompts form a conversation, and an empty prompt starts a new one. Otherwise, they are
-    separate. `/image PATH` adds an image to the next prompt, which must contain the image token without a template.
+    `/image PATH` adds an image to the next prompt. With a chat template, the prompts form a conversation, and an empty
+    prompt starts a new one. Otherwise, they are independent, and a prompt with images must contain the image token.
     """
     check_policy(policy, TurnEnds.of(config), trained=False)
     check_ends(TurnEnds.of(config), policy, policy.params)

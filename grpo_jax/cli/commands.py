@@ -142,7 +142,7 @@ def _call(function: Callable[..., object], run: RunFile, policy: Policy) -> None
 def _train_sft(
     run: RunFile, policy: Policy, resume: str, callback: Callable[[int, Mapping[str, float]], None]
 ) -> tuple[Policy, str]:
-    """Run or resume SFT, unless GRPO has a checkpoint. Returns GRPO's initial policy and its `resume` mode."""
+    """Run or resume SFT, if any, unless GRPO has a checkpoint. Returns GRPO's initial policy and `resume` mode."""
     if run.sft is None or (run.run_dir is not None and _has_checkpoints(run.run_dir)):
         return policy, resume
     state = sft(
@@ -164,15 +164,15 @@ def _has_checkpoints(run_dir: Path) -> bool:
 
 
 def _last_dir(run: RunFile, run_dir: Path) -> Path:
-    """Return the directory with the checkpoints of the latest stage: the run directory or, for SFT, its `sft`."""
+    """Return the directory of the latest stage: the run directory or, for SFT, its subdirectory `sft`."""
     return run_dir if "sft" not in run.stages or _has_checkpoints(run_dir) else run_dir / "sft"
 
 
 def _keep_run_file(run: RunFile) -> Callable[[int, Mapping[str, float]], None]:
     """Write the run's keys to run.yaml in the run directory, for later commands. Returns a callback for `train`.
 
-    If the directory already contains this file, only the callback replaces it, after the first logged step, since
-    `train` may reject the new settings.
+    An existing file is replaced only by the callback, after the first logged step, since `train` may reject the new
+    settings.
     """
     if run.run_dir is None or jax.process_index() > 0:
         return lambda step, metrics: None
@@ -318,7 +318,7 @@ def export(arguments: Namespace) -> None:
 def chat(arguments: Namespace) -> None:
     """Complete prompts with a model or a checkpoint (`grpo-jax chat`)."""
     keys = dict(arguments.keys)
-    if "temperature" in keys:  # greedy completions are rejected if there are several
+    if "temperature" in keys:  # several greedy completions of a prompt are rejected
         keys |= {"temperature_eval": keys.pop("temperature"), "num_generations_eval": "1"}
     target = Path(arguments.model).expanduser()
     if (target / NAME).is_file() or (target / "run.json").is_file():

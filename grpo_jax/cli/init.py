@@ -15,7 +15,7 @@ from grpo_jax.types import Tokenizer
 _RUN = """\
 # A first run, in this directory:
 #
-#     grpo-jax train my_run.yaml             # if run again, it resumes
+#     grpo-jax train my_run.yaml             # to resume, run it again
 #     grpo-jax chat "runs/{name}" --say "cat: "
 #
 # Then replace the rows, the reward function and the model with your own.

@@ -11,7 +11,7 @@ RUN_KEYS = {
     "model": "a name on the hub, a directory, or `module:function` that returns one of these or a Policy",
     "data": "a file (.jsonl, .csv, .parquet), the name of a dataset on the hub, `module:name` for a list of rows or a "
     "function that returns one, a mapping with `path` or `name` and optionally `config`, `split` and `rows` (the "
-    "number of first rows to use), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
+    "number of leading rows to use), or a suite of tasks such as `{reasoning_gym: chain_sum, size: 2000, seed: 1}`",
     "eval_data": "data for evaluations before the first step, every `eval_steps` steps, and at the end; see `data`",
     "columns": "a mapping that renames columns: `{answer: solution}` renames `solution` to `answer`, and "
     "`{answer: reward_model.ground_truth}` extracts a nested column",
@@ -55,7 +55,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
 
 def _read_groups() -> dict[str, str]:
-    """Return the group of each config field: the comment above it in the source of the config."""
+    """Return the group of each config field: the nearest heading comment above the field in the config's source."""
     groups: dict[str, str] = {}
     for module in (config, settings):
         title = ""

@@ -23,7 +23,7 @@ from grpo_jax.run import distributed
 
 COMMANDS = {
     "init": "Create a small example run to edit: a RUN.yaml, ten rows, a reward function and a tiny model.",
-    "train": "Train a policy with GRPO as described in RUN.yaml, or resume it from its last checkpoint.",
+    "train": "Train a policy with GRPO as described in RUN.yaml, or resume from the last checkpoint.",
     "resume": "Resume a run with the RUN.yaml in its directory.",
     "plan": "Print the memory and FLOPs of a run. Does not need weights or accelerators.",
     "evaluate": "Sample completions for the rows of eval_data (or data) and print their mean rewards.",

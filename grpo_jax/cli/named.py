@@ -29,7 +29,7 @@ _FORM = "use module:name or file.py:name"
 
 
 def is_reference(text: object) -> TypeGuard[str]:
-    """Return whether a value is a string `module:name` or `file.py:name`.
+    """Return whether a value is a string of the form `module:name` or `file.py:name`.
 
     Example:
       >>> [is_reference(text) for text in ("my.rewards:correct", "src/judge.py:score", "data.jsonl", "C:/data.jsonl")]
@@ -67,7 +67,7 @@ def _import_module(name: str, folder: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as the module `path.stem`, which workers can also import. If the name is taken, use another."""
+    """Import a file as the module `path.stem` or, if that name is taken, under a name that workers cannot import."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")

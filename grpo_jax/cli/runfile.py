@@ -38,7 +38,7 @@ from grpo_jax.types import AdvantageFn, Environments, Json, RewardFn, Row
 from grpo_jax.watch.writer import absolute_run_dir
 
 NAME = "run.yaml"
-"""File name of the RUN.yaml that is copied into the run directory."""
+"""Name of the run file that `grpo-jax train` writes to the run directory."""
 
 SUITE = "suite"
 """Entry of `rewards` that is replaced with the reward functions of the suite in `data`."""
@@ -51,7 +51,7 @@ _LORA = {
     "targets": str,
     "dropout": Annotated[float, In("[0, 1)", "0.0 disables dropout")],
 }
-# Types of the keys of the mapping `lora`, which are arguments of `add_lora`.
+# Types of the keys in the mapping `lora`, which are arguments to `add_lora`.
 _Arguments = TypeVarTuple("_Arguments")
 _R = TypeVar("_R")
 Part = Literal["model", "data", "rewards"]
@@ -70,7 +70,7 @@ class RunFile:
     """A validated run file, converted to arguments for `train`. Parts that were not requested are not loaded.
 
     `values` contains the keys from the file and the command line, `folder` is the directory that files and modules are
-    relative to, and `lora` contains arguments for `add_lora`. `stages` lists "sft" and "grpo" in execution order.
+    relative to, and `lora` contains arguments to `add_lora`. `stages` lists "sft" and "grpo" in execution order.
     """
 
     values: Json

@@ -67,7 +67,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} does not exist; pass the path of an existing YAML file or run directory")
     try:
         values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError is raised for invalid UTF-8
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid UTF-8 or duplicate keys
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must contain a mapping, such as model: Qwen/Qwen3-0.6B; got {show(values)}")

@@ -15,7 +15,7 @@ from grpo_jax.messages import raise_all
 from grpo_jax.types import Json
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "auto": "auto"}
-# Arguments of transformers' `from_pretrained` that affect only PyTorch.
+# Arguments to transformers' `from_pretrained` that affect only PyTorch.
 _PYTORCH_KWARGS = "attn_implementation device_map use_cache low_cpu_mem_usage use_safetensors max_memory"
 _STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy")
 _CORRECTION = "vllm_importance_sampling_correction"
@@ -24,16 +24,16 @@ _SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server
 
 @dataclasses.dataclass
 class Migration:
-    """A converted TRL config: the equivalent settings, and notes on all fields that were not simply copied.
+    """A converted TRL config: the equivalent settings, and notes on translated, omitted and unsupported fields.
 
     Attributes:
       values: dict that maps fields of `GRPOConfig` to their values.
-      run_dir: `run_dir` argument for `train`, from `output_dir`.
+      run_dir: `run_dir` argument to `train`, from `output_dir`.
       translated: dict that maps TRL's fields to the settings that replace them.
-      left_out: dict that maps TRL's fields to the reason why they are not needed, or where to set them instead.
-      missing: dict that maps unsupported TRL fields to advice. If it is empty, every setting has an equivalent.
+      left_out: dict that maps omitted TRL fields to a note on why they are not needed or where to set them instead.
+      missing: dict that maps unsupported TRL fields to advice. If it is empty, the conversion is complete.
       dtype: dtype of the params for `from_pretrained`, from `model_init_kwargs`; see `policies.load_policy` for "auto".
-      sampler: arguments for `engines.vllm` with `use_vllm=True, vllm_mode="server"`; None for the built-in sampler.
+      sampler: arguments to `engines.vllm` with `use_vllm=True, vllm_mode="server"`; None for the built-in sampler.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,8 +68,8 @@ class Migration:
 def from_trl(values: Json) -> Migration:
     """Convert the fields of TRL's `GRPOConfig`, as passed to its constructor or returned by its `to_dict()`.
 
-    Fields that both configs have are copied. Others are translated, or listed in the notes if they differ from TRL's
-    default. Raises ValueError for all names that are fields of neither TRL's `GRPOConfig` nor `grpo_jax.GRPOConfig`.
+    Fields that both configs have are copied. Other fields that differ from TRL's default are translated or listed
+    in the notes. Raises ValueError if a name is a field of neither TRL's `GRPOConfig` nor `grpo_jax.GRPOConfig`.
 
     Example:
       >>> moved = from_trl({"output_dir": "out", "beta": 0.04, "bf16": True, "use_vllm": True, "hub_token": "hf_"})
@@ -101,7 +101,7 @@ def _translate(migration: Migration, name: str, value: Any, values: Json) -> Non
     if value and _translate_value(migration, name, value):
         return
     if value in (default, "<HUB_TOKEN>") or name in _SERVER or name == _CORRECTION:
-        return  # `to_dict()` writes <HUB_TOKEN> for the token; `from_trl` translates the server and its correction
+        return  # `to_dict()` writes <HUB_TOKEN> for the token; `from_trl` translates _SERVER and _CORRECTION
     if field:
         if field not in values:
             migration.set_field(name, field, value)
@@ -154,7 +154,7 @@ def _translate_model(migration: Migration, name: str, value: Json) -> None:
         migration.translated[name] = f'dtype="{migration.dtype}" in from_pretrained'
     elif dtype_name != "None":
         migration.missing[name] = f"dtype {dtype_name!r}: use float32, bfloat16 or auto"
-    if dtype_name == "bfloat16":  # PyTorch computes in the dtype of the params, regardless of the field bf16
+    if dtype_name == "bfloat16":  # PyTorch computes in the dtype of the params, regardless of the bf16 field
         migration.values["compute_dtype"] = "bfloat16"
     if unknown := sorted(kwargs.keys() - _PYTORCH_KWARGS.split()):
         migration.missing[name] = f"{', '.join(unknown)}: only dtype is supported; pass a policy from from_pretrained"
@@ -167,7 +167,7 @@ def _translate_evaluation(migration: Migration, values: Json) -> None:
         migration.set_field("eval_strategy", "eval_steps", steps, f"eval_steps={steps}, from logging_steps")
     field = "metric_for_best_model"
     name = migration.values.get(field)
-    # If neither field was set, transformers' `to_dict()` returns "loss" and False.
+    # If `metric_for_best_model` and `greater_is_better` are unset, `to_dict()` returns "loss" and False for them.
     unset = name is None or (name == "loss" and migration.values.get("greater_is_better") is False)
     if values.get("load_best_model_at_end") and unset:
         migration.values.pop("greater_is_better", None)
@@ -229,10 +229,10 @@ _REWARDS: dict[str, Json] = {
 
 
 def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
-    """Convert the YAML config of TRL's GRPO script to the keys of a RUN.yaml.
+    """Convert the YAML config of TRL's GRPO script. Returns the content of a RUN.yaml and a `Migration`.
 
     `values` may contain arguments to the script and fields of `ModelConfig` and `GRPOConfig`. The `Migration` has notes
-    on all of them. Raises ValueError if a name is unknown or a value is invalid.
+    on the ones that are omitted or unsupported. Raises ValueError if a name is unknown or a value is invalid.
     """
     # PyYAML, which TRL uses, parses an unquoted yes, no, on or off as a bool.
     words = {"yes": True, "on": True, "no": False, "off": False}
@@ -261,7 +261,7 @@ def from_trl_script(values: Json) -> tuple[dict[str, object], Migration]:
 
 
 def _data(script: Json, *, evaluates: bool) -> dict[str, object]:
-    """Return `data` and `eval_data`. As in TRL, `eval_data` is by default the same dataset's "test" split."""
+    """Return `data`, and `eval_data` if `evaluates`. As in TRL, the default split for evaluation is "test"."""
     name = script.get("dataset_name")
     if name is None:
         return {}
@@ -310,6 +310,6 @@ def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
     elif targets and [name.lower() for name in targets] != ["all-linear"]:
         lora["targets"] = rf"(.*/)?({'|'.join(targets).replace('.', '/')})"
     elif targets is None:
-        note = "by default, all projections get adapters, but PEFT selects by model family; list the projections"
+        note = "by default, all projections get adapters, but PEFT selects them by model family; list the projections"
         missing["lora_target_modules"] = note
     return lora

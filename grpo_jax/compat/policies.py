@@ -1,4 +1,4 @@
-"""Loading and saving of a trainer's policy and tokenizer, and creation of adapters from PEFT's `LoraConfig`."""
+"""Load and save a trainer's policy and tokenizer, and create adapters from PEFT's `LoraConfig`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _PEFT_FIELDS = (
 
 
 def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> tuple[Policy, str]:
-    """Load a policy with params in `dtype`. Returns the policy and the compute dtype of the run, by default `compute`.
+    """Load a policy with params in `dtype`. Returns it and the run's compute dtype: `compute`, except as below.
 
-    A dtype of None means float32. "auto" means float32 for float32 checkpoints (the default if config.json has no
-    dtype), and bfloat16 for all others; bfloat16 is then also the compute dtype. A `Policy` is returned unchanged.
+    A dtype of None means float32. "auto" means float32 for float32 checkpoints (also if config.json has no dtype).
+    For all others, it means bfloat16, also as the compute dtype. A `Policy` is returned unchanged if `dtype` is None.
     """
     if isinstance(model, Policy):
         if dtype is not None:
@@ -48,7 +48,7 @@ def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> 
 
 
 def with_tokenizer(policy: Policy, tokenizer: Tokenizer | None) -> Policy:
-    """Return the policy with the given tokenizer or processor, if any. The tokenizer's EOS also ends completions."""
+    """Return the policy with a tokenizer (or a processor's), if given. The tokenizer's EOS also ends completions."""
     if tokenizer is not None:
         policy = policy.replace(tokenizer=getattr(tokenizer, "tokenizer", tokenizer))
     eos, ids = getattr(policy.tokenizer, "eos_token_id", None), policy.eos_token_ids

@@ -44,11 +44,11 @@ _INSTEAD = {
 class GRPOConfig:
     """Settings of `GRPOTrainer`: fields of TRL's `GRPOConfig` and of `grpo_jax.GRPOConfig`.
 
-    Fields are keyword arguments of the constructor, and attributes that may be changed before training.
+    Fields are keyword arguments to the constructor, and attributes that may be changed before training.
 
     Attributes:
       config: the equivalent `grpo_jax.GRPOConfig`.
-      sampler: arguments for `engines.vllm` with `vllm_mode="server"`; None for the built-in sampler.
+      sampler: arguments to `engines.vllm` with `vllm_mode="server"`; None for the built-in sampler.
       dtype: dtype of the params from `model_init_kwargs`; None is float32; see `policies.load_policy` for "auto".
 
     Raises:
@@ -110,16 +110,16 @@ class GRPOTrainer:
       peft_config: PEFT's `LoraConfig`; see `compat.policies.with_adapters`.
       tools: functions that the policy can call; see `train`.
       environment_factory: factory that creates environments; see `train`.
-      others: other arguments of TRL's trainer, which must be None.
+      others: other arguments to TRL's trainer, which must be None.
 
     Attributes:
       policy: initial policy or, after `train`, the trained policy.
       train_state: final `TrainState`; None before `train`.
-      args: settings of the run; `config` is the equivalent `grpo_jax.GRPOConfig`.
+      args: settings of the run; `args.config` is the equivalent `grpo_jax.GRPOConfig`.
 
     Raises:
       ValueError: if an argument is not supported.
-      AttributeError: if an attribute of TRL's trainer is not supported. A subclass must not define such attributes.
+      AttributeError: if an unsupported attribute of TRL's trainer is read, or defined in a subclass.
     """
 
     train_state: TrainState | None = None
@@ -203,8 +203,8 @@ class GRPOTrainer:
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainState:
         """Train and return the final state, which is also stored in `train_state`.
 
-        A run in `output_dir` is always resumed; `resume_from_checkpoint` must be None or True. Params loaded by the
-        trainer are donated to the run, so `policy` does not have params until the run ends.
+        An existing run in `output_dir` is always resumed, so `resume_from_checkpoint` must be None or True. Params
+        loaded or created by the trainer are donated to the first run, so `policy` does not have params until it ends.
         """
         if resume_from_checkpoint not in (None, True):
             raise ValueError(
@@ -237,7 +237,7 @@ class GRPOTrainer:
         """Return mean rewards on held-out rows under TRL's names: `eval_reward`, `eval_rewards/<function>/mean`, …"""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
-            raise ValueError("eval_dataset is None; pass rows to evaluate or to GRPOTrainer")
+            raise ValueError("eval_dataset is None; pass rows to `evaluate` or to `GRPOTrainer`")
         metrics, rows = evaluate_rows(
             self.policy,
             data,

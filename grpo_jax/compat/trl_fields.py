@@ -1,6 +1,6 @@
 """All fields of TRL 1.16's `GRPOConfig`, with advice on fields that do not exist here, and TRL's metric names.
 
-The table is used in error messages of `GRPOConfig`, by `compat.from_trl`, and on the page `docs/coming_from_trl.md`.
+The tables are used in error messages of `GRPOConfig`, by `compat.from_trl`, and on the page `docs/coming_from_trl.md`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ SHARED: dict[str, str] = {
     "push_to_hub": "pushes the run directory's subdirectory `hub`, with a model card",
     "hub_strategy": "checkpoints are not pushed",
 }
-"""TRL fields with the same name, meaning and default here, each mapped to a note on differences or to ""."""
+"""TRL fields with the same name here, each mapped to a note on differences, or to "" if there are none."""
 
 TRL_ONLY: dict[str, TRLField] = {
     # Model and numerics.
@@ -149,7 +149,7 @@ TRL_ONLY: dict[str, TRLField] = {
     **_unneeded("only process 0 logs", log_on_each_node=True, log_level_replica="warning"),
     **_unneeded("values that are not finite are excluded from means", logging_nan_inf_filter=True),
     **_unneeded("num_tokens and num_prompts are always logged", include_num_input_tokens_seen="no"),
-    **_external("set levels in the module logging and filters in the module warnings", log_level="passive"),
+    **_external("set levels with the logging module and filters with the warnings module", log_level="passive"),
     **_unneeded("the progress bar is shown only in a terminal", disable_tqdm=None),
     **_missing(_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None),
     **_unneeded("completions.jsonl contains all prompts and images", log_multimodal=True, log_unique_prompts=False),

@@ -1,7 +1,7 @@
 """`GRPOConfig`: the settings of a GRPO run.
 
 Fields that also exist in TRL 1.16's `GRPOConfig`, or in its base class `transformers.TrainingArguments`, have the same
-names, meanings and defaults here. Differences are documented at each field.
+names, meanings and defaults here, except for the differences documented at each field.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class GRPOConfig(Settings):
     """Smallest probability of a sampled token, relative to the most likely token's. None disables it."""
     stop: Annotated[str | Sequence[str] | None, read_stop] = None
     """Strings that end a turn or a single-turn completion, such as ["</answer>"], matched across token boundaries. The
-    tokens of the matched string are included in training. If None, only an EOS ends a turn. Not in TRL."""
+    tokens of the matched string are included in training. If None, only token ids end a turn. Not in TRL."""
     stop_token_ids: Annotated[int | Sequence[int] | None, read_token_ids] = None
     """Additional token ids that, like an EOS, end a turn. Not in TRL."""
     max_turn_length: Count | None = None
@@ -166,7 +166,7 @@ class GRPOConfig(Settings):
     entropy_coef_delta: Positive = 0.005
     """Change in the adaptive coefficient per optimizer step."""
     entropy_target: NotNegative = 0.2
-    """Target entropy in nats per token, best near the initial entropy. The adaptive bonus applies at or below it."""
+    """Target entropy in nats per token; set it near the initial entropy. The bonus applies at or below the target."""
     beta: Annotated[float, In("[0, inf)", "use 0 to disable the KL (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
     """Weight of the KL to the reference policy. With 0, no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -188,7 +188,7 @@ class GRPOConfig(Settings):
     """Optimizer steps between two reference updates."""
     ref_model_mixup_alpha: Annotated[float, In("(0, 1]", "1 copies the policy; 0 would have no effect")] = 0.6
     """Weight α in ref ← α·policy + (1 − α)·ref. For adapters, the products A·B are mixed, and the reference stores the
-    factors from the last 16 updates if α = 0.6 (6 if α = 0.9, 1 if α = 1)."""
+    factors from its last 16 updates if α = 0.6 (6 if α = 0.9, 1 if α = 1)."""
 
     # Distillation.
     distillation_coef: NotNegative = 0.0
@@ -211,7 +211,7 @@ class GRPOConfig(Settings):
     num_generations_eval: Count | None = setting(None, resume="free")
     """Completions per prompt in evaluation. None uses `num_generations`, or 1 for greedy decoding."""
     temperature_eval: NotNegative | None = setting(None, resume="free")
-    """Temperature in evaluation. 0 selects greedy decoding, None uses `temperature`. Not in TRL."""
+    """Temperature in evaluation. 0 selects greedy decoding; None uses `temperature`. Not in TRL."""
     log_completions: bool = setting(False, resume="free")
     """Whether to print completions and their rewards at every logging step."""
     num_completions_to_print: Count | None = setting(None, resume="free")
@@ -252,7 +252,7 @@ class GRPOConfig(Settings):
         )
 
     def max_prompts(self) -> int | None:
-        """Return the most prompts that `max_steps` steps can use, with refills, or None if `max_steps` is −1."""
+        """Return the largest number of prompts for `max_steps` steps and refills, or None if `max_steps` is −1."""
         if self.max_steps <= 0:
             return None
         sizes = self.sizes()
@@ -261,11 +261,11 @@ class GRPOConfig(Settings):
 
     @property
     def on_policy(self) -> bool:
-        """Whether each update uses the policy that sampled its completions, so that the ratio is 1."""
+        """Whether each update starts from the policy that sampled its completions, in which case the ratio is 1."""
         return self.sizes().updates_per_iteration == 1 and not self.rollout_ahead
 
     def _batch_problems(self, invalid: Container[str]) -> Iterator[str]:
-        """Yield error messages for batch sizes that do not match each other or the number of data shards."""
+        """Yield error messages for batch sizes that cannot be split evenly, conflict, or are too small."""
         sizes = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
         others = ("steps_per_generation", "generation_batch_size", "rollout_batch_size", "mesh")
         if any(name in invalid for name in (*sizes, *others)):

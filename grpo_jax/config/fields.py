@@ -1,7 +1,7 @@
 """Conversion and validation of config fields based on their annotations.
 
-An annotation is `bool`, `Literal[...]`, `Annotated[float, In("(0, 1]", fix)]`, a union of these, or `Annotated[...,
-reader]`, where `reader` is a function that converts and validates the value.
+An annotation is a built-in type, `Literal[...]`, `Annotated[float, In("(0, 1]", fix)]`, a union of these, or
+`Annotated[..., reader]`, where `reader` is a function that converts and validates the value.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", 
 
 Resume = Literal["free", "rounding", "length", "to none"]
 """How a setting may change when a run resumes. "free": to any value, since params do not depend on it. "rounding": if
-`Sizes` are unchanged, since batches are then only split differently. "length": if the total number of steps is
-unchanged or does not affect learning rates. "to none": only to "none", which would not have changed previous steps."""
+iterations and updates keep their sizes, since batches are then only split differently. "length": if the number of steps
+is unchanged or does not affect learning rates. "to none": only to "none", which would not have changed past steps."""
 
 
 def setting(default: _Default, *, resume: Resume | None = None, hash: bool | None = None) -> _Default:
@@ -68,7 +68,7 @@ def nearest_sizes(value: int, fits: Callable[[int], bool]) -> str:
 
 
 Read = tuple[object, str]
-"""A value converted to a built-in type and "", or the unchanged value and an error message."""
+"""A value and an error message. If the value is valid, it has a built-in type, and the message is ""."""
 
 
 def read(kind: object, value: object) -> Read:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # `types` imports jax
 class Sizes(NamedTuple):
     """Sizes of an iteration and of its minibatches and micro-batches, summed over all devices.
 
-    An iteration samples `prompts_per_iteration` × G completions and makes `num_iterations` (μ) passes over them. Each
-    pass is split into minibatches (one optimizer step each), and each minibatch into micro-batches.
+    An iteration samples G (`num_generations`) completions for each of B prompts, and makes `num_iterations` (μ) passes
+    over them. Each pass is split into minibatches (one optimizer step each), and each minibatch into micro-batches.
 
     Attributes:
       prompts_per_iteration: B, prompts per iteration.
@@ -120,8 +120,8 @@ class Settings:
     """Dtype of matrix products. Softmax, norms, logits and log-probs are always float32. "auto" uses bfloat16 on TPUs
     and on GPUs with compute capability 8.0 or higher, and float32 elsewhere. TRL: `bf16`."""
     freeze_vision: bool = True
-    """Whether the vision tower of a vision-language model is frozen, so that each image is encoded once per iteration.
-    TRL trains the tower."""
+    """Whether the vision tower of a vision-language model is frozen, in which case each image is encoded only once per
+    iteration. TRL trains the tower."""
     mesh: Annotated[dict[str, int] | None, read_mesh] = setting(None, resume="rounding", hash=False)
     """Sizes of the mesh axes "data", "fsdp" and "tensor", such as {"data": 2}. None uses one device. Not in TRL."""
 
@@ -141,7 +141,7 @@ class Settings:
     the clock of process 0. None disables it. Not in TRL."""
     save_total_limit: Count | None = setting(None, resume="free")
     """Number of newest `save_steps` checkpoints to keep, in addition to the best. None keeps all. Checkpoints written
-    because of signals or `save_minutes` are deleted no later than at the next `save_steps` checkpoint."""
+    because of signals or `save_minutes` are deleted at the next `save_steps` checkpoint, or earlier."""
     max_skipped_updates: Count | None = setting(10, resume="free")
     """Fail after this many consecutive updates with a non-finite loss or gradient. None disables it. Not in TRL."""
     metric_for_best_model: str | None = setting(None, resume="free")
@@ -150,7 +150,7 @@ class Settings:
     greater_is_better: bool | None = setting(None, resume="free")
     """Whether greater values of `metric_for_best_model` are better. None means yes, unless its name ends in "loss"."""
     load_best_model_at_end: bool = setting(False, resume="free")
-    """Whether to return the state from the checkpoint with the best `metric_for_best_model`, not the last one."""
+    """Whether to return the state from the checkpoint with the best `metric_for_best_model`, not the last state."""
 
     # Trackers and the hub.
     report_to: Annotated[str | Sequence[str] | None, read_trackers] = setting("none", resume="free")
@@ -174,7 +174,7 @@ class Settings:
         """Create a config. Overridden to report unknown fields together with all other errors."""
         if args:
             raise ValueError(
-                f"{cls.__name__} takes keyword arguments only; for a dict use {cls.__name__}.from_dict(...)"
+                f"{cls.__name__} takes keyword arguments only; to pass a dict, use {cls.__name__}.from_dict(...)"
             )
         self = super().__new__(cls)
         known = {field.name for field in dataclasses.fields(cls)}
@@ -218,7 +218,7 @@ class Settings:
         raise NotImplementedError
 
     def data_shards(self) -> int:
-        """Return the number of shards that prompts are split into: the devices divided by the size of "tensor"."""
+        """Return the number of shards that prompts are split into: the device count divided by the size of "tensor"."""
         return math.prod(size for axis, size in (self.mesh or {}).items() if axis != "tensor")
 
     def total_steps(self, num_rows: int) -> int:
@@ -234,7 +234,7 @@ class Settings:
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(total_steps * self.warmup_steps)
 
     def padded(self, length: int) -> int:
-        """Round the length of a prompt or example in tokens up to a multiple of `pad_to_multiple_of`."""
+        """Round the length in tokens of a prompt or example up to a multiple of `pad_to_multiple_of`."""
         multiple = 16 if self.pad_to_multiple_of == "auto" else self.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 

@@ -32,12 +32,12 @@ class SFTConfig(Settings):
     """Maximum number of tokens per example. None disables truncation. Examples without target tokens are dropped."""
     packing: bool = False
     """Whether to pack examples into blocks of `max_length` tokens. Batch sizes then count blocks instead of examples.
-    With or without packing, examples do not attend to each other and are stored without padding."""
+    With or without packing, examples do not attend to each other; for padding, see `sft`."""
     packing_strategy: Literal["bfd"] = "bfd"
     """Packing strategy: best-fit decreasing. TRL's other strategies split examples and are not supported."""
     completion_only_loss: bool | None = None
-    """Whether to train only on the `completion` of rows with a `prompt`, or on the tokens of tokenized rows for which
-    `completion_mask` is 1. None means True for both kinds of rows."""
+    """Whether to train only on the `completion` of rows with a `prompt` or, in tokenized rows, only on the tokens for
+    which `completion_mask` is 1. None means True for both kinds of rows."""
     assistant_only_loss: bool = False
     """Whether to train only on assistant messages, located with generation tags, by rendering prefixes of the
     conversation, or with `assistant_masks`."""

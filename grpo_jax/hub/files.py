@@ -39,9 +39,9 @@ PARAM_DTYPES = ("F32", "F16", "BF16")
 
 @contextlib.contextmanager
 def parsing(source: Path | str) -> Iterator[None]:
-    """Convert exceptions to a ValueError that starts with `source`, such as a path.
+    """Convert exceptions to ValueErrors whose messages start with `source`, such as a path.
 
-    ImportErrors, OSErrors and exceptions whose message already contains `source` are not converted.
+    ImportErrors, OSErrors and exceptions whose messages already contain `source` are not converted.
     """
     try:
         yield

@@ -40,7 +40,7 @@ _END_TOKENS = (
 
 
 def find_gguf(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """Return the path of the GGUF file that `name_or_path` denotes: a file, a directory or an installed package.
+    """Find a GGUF file by its path, its directory, or the name of an installed package that contains it.
 
     The package is located without importing it. Returns None if there is no GGUF file, or if the directory also
     contains safetensors files. Raises ValueError if the directory or package contains several GGUF files.
@@ -112,7 +112,7 @@ def _open(path: Path) -> GGUFReader:
         raise ImportError(f"reading {str(path)!r} requires gguf; run `pip install 'grpo_jax[gguf]'`") from error
 
     class PlainReader(GGUFReader):
-        """A reader that slices an `ndarray`, 150,000 times per file. Slicing a `memmap` takes four times as long."""
+        """A reader that slices an `ndarray`. For 150,000 slices per file, a `memmap` would take four times as long."""
 
         data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", np.asarray(mapped)))
 
@@ -150,7 +150,7 @@ def _end_ids(fields: Json) -> list[int]:
 
 
 def file_tensor(path: Path, tensor: ReaderTensor) -> StoredTensor:
-    """Return a tensor in a file as float32. Only the blocks that contain requested rows are dequantized."""
+    """Return a GGUF tensor as float32. Only the blocks that contain requested rows are dequantized."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
@@ -174,7 +174,7 @@ def _find_tensors(
     config: TransformerConfig,
     name: str,
 ) -> dict[str, StoredTensor]:
-    """Return a plan's tensors, keyed by Hugging Face name. Raises ValueError if they differ from the file's tensors."""
+    """Return a plan's tensors, keyed by Hugging Face name. Raises ValueError if the file's names or shapes differ."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     (architecture,) = (key for key, value in MODEL_ARCH_NAMES.items() if value == name)

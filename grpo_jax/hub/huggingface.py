@@ -78,11 +78,11 @@ def from_pretrained(
       A `Policy`. Its tokenizer is None if the checkpoint does not contain one.
 
     Raises:
-      FileNotFoundError: if the directory or model, its config.json or its safetensors weights do not exist.
+      FileNotFoundError: if the model, its config.json or its safetensors weights do not exist or cannot be downloaded.
       ImportError: if the checkpoint is a GGUF file, and `gguf` is not installed or transformers is too old.
       ValueError: if a dtype, the architecture, a config value or the quantization is not supported; if a tensor is
-        missing, unexpected or of the wrong shape; if the tokenizer produces no ids for text; or if `revision` is set
-        for a local directory or file. Raised before any parameters are loaded.
+        missing, unexpected or of the wrong shape; if the tokenizer cannot be loaded or produces no ids for text; or if
+        `revision` is set for a local directory or file. These errors are raised before any parameters are loaded.
 
     Example:
       >>> import tempfile
@@ -185,7 +185,7 @@ def save_pretrained(
 
     Raises:
       FileExistsError: if `directory` is a file or symbolic link, or contains files that do not belong to a checkpoint.
-      ValueError: if `dtype` is not supported, the policy has adapters or quantized params, or config and params differ.
+      ValueError: if `dtype` is not supported, or the params are adapters, are quantized or do not match the config.
 
     Example:
       >>> import tempfile
@@ -356,7 +356,7 @@ def _resolve_tied_embeddings(
 ) -> tuple[Json, TransformerConfig]:
     """Return `raw` and `config`, with `tie_word_embeddings` set to False if a stored head differs from the embedding.
 
-    A vision-language config may omit the key. The embeddings are then tied if the checkpoint does not contain a head.
+    A vision-language config may omit the key. The embeddings are then tied unless the checkpoint contains a head.
     """
     model_prefix, head_prefix = prefixes_of(raw, layout_of(stored))
     head, embedding = stored.get(f"{head_prefix}weight"), stored.get(f"{model_prefix}embed_tokens.weight")

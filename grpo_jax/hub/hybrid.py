@@ -167,7 +167,7 @@ _SPARSE_DEFAULTS: Json = {
     "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_HYBRID_ONLY = {"hidden_act": "silu", "attn_output_gate": True}  # the convolutions use the same activation
+_HYBRID_ONLY = {"hidden_act": "silu", "attn_output_gate": True}  # the delta nets implement only SiLU
 
 QWEN3_5 = Family("qwen3_5_text", hybrid, _HYBRID_DEFAULTS, _HYBRID_ONLY, spare=(r"mtp\..*",))  # multi-token prediction
 QWEN3_NEXT = dataclasses.replace(

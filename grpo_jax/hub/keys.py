@@ -31,7 +31,7 @@ PARTIAL_ROTARY = (
 """Architectures that may apply RoPE to only part of each head's dimensions."""
 
 Fields = dict[str, Any]
-"""Keyword arguments of `TransformerConfig`."""
+"""Keyword arguments to `TransformerConfig`."""
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Config keys whose values must be positive integers."""
@@ -86,14 +86,14 @@ class Family:
     """An entry of `families.FAMILIES`: how an architecture's config.json is read and its tensors are named."""
 
     model_type: str
-    fields: Callable[[Keys], Fields]  # returns the `TransformerConfig` fields that differ from Llama
+    fields: Callable[[Keys], Fields]  # returns the `TransformerConfig` fields that differ from Llama's
     defaults: Json = dataclasses.field(default_factory=dict)  # values of config keys that a config.json may omit
     only: Json = dataclasses.field(default_factory=dict)  # config key → its only supported value besides null
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (tensor name, projections that it concatenates)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # decoder module → its name in a checkpoint
-    stacked: str = ""  # gate and up of all experts in one tensor: "columns" (alternating) or "halves" (gate first)
+    stacked: str = ""  # if experts are stacked: gate and up are "columns" (alternating) or "halves" (gate first)
     quantized: tuple[str, ...] = ()  # supported values of `quant_method`; weights are dequantized to bfloat16
-    spare: tuple[str, ...] = ()  # regular expressions of tensors that are ignored if a checkpoint contains them
+    spare: tuple[str, ...] = ()  # regular expressions for the names of tensors that are ignored if present
 
 
 def check_window(keys: Keys) -> int:
@@ -110,7 +110,7 @@ def windows_of(keys: Keys, sliding: Callable[[int], bool]) -> tuple[int | None, 
     if types is None:
         types = ["sliding_attention" if sliding(i) else "full_attention" for i in range(layers)]
     if len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
-        raise keys.refuse("layer_types", types, "a list with one 'full_attention' or 'sliding_attention' per layer")
+        raise keys.refuse("layer_types", types, "a list with 'full_attention' or 'sliding_attention' for each layer")
     if "sliding_attention" not in types:
         return None
     window = check_window(keys)

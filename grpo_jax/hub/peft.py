@@ -49,7 +49,7 @@ def add_lora(
       A `Policy` with the same outputs. Its params are the adapters; its model contains the frozen base weights.
 
     Raises:
-      ValueError: if an argument is out of range, `targets` matches no projection, or the policy already has adapters.
+      ValueError: if an argument is out of range, `targets` matches nothing, or the model is custom or has adapters.
 
     Example:
       >>> from grpo_jax import init_policy
@@ -96,10 +96,10 @@ def merge_lora(policy: Policy) -> Policy:
 
 
 def save_lora(directory: str | os.PathLike[str], policy: Policy, *, base_name: str | None = None) -> None:
-    """Write adapters in PEFT's format as float32, together with the tokenizer.
+    """Write adapters in PEFT's format as float32, together with the tokenizer and any processor files.
 
-    If the base stores several projections as one tensor (Phi-3), their adapters are
-    combined into one, whose rank is the sum of their ranks.
+    If the base checkpoint stores several projections as one tensor (as for Phi-3), their adapters are combined into one
+    adapter, whose rank is the sum of their ranks.
 
     Args:
       directory: path of the directory to write; see `save_pretrained`.
@@ -196,7 +196,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
       A `Policy` as returned by `add_lora`, with the stored adapters.
 
     Raises:
-      FileNotFoundError: if the directory does not contain an adapter.
+      FileNotFoundError: if `directory` does not contain an adapter, does not exist or cannot be downloaded.
       ValueError: if the adapters are not supported or do not match the policy, if the policy already has adapters, or
         if `revision` is set for a directory.
 
@@ -238,7 +238,7 @@ def load_lora(directory: str | os.PathLike[str], policy: Policy, *, revision: st
                 f"directory {str(path)!r}: the adapter of {module} maps {fan_in} → {rank} → {fan_out}, but the "
                 f"projection maps {tensor.shape[1]} → {tensor.shape[0]}; load the adapter's base model."
             )
-        # The model has a single scale. For an adapter with a different rank or alpha, B is rescaled.
+        # The model has a single scale. If a projection's rank or alpha differs from `r` or `lora_alpha`, B is rescaled.
         patterns = (config.get("alpha_pattern") or {}).items()  # PEFT matches keys against the end of a module's name
         alpha = next((x for key, x in patterns if re.search(rf"(^|\.)({key})$", module)), config["lora_alpha"])
         a, b = (side.rows(0, side.shape[0]).astype(np.float32) for side in sides)

@@ -85,7 +85,7 @@ def state_of(tokenizer: Tokenizer | None) -> object:
 
 def files_of(policy: Policy) -> dict[str, bytes]:
     """Return the content of each file to save with a policy, keyed by name. A changed tokenizer is saved again."""
-    named = isinstance(getattr(policy.tokenizer, "chat_template", None), dict)  # templates in a subdirectory
+    named = isinstance(getattr(policy.tokenizer, "chat_template", None), dict)  # saved in a subdirectory by default
     if policy.loaded_tokenizer == state_of(policy.tokenizer) and not named:
         return dict(policy.files)
     others = {name: content for name, content in policy.files.items() if name not in TOKENIZER_FILES}

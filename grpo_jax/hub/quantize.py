@@ -208,7 +208,7 @@ def _dequantized_nf4(name: str, state: Json, parts: Mapping[str, StoredTensor]) 
 
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-# FP4 values (1 sign bit, 2 exponent bits, 1 mantissa bit) of the low and high half of each byte, [256, 2].
+# FP4 values (1 sign bit, 2 exponent bits, 1 mantissa bit) of the low and high halves of each byte, [256, 2].
 _PAIRS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])[np.arange(256)[:, None] >> np.array([[0, 4]]) & 15]
 
 

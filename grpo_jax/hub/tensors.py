@@ -32,7 +32,7 @@ class ParamSlice:
     path: tuple[str, ...]
     shape: tuple[int, ...]  # shape in the parameter tree; a matrix [in, out] is stored as [out, in]
     expert: int | None = None  # index along the parameter's first axis; None for the whole parameter
-    columns: slice | None = None  # columns of a stored tensor that combines all experts of several parameters
+    columns: slice | None = None  # columns of the parameter if the stored tensor combines it with another
     turned: bool = False  # whether the stored tensor is [experts, columns, in] instead of [experts, in, columns]
 
     @property
@@ -41,7 +41,7 @@ class ParamSlice:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the stored tensor that this slice occupies."""
+        """Number of rows that this slice occupies in the stored tensor."""
         return self.shape[-1] if self.transposed else self.shape[0]
 
 
@@ -73,15 +73,15 @@ LAYOUTS = (
     ("language_model.model.", "language_model.lm_head."),
     ("model.", "lm_head."),
 )
-"""Prefixes of the decoder and the LM head in vision-language checkpoints: the current names, older names, and the names
+"""Prefixes of the decoder and the LM head in vision-language checkpoints: the current prefixes, older ones, and those
 in Qwen2.5-VL's published checkpoints."""
 
 _LAYOUT_PREFIXES = (("language_model.", "vision_tower.", "multi_modal_projector."), ("visual.",))
-"""Prefixes of text and vision tensors that occur only in `LAYOUTS[1]` and only in `LAYOUTS[2]`, respectively."""
+"""Prefixes of tensor names that occur only with layout 1 and only with layout 2 (indices into `LAYOUTS`)."""
 
 
 def layout_of(names: Iterable[str]) -> int:
-    """Return the index into `LAYOUTS` that matches a checkpoint's tensor names. The default is 0."""
+    """Return the index of the layout in `LAYOUTS` that matches a checkpoint's tensor names, by default 0."""
     layouts = (i for name in names for i, prefixes in enumerate(_LAYOUT_PREFIXES, 1) if name.startswith(prefixes))
     return next(layouts, 0)
 

@@ -130,7 +130,7 @@ def tower_tensors(policy: Policy, params: Params) -> dict[str, np.ndarray]:
 
 
 def _stored_name(policy: Policy, path: tuple[str, ...]) -> str:
-    """Return the name of a parameter's tensor, with the first possible prefix if there is no such tensor."""
+    """Return the name of a parameter's tensor in `policy.extra_tensors`, or a default name if the tensor is missing."""
     module = ".".join(path[:-1])
     for pattern, replacement in _RENAMED.items():
         module = re.sub(pattern, replacement, module)
@@ -161,7 +161,7 @@ class ImageProcessor:
     image_token_id: int  # the token whose embeddings are replaced with image features, one per token
     image_token: str  # text of this token
     placeholder: str  # text that the chat template writes once per image
-    start: str  # text before an image's tokens (those of the whole image, if it is also split)
+    start: str  # text before an image's tokens; in Idefics 3, only before the tile with the whole image
     end: str  # text after an image's tokens, and in Idefics 3 also before each tile
     tower_config: Any
     image_processor: Any  # image processor from transformers
@@ -180,7 +180,7 @@ class ImageProcessor:
         return {"pixels": np.moveaxis(pixels.reshape(-1, *pixels.shape[-3:]), 1, -1)}
 
     def count_tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Return the number of tiles of an image, and the number of attention windows per tile."""
+        """Return the number of tiles in an image, and the number of attention windows per tile."""
         return self.num_tokens(height, width) // self.tower_config.num_features, 1
 
     def positions(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> np.ndarray | None:
@@ -231,8 +231,8 @@ class _Qwen2VL(ImageProcessor):
     def positions(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> np.ndarray:
         """Return positions [3, P] int32 of a prompt's tokens along time, height and width.
 
-        A text token's positions are 1 + the largest previous position. An image's tokens start at this value and add
-        their row (height) and column (width). Positions are shifted so that a completion starts at the prompt's length.
+        A text token, or an image's first token, is at 1 + the largest previous position. Other image tokens are offset
+        by row (height) and column (width). Positions are shifted so that a completion starts at the prompt's length.
         """
         ids = np.asarray(token_ids)
         positions, index, position = np.zeros((3, len(ids)), np.int32), 0, 0
@@ -265,7 +265,7 @@ its tower, the name of the image processor's class in transformers, and the corr
 def load_processor(policy: Policy) -> ImageProcessor:
     """Create the image processor of a vision-language policy from its configs and tokenizer.
 
-    Raises ValueError if the model does not support images, its processor files are unusable, or Pillow is missing.
+    Raises ValueError if images are not supported, processor files are unusable, or the tokenizer or Pillow is missing.
     """
     policy.check_tokenizer()
     raw, decode, tower = policy.config, policy.tokenizer.decode, tower_config(policy.config)
@@ -285,7 +285,7 @@ def load_processor(policy: Policy) -> ImageProcessor:
         image_processor = (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)).from_dict(settings)
         if processor_class is _Idefics3:
             edge, tile = image_processor.size["longest_edge"], image_processor.max_image_size["longest_edge"]
-            if edge % tile:  # transformers would compute a wrong number of tiles
+            if edge % tile:  # transformers would compute the wrong number of tiles
                 raise ValueError(f"size.longest_edge={edge} must be a multiple of max_image_size.longest_edge={tile}")
         if processor_class is ImageProcessor and image_processor.do_pan_and_scan:
             raise ValueError("do_pan_and_scan=true (crops of large images) is not supported; set it to false")

@@ -133,7 +133,7 @@ def same_weights(a: StoredTensor, b: StoredTensor) -> bool:
 
 def check_params(plan: tuple[Tensor, ...], leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
     """Raise ValueError if params do not have the names and shapes in the plan."""
-    # The parts of experts are in order, so the last one overwrites the others and has the highest index.
+    # Parts are ordered by expert, so the last part of each path overwrites the others and has the highest index.
     parts = [part for tensor in plan for part in tensor.parts]
     expected = {part.path: part.shape if part.expert is None else (part.expert + 1, *part.shape) for part in parts}
     shapes = {"/".join(path): leaf.shape for path, leaf in leaves.items()}
@@ -153,7 +153,7 @@ def read_params(
     sources: dict[tuple[str, ...], list[Source]] = {}
     for tensor in plan:
         first, source = 0, stored[tensor.name]
-        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # as a matrix [experts · rows, columns]
+        if tensor.parts[0].expert is not None and len(tensor.shape) == 3:  # read as a matrix [experts · rows, columns]
             source = dataclasses.replace(source, shape=(math.prod(tensor.shape[:2]), tensor.shape[2]))
         for part in tensor.parts:
             sources.setdefault(part.path, []).append(Source(source, first, part))

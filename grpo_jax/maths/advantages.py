@@ -155,7 +155,7 @@ def compute_advantages(
       The table is verified by enumeration in tests/maths/test_advantages.py.
 
     References:
-      DeepSeekMath (arXiv:2402.03300), section 4.1.2; Dr. GRPO (arXiv:2503.20783) for no scale; GDPO (arXiv:2601.05242)
+      DeepSeekMath (arXiv:2402.03300), section 4.1.2; Dr. GRPO (arXiv:2503.20783) for "none"; GDPO (arXiv:2601.05242)
       for normalize_then_sum. As in TRL, the std has ddof 1, and epsilon=1e-4 is added to it; other libraries use
       ddof 0, or 1e-6 or 1e-8. RLOO (arXiv:2402.14740); MaxRL (arXiv:2602.02710); OPO (arXiv:2505.23585); REINFORCE++
       with a group baseline (arXiv:2501.03262) and the std over completions (some libraries: over tokens).

@@ -42,7 +42,7 @@ def one_of(argument: str, value: str, known: Iterable[str]) -> str:
 
 
 def as_float(argument: str, value: jax.Array) -> jax.Array:
-    """Convert floating-point values to float32, except float64. Raise ValueError if the dtype is not floating-point."""
+    """Convert a floating-point array to float32, or keep it in float64. Raises ValueError for non-floating dtypes."""
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(f"{argument} has dtype {value.dtype}; expected a floating-point dtype.")
@@ -55,7 +55,7 @@ Scalar = float | jax.Array
 
 
 def cast_like(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """Cast `value` to the dtype of `log_probs`. Raise ValueError if the shapes differ."""
+    """Cast `value` to the dtype of `log_probs`. Raises ValueError if the shapes differ."""
     value = as_float(name, value)
     if value.shape != log_probs.shape:
         raise ValueError(f"{name} has shape {value.shape}; expected {log_probs.shape}, the shape of log_probs.")
@@ -74,7 +74,7 @@ def with_token_axis(name: str, value: jax.Array, log_probs: jax.Array) -> jax.Ar
 
 
 def as_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Array:
-    """Convert the mask to bool. Raise ValueError unless it has the shape of `log_probs`, with at least one axis."""
+    """Convert the mask to bool. Raises ValueError if the shapes differ or `log_probs` is a scalar."""
     if log_probs.ndim == 0:
         raise ValueError("log_probs has shape (); expected [..., T], with the completion tokens on the last axis.")
     mask = jnp.asarray(mask) != 0
@@ -92,5 +92,5 @@ def bound_log_probs(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def is_static_zero(coefficient: Scalar) -> bool:
-    """Return whether the coefficient is the Python number 0, so that its term can be omitted. False if traced."""
+    """Return whether the coefficient is the Python number 0, in which case its term can be omitted. False if traced."""
     return isinstance(coefficient, int | float) and coefficient == 0

@@ -20,7 +20,7 @@ def turn_advantages(
     epsilon: float = 1e-4,
     estimator: str = "grpo",
 ) -> jax.Array:
-    """Compute token advantages from the rewards at and after each token (rewards to go).
+    """Compute token advantages from the rewards at and after each token (rewards-to-go).
 
         r_n = sum of rewards in turn n, from its first token to the last token before the next turn
         S_n = Σ_{m≥n} r_m
@@ -57,14 +57,14 @@ def turn_advantages(
       |---|---|
       | the same in every completion, "rloo" | ∇E[R] |
       | the same in every completion, "grpo" | (G − 1)/G · ∇E[R] |
-      | depends on the sample | biased: late turns are compared with few completions |
+      | depends on the sample | biased: a turn is compared across only the completions that reach it |
 
       A turn that no other completion in its group reaches has A_n = 0. With "grpo", crediting every token with the
       total reward gives (G − 1)/G · ∇E[R] for any number of turns, but the rewards before a turn add variance.
       These results are verified by enumeration in tests/maths/test_credit.py.
 
     References:
-      Rewards to go and state-dependent baselines: Williams, "Simple statistical gradient-following algorithms" (1992),
+      Rewards-to-go and state-dependent baselines: Williams, "Simple statistical gradient-following algorithms" (1992),
       and Greensmith, Bartlett, Baxter, "Variance reduction techniques for gradient estimates" (2004). DeepSeekMath
       (arXiv:2402.03300), section 4.1.3, normalizes each step's reward over all steps in the group, then sums over the
       following steps. No discount is applied; see Nota, Thomas, "Is the policy gradient a gradient?"
@@ -116,7 +116,7 @@ def turn_advantages(
 
 
 def in_units_of_rewards(scale_rewards: str, aggregation: str, estimator: str) -> bool:
-    """Return whether advantages are differences between rewards, so that rewards can be added to them."""
+    """Return whether advantages are differences between rewards, in which case rewards can be added to them."""
     return scale_rewards == "none" and aggregation == "sum_then_normalize" and estimator in ("grpo", "rloo")
 
 

@@ -47,7 +47,7 @@ NORMALIZER = ("log_normalizer", "entropy")
 
 
 def reduce_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute log Z = log Σ_v exp(logits_v), the entropy of softmax(logits), and the token's logit: [...] float32."""
+    """Return log Z = log Σ_v exp(logits_v), the entropy of softmax(logits) and the token's logit, all [...] float32."""
     log_z, entropy, logit = _reduce_p.bind(logits, tokens)
     return checkpoint_name(log_z, NORMALIZER[0]), checkpoint_name(entropy, NORMALIZER[1]), logit
 
@@ -70,7 +70,7 @@ def _in_passes(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _in_one_pass(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Reduce logits l to m = max l, s = Σ exp(l − m), t = Σ exp(l − m)·(l − m) and l_token. Entropy is log s − t/s."""
+    """Reduce logits l to m = max l, s = Σ exp(l − m), t = Σ exp(l − m)·(l − m), l_token. The entropy is log s − t/s."""
 
     def merge(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         largest = jnp.maximum(x[0], y[0])
@@ -98,8 +98,8 @@ def _jvp(
     # For excluded tokens (log_p = −inf), use p, which is 0: XLA would materialize a constant 0 with shape [..., V].
     centered = jnp.where(jnp.isneginf(log_p), p, log_p) + entropy[..., None]
     mask = _is_token(tokens, logits.shape)
-    # Multiply by a mask, since XLA fuses this product with the rest of the gradient. The gradient of a gather, and the
-    # zeros of a `where`, would be stored as a separate array of the size of the logits.
+    # Multiply by a mask, since XLA fuses this product with the rest of the gradient. The gradient of a gather, or the
+    # zeros of a `where`, would be stored as a separate array as large as the logits.
     sums = (p * tangent).sum(axis=-1), -(p * centered * tangent).sum(axis=-1), (mask.astype(p.dtype) * tangent).sum(-1)
     return [log_z, entropy, logit], list(sums)
 

@@ -1,6 +1,6 @@
 """The GRPO objective: ratio, per-token surrogate, masks and weights, KL, reduction.
 
-The variants are functions in tables: `surrogates.RATIOS` and `LOSS_TYPES` (surrogate, reduction), `kl.KL_ESTIMATORS`.
+Variants are entries in `surrogates.RATIOS`, `surrogates.LOSS_TYPES` (surrogate and reduction) and `kl.KL_ESTIMATORS`.
 Arrays may have any leading axes, such as [B, G, T] or [R, T]. A row of T tokens is one completion.
 """
 
@@ -73,7 +73,7 @@ def grpo_loss_terms(
     num_selected_tokens: Scalar | None = None,
     selected: jax.Array | None = None,
 ) -> tuple[jax.Array, MetricSums]:
-    """Compute the contribution of a part of a minibatch to `grpo_loss`, and its metric sums.
+    """Compute the contribution of a part of a minibatch to `grpo_loss`, and the part's metric sums.
 
     If counts over the whole minibatch are passed, the parts' losses and gradients sum to the minibatch's loss and
     gradient, for any split along the leading axes:
@@ -83,10 +83,10 @@ def grpo_loss_terms(
         metrics = finalize_metrics(merge_metrics(...))
 
     Args:
-      settings: replaces the arguments of `grpo_loss` that are fields of `LossSettings`. The other arguments, if not
-        listed here, are the same as in `grpo_loss`.
+      settings: replaces the arguments to `grpo_loss` that are fields of `LossSettings`. All other arguments that are
+        not listed here are the same as in `grpo_loss`.
       num_rows: number of rows (completions) in the minibatch. If None, the rows in this call are counted.
-      num_tokens: number of tokens with mask 1 in the minibatch. If None, the tokens in this call are counted.
+      num_tokens: tokens with mask 1 in the minibatch; default of `normalizer`. If None, this call's tokens are counted.
       num_selected_tokens: number of selected tokens in the minibatch. If None, those in this call are counted.
       selected: [..., T] bool or 0/1, this part's slice of the minibatch's `top_entropy_mask`. If None, the mask is
         computed from the tokens in this call.
@@ -249,14 +249,14 @@ def grpo_loss(
       loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
       beta: weight ≥ 0 of the KL term. The Python number 0 omits the term.
       epsilon: lower clip range ε ≥ 0.
-      epsilon_high: upper clip range ≥ 0; defaults to epsilon. In cispo, it is the cap on the ratio itself (5.0 in the
-        paper). If None, the cap is epsilon, so that on-policy gradients are scaled by it.
+      epsilon_high: upper clip range ≥ 0; defaults to epsilon. In cispo, it is the cap on the ratio itself (ScaleRL:
+        5.0). If None, the cap is epsilon, which also scales down on-policy gradients.
       delta: cap on the ratio in the unclipped term; should exceed 1 + epsilon_high. None disables the cap.
       importance_sampling_level: "token", "sequence" or "trajectory".
       kl_estimator: estimator k of the KL from d: "k1", "k2" or "k3".
       use_bias_correction_kl: whether to multiply k by w (k1, k3) or sg(w) (k2); used by placement "loss" only.
-      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s) instead. With an unclipped p,
-        the sum has the gradient of p with the advantages A − beta·Σ_{s≥t} m_s d_s.
+      kl_placement: "loss" adds beta·k to p. "reward" adds beta·w·sg(Σ_{s≥t} m_s d_s) instead. If p is
+        unclipped, p plus this term has the gradient of p with the advantages A − beta·Σ_{s≥t} m_s d_s.
       max_completion_length: length in tokens for the denominator in dr_grpo. Defaults to T.
       normalizer: denominator in dapo, cispo and vespo, the number of tokens with mask 1 in the whole minibatch. If
         None, the tokens in this call are counted.
@@ -287,7 +287,7 @@ def grpo_loss(
         tokens with mask 1: `kl` (k3 for any `kl_estimator`; 0 without ref_log_probs), `entropy`, `ratio_mean`,
         `approx_kl_old` (k3 estimate of KL(old‖new) from token log-ratios), `clip_fraction` = `clip_fraction_low`
         (w < 1−ε, A < 0) + `clip_fraction_high` (w > 1+ε_high, A > 0; in cispo w > ε_high), `clip_fraction_delta`
-        (w > delta, A < 0), and `off_policy_fraction` (masked out) if its threshold is set. Others: `ratio_max`,
+        (w > delta, A < 0), and `off_policy_fraction` (masked out) if its threshold is set. Other metrics: `ratio_max`,
         `kl_bounded_tokens` (number with d < −20), `tokens`, `rows`; with entropies also `selected_tokens` (Σ m') and
         `selected_entropy` (mean over m'). For parts of a minibatch, use `grpo_loss_terms`.
 
@@ -308,7 +308,7 @@ def grpo_loss(
 
       Only the last row holds for whole completions. Even on-policy, the other terms omit the effect of a token on later
       states, which is 4% to 47% of the gradient norm in the four two-token problems that
-      tests/maths/test_enumeration.py enumerates. The last row is exact in these problems, with more variance. At level
+      tests/maths/test_enumeration.py enumerates. The last row is exact there, but has a higher variance. At level
       "sequence", `kl_correction_level="importance_sampling_level"` is biased if completions have several tokens.
 
     References:

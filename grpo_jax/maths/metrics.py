@@ -20,7 +20,7 @@ class MetricSums(NamedTuple):
 
 
 def token_totals(metrics: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
-    """Return the sum over tokens with mask True of each metric [..., T], without gradient.
+    """Return the sum of each metric [..., T] over the tokens where `mask` is True, without gradient.
 
     The tokens in a row are added pairwise, since a sequential float32 sum of thousands of values loses its last digits
     on CPU. Summing in two stages does not help: XLA merges both stages, and an optimization barrier between them
@@ -88,7 +88,7 @@ def update_entropy_coef(
 
 
 def batch_totals(mask: jax.Array, selected: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Count the rows and tokens in a whole minibatch, as arguments to `grpo_loss_terms` for the minibatch's parts.
+    """Count the rows and tokens in a whole minibatch, to pass to `grpo_loss_terms` with each part of the minibatch.
 
     Returns `num_rows` and `num_tokens`, and also `num_selected_tokens` if `selected` (the minibatch's
     `top_entropy_mask`) is given. Both masks are [..., T].

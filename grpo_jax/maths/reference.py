@@ -41,7 +41,7 @@ def _check_trees(ref_params: Params, params: Params) -> None:
 
 
 def mixup(ref_params: Params, params: Params, alpha: float | jax.Array) -> Params:
-    """Return reference params that are moved towards the params.
+    """Return the reference params, moved towards `params`.
 
         θ_ref ← alpha·θ + (1 − alpha)·θ_ref
 

@@ -1,9 +1,9 @@
 """The distribution that tokens are sampled from, and exact sampling from it with the inverse CDF.
 
-Gumbel sampling needs a random number for each vocabulary entry and is the most expensive part of a decode step on CPU.
-The inverse CDF needs only two numbers per token. The first selects a block of the vocabulary with a probability that is
+Gumbel sampling needs a random number for each vocabulary entry and would be the most expensive part of a decode step on
+CPU. The inverse CDF needs only two numbers per token. The first selects a block of the vocabulary with probability
 proportional to the block's mass. The second selects a token in the block. Each number has a resolution of 2^-23, so
-that even rare tokens are drawn with accurate probabilities.
+even rare tokens are drawn with accurate probabilities.
 """
 
 from __future__ import annotations

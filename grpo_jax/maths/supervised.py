@@ -73,7 +73,7 @@ def likelihood_loss_terms(
     loss_type: str,
     num_tokens: Scalar,
 ) -> tuple[jax.Array, MetricSums]:
-    """Compute the contribution of a part of a minibatch to `likelihood_loss`, and its metric sums.
+    """Compute the contribution of a part of a minibatch to `likelihood_loss`, and the part's metric sums.
 
     All arrays are [..., T]. `entropies` (nats) and `likeliest` are used for metrics only: `likeliest` is 1 where the
     target token has the largest probability, and its mean is the metric `mean_token_accuracy`.
@@ -88,7 +88,7 @@ def likelihood_loss_terms(
 
 
 FULL = -1e-7
-"""Upper bound on the log of the mass of k tokens, which leaves about 1e-7, the resolution of float32, for the rest."""
+"""Upper bound on the log of the mass of k tokens. The other tokens keep about 1e-7, the resolution of float32."""
 
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
@@ -185,7 +185,7 @@ def sampled_divergence(
 ) -> jax.Array:
     """Estimate the reverse KL from sampled tokens: w · sg(l − l_teacher), w = exp(l − l_old).
 
-    The gradient (sg is `stop_gradient`) is the unclipped policy gradient with current advantages −(l − l_teacher).
+    sg is `stop_gradient`. The gradient is that of the unclipped policy loss with the advantages −sg(l − l_teacher).
 
     Args:
       log_probs: [..., T] float, log-probs l under the policy, in nats.
@@ -226,8 +226,8 @@ def distillation_loss_terms(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the loss coef · reduce(per_token), with the reduction for `loss_type`, and the sums for its metrics.
 
-    `per_token`, [..., T] in nats, is a divergence from a function in this module. If counts over the whole minibatch
-    are passed, the parts' losses sum to the minibatch's loss, as in `losses.grpo_loss_terms`.
+    `per_token`, [..., T] in nats, is a divergence returned by a function in this module. If counts over the whole
+    minibatch are passed, the parts' losses sum to the minibatch's loss, as in `losses.grpo_loss_terms`.
     """
     _, reduction = LOSS_TYPES[one_of("loss_type", loss_type, LOSS_TYPES)]
     per_token = as_float("per_token", per_token)

@@ -29,7 +29,7 @@ from grpo_jax.maths.kl import KL_ESTIMATORS
 
 
 class SurrogateInputs(NamedTuple):
-    """Inputs, [..., T] except `log_weights`. Where `mask` is False, log-probs, log-ratios and advantages are 0."""
+    """Surrogate inputs ([..., T] except `log_weights`). Log-probs, log-ratios and advantages are 0 outside the mask."""
 
     log_probs: jax.Array  # l; gradients flow only through log_probs, log_ratio and ratio
     log_ratio: jax.Array  # l − l_old
@@ -40,7 +40,7 @@ class SurrogateInputs(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Counts over the whole minibatch, which are the denominators in the reductions."""
+    """Counts over the whole minibatch, used as denominators in the reductions."""
 
     rows: Scalar  # completions
     tokens: Scalar  # tokens with mask 1
@@ -295,7 +295,7 @@ def clip_events(surrogate: Surrogate, inputs: SurrogateInputs, settings: LossSet
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Settings for the objective, with the same names as the `grpo_loss` arguments and the `GRPOConfig` fields."""
+    """Settings for the objective: arguments to `grpo_loss`. All except `surrogate` are also fields of `GRPOConfig`."""
 
     loss_type: str = "dapo"
     beta: Scalar = 0.0

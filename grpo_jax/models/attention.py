@@ -1,8 +1,8 @@
 """Attention of completions over their own tokens and over a shared prompt.
 
-The G completions of a prompt share its keys, so these are computed and stored only once. Completions are arrays
-[B, G, T] or `Segments` of a packed sequence. Without a prompt, this is ordinary causal attention. Softmax and all sums
-are computed in float32 regardless of the compute dtype.
+The G completions of a prompt share the prompt's keys and values, which are computed and stored only once. Completions
+are arrays [B, G, T] or `Segments` of a packed sequence. Without a prompt, this is ordinary causal attention. Softmax
+and all sums are computed in float32 regardless of the compute dtype.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def group_attention(
       index: slot of the first query, a scalar or [B].
       start: [B, G] slot of each completion's first token. Defaults to 0.
       last_visible: [B, T] int32 slot of the last key that a query attends to, used if later than the query's own slot.
-      kernel: settings with the scale, window and soft cap of the scores. The tile sizes are not used.
+      kernel: settings with the scale, window and soft cap. The tile sizes are not used.
       sinks: [H_kv, R] float32 score of each query head for an additional key without a value, or None.
     """
     chex.assert_rank(q, 6)
@@ -96,7 +96,7 @@ def packed_attention(
         """Compute attention [H, N, R, d] for one sequence from q [H, N, R, d] and k and v [H, N, d]."""
 
         def blocks(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
-            """Return the slice of x for each block and the `reach` blocks before it, [M, ...]."""
+            """Return, for each of M blocks, the part of x in that block and the `reach` blocks before it, [M, ...]."""
             widths = [(0, 0)] * x.ndim
             widths[axis] = (segments.reach * size, 0)
             x = jnp.moveaxis(jnp.pad(x, widths, constant_values=padding), axis, 0)
@@ -216,7 +216,7 @@ def make_tile_mask(
     tiles = {str(window): find_tiles(bounds(window), shared + n, kernel, heads) for window in windows}
     if not (splash and segments is not None):
         return TileMask(tiles, None, kernel.implementation)
-    # Upper bound on visible key tiles. The kernels run this number of steps for every tile of queries.
+    # Upper bound on the number of visible key tiles. The kernels take this many steps for every tile of queries.
     most = sum((keys - 2) // kernel.columns + 2 for keys in (kernel.rows + segments.max_segment_length, shared))
     tiles = {window: x.replace(keys=x.keys[..., :most]) for window, x in tiles.items()}
     slot, query_prompt = jnp.arange(shared)[None], jnp.broadcast_to(prompt, (b, n))
@@ -236,8 +236,8 @@ def tiled_attention(
 ) -> jax.Array:
     """Compute `group_attention` for whole completions, or `packed_attention`, tile by tile.
 
-    q is [B, H_kv, G, T, R, d], and k and v are [B, H_kv, G, T, d]; for packed sequences [A, H_kv, 1, N, ...]. On a
-    mesh, the first two axes are sharded as in `models.sharding`.
+    q is [B, H_kv, G, T, R, d], and k and v are [B, H_kv, G, T, d]. For packed sequences, they are [A, H_kv, 1, N, ...].
+    On a mesh, the first two axes are sharded as in `models.sharding`.
     """
     b, h, g, t, r, d = q.shape
     k, v = (x.reshape(b, h, g * t, d) for x in (k, v))
@@ -281,11 +281,11 @@ def tiled_attention(
 def mosaic_error(device: jax.Device, head_dim: int) -> str | None:
     """Compare the values and gradients of "mosaic" and "tiles" on a device.
 
-    Returns None if they agree within 2% of each array's largest value, otherwise a message that describes the
+    Returns None if they agree to within 2% of each array's largest value, otherwise a message that describes the
     difference or the exception. Some versions of CUDA's assembler, such as 12.8.0 to 12.9.0, miscompile attention
     masks. The packed sequences in this test are long enough that several programs share the prompts' keys.
     """
-    a, heads, r, size, t = 2, 2, 8, 100, 96  # two sequences with two prompts of 11 completions each
+    a, heads, r, size, t = 2, 2, 8, 100, 96  # two sequences, each with 11 completions of each of two prompts
     n, lengths = 22 * t, jnp.array([37, size, 1, 64])
     index = jnp.broadcast_to(jnp.arange(n)[None], (a, n))
     segments = Segments(index // t, index % t, jnp.broadcast_to(jnp.arange(2)[None], (a, 2)), t, 1)

@@ -37,9 +37,9 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]
 def attention_implementation(name: str, devices: Sequence[jax.Device] = ()) -> str:
     """Return the attention implementation for whole sequences on `devices`, by default JAX's default device.
 
-    "auto" is "mosaic" on NVIDIA's Hopper GPUs (compute capability 9.0) from jax 0.10.2 on, "triton" on other GPUs with
+    "auto" is "mosaic" on Hopper GPUs (compute capability 9.0) from jax 0.10.2 on, otherwise "triton" on GPUs with
     compute capability 8.0 or higher (Ampere and later), "tiles" on older GPUs, "splash" on TPUs, and "einsum" on CPUs.
-    "tiles" replaces "triton" and "splash" if JAX does not have the kernels. Other names are returned unchanged.
+    "tiles" replaces "triton" and "splash" if JAX lacks their modules. Names other than "auto" are returned unchanged.
     """
     if name != "auto":
         return name
@@ -54,7 +54,7 @@ def attention_implementation(name: str, devices: Sequence[jax.Device] = ()) -> s
 
 
 def triton_or_tiles() -> str:
-    """Return "triton", or "tiles" if JAX does not have a Triton backend, which has been deprecated since jax 0.11."""
+    """Return "triton", or "tiles" if JAX does not have the Triton backend (deprecated since jax 0.11)."""
     return "triton" if _has_module("triton") else "tiles"
 
 
@@ -77,7 +77,7 @@ def compiler_params(implementation: str, *, warps: int, stages: int) -> pl.Compi
 
 
 Ref = Any
-"""Argument of a Pallas kernel."""
+"""Reference to an array, as passed to a Pallas kernel."""
 
 
 class Tiles(flax.struct.PyTreeNode):
@@ -97,7 +97,7 @@ class Tiles(flax.struct.PyTreeNode):
 
 
 class Inputs(NamedTuple):
-    """Queries [A, H, N, d], keys and values [A, H, S, d] and lists of tiles. N and S are multiples of the tile size."""
+    """Queries [A, H, N · R, d], keys and values [A, H, S, d], and tiles. N · R and S are padded to whole tiles."""
 
     q: jax.Array
     k: jax.Array
@@ -114,7 +114,7 @@ class TileMask(flax.struct.PyTreeNode):
 
 
 class Kernel(NamedTuple):
-    """Static settings (`kernel`) of attention functions. "einsum" uses only scale, window and soft cap."""
+    """Static settings for attention functions (argument `kernel`). "einsum" uses only scale, window and soft cap."""
 
     implementation: str  # see `TransformerConfig.attention`; "interpreted" runs the "triton" kernels on any platform
     rows: int  # queries per tile, where a token has R queries for each key head
@@ -122,10 +122,10 @@ class Kernel(NamedTuple):
     scale: float = 1.0  # factor applied to the scores
     window: int | None = None  # number of positions that a query attends to, including its own; None for all
     soft_cap: float | None = None  # c in c·tanh(scale·score/c); None disables the cap
-    num_prompt_slots: int = 0  # slots for prompt keys, which precede completion keys
+    num_prompt_slots: int = 0  # number of slots for prompt keys, which come before the slots for completion keys
 
     def gap(self, slots: int) -> int:
-        """Return the number of slots that pad `slots` slots of prompt keys to whole tiles in "mosaic", otherwise 0."""
+        """Return the number of slots that pad `slots` prompt slots to whole tiles for "mosaic", or 0 otherwise."""
         return -slots % self.columns if self.implementation == "mosaic" else 0
 
     @classmethod
@@ -171,10 +171,10 @@ def repeated(bounds: jax.Array, queries_per_kv: int, rows: int) -> jax.Array:
 def over_key_tiles(
     gradients: Callable[[int, int, int], Sequence[jax.Array]], kernel: Kernel, x: Inputs
 ) -> Sequence[jax.Array]:
-    """Compute the gradients of keys and values by calling `gradients(first, number, parts)` for ranges of tiles.
+    """Compute gradients with respect to keys and values by calling `gradients(first, number, parts)` for tile ranges.
 
-    `parts` programs share each tile of prompt keys, which all queries of a group read. Otherwise, these tiles would
-    finish last. If `parts` > 1, `gradients` returns a float32 sum for each program, [parts, ...].
+    `parts` programs share each tile of prompt keys, which all queries of a group read. With one program each, these
+    tiles would finish last. If `parts` > 1, `gradients` returns a float32 sum for each program, [parts, ...].
     """
     num_tiles, num_prompt_tiles = x.k.shape[2] // kernel.columns, -(-kernel.num_prompt_slots // kernel.columns)
     parts = min(MAX_PARTS, x.q.shape[2] // kernel.rows // MIN_PART)

@@ -152,7 +152,7 @@ class Attention(nn.Module):
     ) -> tuple[jax.Array, LayerCache]:
         """Compute the attention [B, G, T, H_kv, R, d] of normalized and rotated queries, and the layer's new cache."""
         (h, d), (b, g, n, *_) = self.config.heads_of(self.kind), q.shape
-        # With the head axis before tokens, both attention products are batched matrix products without a transpose.
+        # With the head axis before the token axis, both attention products are batched products without a transpose.
         q = q.reshape(b, g, n, h, -1, d).transpose(0, 3, 1, 2, 4, 5)
         new_cache: LayerCache = ()
         if k is None or v is None:
@@ -202,7 +202,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A decoder layer: x + mixer(x), then x + MLP(x), with norms placed according to `config.norms`.
 
-    If `context.last` [B] is set, hidden states are computed only for these tokens, but keys and values for all tokens.
+    If `context.last` [B] is set, hidden states are computed only at these indices, but keys and values for all tokens.
     """
 
     config: TransformerConfig
@@ -273,10 +273,10 @@ def apply_layer(
 
 
 def cpu_remat(apply: Callable[[Params, jax.Array, Context], Result]) -> Callable[[Params, jax.Array, Context], Result]:
-    """Wrap a layer's `apply` to store only its arguments for the backward pass, like `jax.checkpoint`, but on CPUs.
+    """Wrap a layer's `apply` to store only its arguments for the backward pass: `jax.checkpoint` for CPUs.
 
     XLA's CPU compiler drops `jax.checkpoint`'s optimization barriers and would merge the recomputation with the forward
-    pass. Adding a zero computed from the cotangents to the arguments prevents this. First-order reverse mode only.
+    pass. To prevent this, a zero computed from the cotangents is added to the arguments. First-order reverse mode only.
     """
 
     @jax.custom_vjp

@@ -17,7 +17,7 @@ class LayerKind:
 
     window: int | None = None  # sliding window in tokens; None for full attention
     rotary: bool = True  # whether queries and keys are rotated
-    sparse: bool = False  # whether the layer has a mixture of experts, by default instead of an MLP
+    sparse: bool = False  # whether the layer has a mixture of experts (instead of an MLP, unless `parallel_experts`)
     mixer: str = "attention"  # or "delta" for a gated delta net, "conv" for a gated short convolution
     shared_kv: bool = False  # whether attention reuses a previous layer's keys and values
 
@@ -31,7 +31,7 @@ class DeltaShape:
     key_dim: int  # d_k, channels per key
     value_dim: int  # d_v, channels per value
     kernel: int = 4  # K, width of the convolution in tokens
-    by_key_heads: bool = False  # whether two input projections, with columns grouped by key head, replace four
+    by_key_heads: bool = False  # whether a layer has two input projections (columns grouped by key head), not four
 
     @property
     def key_width(self) -> int:
@@ -110,7 +110,7 @@ class TransformerConfig:
     v_norm: bool = False  # whether to apply an RMS norm without weights to each head's values
     values_are_keys: bool = False  # whether layers without a window use the `k_proj` output as values
     norms: str = "pre"  # norms before attention and MLP ("pre"), after them ("post"), or both ("sandwich")
-    norm_offset: float = 0.0  # added to the weights of `layers.norm` (1.0 if weights are stored around zero)
+    norm_offset: float = 0.0  # added to the weights of `layers.norm` (1.0 for checkpoints that store weight − 1)
     activation: str = "silu"  # or "gelu", "gelu_tanh"
     query_scale: float | None = None  # factor applied to attention scores; None uses head_dim^(−1/2)
     attention_sinks: bool = False  # whether each head has a learned score for a key without a value
@@ -119,7 +119,7 @@ class TransformerConfig:
     embedding_scale: float = 1.0  # factor applied to the embeddings
     residual_scale: float = 1.0  # factor applied to attention and MLP outputs before they are added to the residual
     logit_scale: float = 1.0  # factor applied to the logits
-    layer_scalar: bool = False  # whether a frozen scalar from the checkpoint scales each layer's output
+    layer_scalar: bool = False  # whether each layer's output is scaled by a frozen scalar from the checkpoint
     num_experts: int = 0  # number of experts per mixture-of-experts layer
     num_experts_per_token: int = 0
     expert_size: int = 0  # width of an expert's gated MLP
@@ -158,9 +158,9 @@ class TransformerConfig:
         return tuple(map(LayerKind, windows, rotary, sparse, mixers, shared))
 
     @property
-    def casts_weights_to_float32(self) -> bool:
-        """Whether bfloat16 matrices are cast to sum their products in float32 (see `models.matmul`)."""
-        # On a mesh, XLA would gather all devices' tokens to compute weight gradients.
+    def uses_float32_sums(self) -> bool:
+        """Whether bfloat16 matrix products use float32 sums (see `float32_sums` in `matmul.matmul`)."""
+        # With float32 sums on a mesh, XLA would gather all devices' tokens to compute weight gradients.
         if self.dtype != "bfloat16" or self.mesh is not None:
             return False
         return has_fast_float32_sums() if self.float32_sums is None else self.float32_sums
@@ -226,7 +226,7 @@ def _attention_width(shape: TransformerConfig, kind: LayerKind) -> int:
 
 
 def state_bytes(shape: TransformerConfig, itemsize: float) -> float:
-    """Return the bytes of a completion's recurrent states: float32 memories, and tails (`itemsize` bytes per value)."""
+    """Return the number of bytes in a completion's recurrent states: float32 memories, and tails of this `itemsize`."""
     memories = sum(math.prod(layer.state[0]) for layer in shape.recurrent if layer.state[0] is not None)
     return 4 * memories + itemsize * sum(math.prod(layer.state[1]) for layer in shape.recurrent)
 

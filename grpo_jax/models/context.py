@@ -1,4 +1,4 @@
-"""Inputs of layers: caches of keys, values and recurrent states, and the segments of packed sequences.
+"""Inputs to layers: caches of keys, values and recurrent states, and the segments of packed sequences.
 
 The leading axes of a cache are B (prompts), heads and G (completions). Arrays for prompts do not have the axis G.
 """
@@ -27,8 +27,8 @@ KeysValues = tuple[jax.Array, jax.Array]
 LayerCache = KeysValues | RecurrentState | tuple[()]
 
 Cache = tuple[LayerCache, ...]
-"""One entry per layer: completion keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d], where the first three axes may
-be merged, a `RecurrentState`, or () if the layer reuses the keys and values of a previous layer.
+"""One entry per layer: completion keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d] (the first three axes may be
+merged), a `RecurrentState`, or () if the layer reuses the keys and values of a previous layer.
 
 Keys are stored transposed, since multiplying queries by transposed keys takes half the time on CPUs.
 """
@@ -36,7 +36,7 @@ Keys are stored transposed, since multiplying queries by transposed keys takes h
 
 @flax.struct.dataclass
 class Prefix:
-    """Cache for a batch of prompts. All completions of a prompt share its entries."""
+    """Cache for a batch of prompts. All completions of a prompt share the prompt's entries."""
 
     layers: Cache  # keys [B, H_kv, d, P] and values [B, H_kv, P, d], or states without the axis G
     lengths: jax.Array  # [B] int32 number of prompt tokens; later slots are masked out
@@ -59,7 +59,7 @@ class Segments:
     number: jax.Array  # [A, N] int32 segment index of each token; -1 for padding
     position: jax.Array  # [A, N] int32, counted from the segment's first token
     prompt: jax.Array  # [A, M] int32 index into the device's shard of a `Prefix`, which has B / A prompts
-    max_segment_length: int = flax.struct.field(pytree_node=False)  # upper bound on a segment's tokens
+    max_segment_length: int = flax.struct.field(pytree_node=False)  # upper bound on the number of tokens per segment
     reach: int = flax.struct.field(pytree_node=False)  # upper bound on how many blocks back a token's segment starts
 
 
@@ -77,7 +77,7 @@ class Context(flax.struct.PyTreeNode):
     segments: Segments | None = None
     last: jax.Array | None = None
     present: jax.Array | None = None  # [B, G, T] bool, False for padding; only used by recurrent layers
-    tile_mask: TileMask | None = None  # mask for fused attention; None for "einsum"
+    tile_mask: TileMask | None = None  # mask for fused attention; None if it is not used
     last_visible: jax.Array | None = None  # [B, T] last token that each token attends to; for images in prompts
     shared: KeysValues | None = None  # a previous layer's keys and values, if this layer reuses them
     layer_input: jax.Array | None = None  # [B, G, T, ·] per-layer token embeddings (Gemma 4)

@@ -1,4 +1,4 @@
-"""Device memory and preferred dtypes, and ahead-of-time compilation for TPUs and NVIDIA GPUs without the hardware.
+"""Device memory and preferred dtypes, and ahead-of-time compilation for absent TPUs and NVIDIA GPUs.
 
 A `Target` needs a compiler: the package libtpu (the extra `plan-tpu`) or jax-cuda12-plugin (`plan-gpu`).
 """
@@ -23,7 +23,7 @@ MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def platform_of(devices: Sequence[jax.Device] = ()) -> tuple[str, float]:
-    """Return the first device's platform and compute capability (0 if not a GPU). Defaults to JAX's default device."""
+    """Return the platform and compute capability (0 if not a GPU) of the first device, or of JAX's default device."""
     settings: Any = jax.config  # typed as Any, since its fields are added at run time
     chosen = devices[0] if len(devices) else settings.jax_default_device
     first = jax.devices(chosen)[0] if isinstance(chosen, str) else chosen or jax.devices()[0]
@@ -42,7 +42,7 @@ def compute_dtype(name: str, devices: Sequence[jax.Device] = ()) -> Literal["flo
 
 
 def has_fast_float32_sums(devices: Sequence[jax.Device] = ()) -> bool:
-    """Return whether products of bfloat16 matrices are fastest with float32 sums: on CPUs, from jax 0.10 on."""
+    """Return whether bfloat16 matrix products are fastest with float32 sums. This is true on CPUs from jax 0.10 on."""
     return platform_of(devices)[0] == "cpu" and jax.__version_info__ >= (0, 10)
 
 
@@ -65,7 +65,7 @@ CHIPS = {
     "v5p": (95e9, {4: "2x2x1", 8: "2x2x2"}),
     "v6e": (32e9, {4: "2x2", 8: "2x4", 16: "4x4"}),
 }
-"""TPUs: bytes per chip, and slice topologies by number of chips. Fewer than four chips use the topology of four."""
+"""TPUs: memory per chip in bytes, and slice topologies by number of chips. 1 or 2 chips use the topology for 4."""
 
 
 class GPU(NamedTuple):
@@ -169,20 +169,20 @@ def _gpus(kind: str, count: int) -> Sequence[jax.Device]:
 
 
 class ProgramCost(NamedTuple):
-    """Memory and compute cost of a compiled program per device. Sizes are in bytes."""
+    """Per-device cost of a program that was compiled, or rejected because it exceeds the memory. Sizes are in bytes."""
 
-    arguments: int  # size of the arguments
+    arguments: int  # size of the arguments; 0 for a rejected program if the error does not count them
     temporaries: int  # size of temporary buffers; for a rejected program, all memory except the arguments
     results: int  # size of the results that do not reuse an argument's memory
-    flops: float  # floating-point operations per call, without custom kernels; NaN if unknown
+    flops: float  # number of floating-point operations per call, excluding custom kernels; NaN if unknown
     seconds: float  # time to compile
     peak: int = 0  # peak device memory while the program runs, including the run's other arrays
 
 
 def compile_program(lowered: jax.stages.Lowered, arguments: int = 0) -> ProgramCost:
-    """Compile a program and return its cost. For a program that does not fit on a TPU, the error gives the sizes.
+    """Compile a program and return its cost. If it does not fit on a TPU, the size is read from the error message.
 
-    `arguments` is the size of the params in bytes per device. It is subtracted if the size in the message includes it.
+    `arguments` is the size of the params in bytes per device. It is subtracted if the size in the error includes it.
     """
     key = hash((lowered.as_text(), arguments))  # cached, because `plan` needs the update's cost twice
     if key not in _costs:
@@ -209,7 +209,7 @@ def _compile(lowered: jax.stages.Lowered, arguments: int) -> ProgramCost:
     seconds, stats = time.monotonic() - begin, compiled.memory_analysis()
     assert stats is not None, "memory_analysis must be available on CPUs, GPUs and TPUs"
     flops = math.nan
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib older than the compiler cannot parse its program
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a jaxlib older than the compiler cannot parse its output
         flops = (compiled.cost_analysis() or {}).get("flops", math.nan)
     return ProgramCost(
         stats.argument_size_in_bytes,

@@ -34,7 +34,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, groups: int) -> jax.Array:
-        """Apply experts `chosen` [N, k] with `weights` [N, k] to tokens x [N, D] of an array [groups, ..., D]."""
+        """Apply experts `chosen` [N, k] with `weights` [N, k] to x [N, D], the tokens of an array [groups, ..., D]."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
         chex.assert_shape([weights, chosen], (x.shape[0], c.num_experts_per_token))
@@ -76,7 +76,7 @@ class Experts(nn.Module):
         channel_axes = dividing_axes(c.expert_size, mesh, "tensor")
         width_axes = dividing_axes(c.hidden_size, mesh, "fsdp")
         token_axes, data_axes = dividing_axes(groups, mesh, "data", "fsdp"), dividing_axes(groups, mesh, "data")
-        # With too few channels per device for a GPU kernel, every token would be multiplied by all experts' matrices.
+        # If the width per device does not suit a GPU kernel, XLA multiplies every token by all experts' matrices.
         channels, width = c.expert_size // devices(channel_axes), c.hidden_size
         narrow = width // devices(width_axes)
         too_narrow = has_kernel(kernels, width, channels) and not has_kernel(kernels, narrow, channels)

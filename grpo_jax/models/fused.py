@@ -3,7 +3,7 @@
 For each tile of queries, a loop over the visible tiles of keys updates the maximum score and the sums of weights and
 weighted values (Milakov & Gimelshein 2018; Dao et al. 2022). The backward pass recomputes the weights from the
 log-sum-exp. "tiles" uses plain JAX on any platform, "triton" uses kernels for NVIDIA GPUs (Ampere and later), and
-"mosaic" uses the kernels for Hopper GPUs in `mosaic`.
+"mosaic" uses the kernels in `mosaic` for Hopper GPUs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _over_heads(function: Callable[..., Any], last_is_shared: bool = False) -> C
 
 
 def _take(x: jax.Array, tile: jax.Array, size: int) -> jax.Array:
-    """Return the tile with index `tile` [A] and `size` entries along N of an array [A, H, N, ...]."""
+    """Select tile `tile` [A], which has `size` entries along N, from an array [A, H, N, ...]."""
     return jax.vmap(lambda x, tile: jax.lax.dynamic_slice_in_dim(x, tile * size, size, axis=1))(x, tile)
 
 
@@ -153,7 +153,7 @@ def _tiled_backward(
 
 
 # Kernels for NVIDIA GPUs. Each program has one tile of queries (or keys) and iterates over tiles of keys (or queries).
-# The first arguments come from `_kernel_inputs`.
+# The kernels' first arguments come from `_kernel_inputs`.
 
 
 def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
@@ -232,7 +232,7 @@ def _call(
     size = {"rows": kernel.rows, "columns": kernel.columns}
 
     def spec(shape: tuple[int, ...], axis: str, shared: bool) -> pl.BlockSpec:
-        # A program reads one tile of an array on this grid axis, one row of a tile list, and all of other arrays.
+        # A program reads a tile of each array that the grid divides, a row of each tile list, and all other arrays.
         is_tiled = axis in ("rows" if over_queries else "columns", "tile_list")
         num_leading = 1 if shared else 2
         length, rest = shape[num_leading], shape[num_leading + 1 :]
@@ -326,7 +326,7 @@ Residuals = tuple[Inputs, jax.Array | None, jax.Array, jax.Array]
 def _attend_forward(kernel: Kernel, x: Inputs, sinks: jax.Array | None) -> tuple[jax.Array, Residuals]:
     out, lse = _passes(kernel)[0](kernel, x)
     if sinks is not None:
-        # With the sink in the log-sum-exp, the backward pass computes the gradients for one additional key.
+        # Since the log-sum-exp includes the sink, the backward pass accounts for the additional key.
         non_sink_weight = jax.nn.sigmoid(lse - sinks[None])
         out, lse = (out * non_sink_weight[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks[None])
     return out, (x, sinks, out, lse)

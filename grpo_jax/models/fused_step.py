@@ -32,14 +32,14 @@ from grpo_jax.models.attention_tiles import (
 from grpo_jax.models.context import KeysValues
 
 TILE_BYTES = 8192
-"""Bytes per tile of keys. Four programs with prefetched tiles fit on a multiprocessor."""
+"""Size of a tile of keys in bytes. At this size, four programs and their prefetched tiles fit on a multiprocessor."""
 
 MIN_PROGRAMS = 96
-"""Minimum number of programs (completions times key heads) per device. Fewer programs would leave a GPU idle."""
+"""Minimum number of programs (completions times key heads) per device. Fewer would leave part of a GPU idle."""
 
 
 class NormAndRope(NamedTuple):
-    """Norm and rotation of queries and keys, which the kernel applies to projections."""
+    """Norm and rotation that the kernel applies to the projected queries and keys."""
 
     scales: tuple[jax.Array, jax.Array] | None = None  # scales [d] of the query and key norms; None disables them
     table: tuple[jax.Array, jax.Array] | None = None  # `rope_table` for one token; None disables the rotation
@@ -84,7 +84,7 @@ def step_attention(
       cache: keys [B, H_kv, G, d, S] and values [B, H_kv, G, S, d].
       prefix: see `attention.group_attention`, also for `index`, `start` and `sinks`.
       norm_and_rope: norm and rotation to apply to queries and new keys.
-      write: [B, G] bool, False for completions whose cache does not change. Their outputs are not used.
+      write: [B, G] bool, False where the cache must not change and the output is not used. Defaults to True.
       kernel: settings with the implementation, scale, window and soft cap. The tile sizes are not used.
       mesh: mesh that B and H_kv are sharded over, as in `attention.tiled_attention`, or None.
     """
@@ -144,7 +144,7 @@ def _step_attention_on_device(
     position = slot - first
     window = 2**30 if kernel.window is None else kernel.window
     # Completion tiles [first_tile, end_tile) and prompt tiles [first_prompt_tile, end_prompt_tile) have visible keys.
-    full = slot >= slots  # whether the ring buffer is full, so that all slots are read
+    full = slot >= slots  # whether the ring buffer is full, in which case all slots are read
     first_tile = jnp.where(full, 0, jnp.maximum(first, slot - window + 1)) // sizes[0]
     end_tile = jnp.where(full, -(-slots // sizes[0]), slot // sizes[0] + 1)
     length = jnp.broadcast_to(lengths[:, None], (b, g))
@@ -152,7 +152,7 @@ def _step_attention_on_device(
     end_prompt_tile = -(-length // sizes[1])
     scalars = [slot % slots, position, length, first_tile, end_tile, first_prompt_tile, end_prompt_tile, write]
 
-    # XLA computes queries, key and value with one product. The kernel reads blocks of its result without a copy.
+    # XLA computes queries, key and value with one product. The kernel reads blocks of the product without a copy.
     token = jnp.concatenate([q.reshape(b, g, h * r, d), *(new or ())], axis=2)
     inputs = {"scalars": jnp.stack(scalars, -1).astype(jnp.int32), "q": token, "prompt_keys": pk, "prompt_values": pv}
     in_specs = {
@@ -177,7 +177,7 @@ def _step_attention_on_device(
         inputs["sinks"] = jnp.pad(sinks.astype(jnp.float32), ((0, 0), (0, _padded_rows(r) - r)))
         in_specs["sinks"] = pl.BlockSpec((None, _padded_rows(r)), lambda j, i: (i % h, 0))
     cache_specs = [pl.BlockSpec((None, None, None, *x.shape[3:]), lambda j, i: (i // h, i % h, j, 0, 0)) for x in cache]
-    # The result has the axis order of the output projection's input, so that it is not transposed.
+    # The result has the axis order of the output projection's input, so no transpose is needed.
     out_spec = pl.BlockSpec((None, None, None, r, d), lambda j, i: (i // h, j, i % h, 0, 0))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *(() if new is None else cache))]
     out, *new_cache = pl.pallas_call(
@@ -211,7 +211,7 @@ def _step_kernel(
     kernel: Kernel,
     sizes: tuple[int, int],
 ) -> None:
-    from jax.experimental.pallas.triton import load, store  # may be missing, see `tiles.implementation`
+    from jax.experimental.pallas.triton import load, store  # not in all versions of JAX; see `has_triton`
 
     scalars, (r, d), slots = inputs["scalars"], out.shape, values.shape[0]
     slot, position, length, write = scalars[0], scalars[1], scalars[2], scalars[7]
@@ -240,7 +240,7 @@ def _step_kernel(
         at, index = _tile_slots(j, sizes[0], slots)
         distance = slot - index
         distance = jnp.where(distance < 0, distance + slots, distance)
-        least = 1 if new_cache else 0  # the sums already contain a new token
+        least = 1 if new_cache else 0  # the sums already contain the new token
         visible = (distance >= least) & (distance <= position) & (index >= j * sizes[0])
         if kernel.window is not None:
             visible &= distance < kernel.window
@@ -269,7 +269,7 @@ def _step_kernel(
 def _normalize_and_rotate(
     read: Callable[[jax.Array], jax.Array], *, inputs: dict[str, Ref], norm_and_rope: NormAndRope, half: int, scale: str
 ) -> jax.Array:
-    """Normalize and rotate an array [..., d], whose channels `read` loads. `inputs[scale]` is the norm's scale."""
+    """Normalize and rotate the array [..., d] that `read` loads by channel. `inputs[scale]` is the norm's scale."""
     from jax.experimental.pallas.triton import load
 
     channel = jnp.arange(inputs["q"].shape[-1])
@@ -292,12 +292,12 @@ def _normalize_and_rotate(
 
 
 def _tile_slots(j: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first slot and all slots of tile j. The last tile ends at the last slot."""
+    """Return the first slot and all slots of tile j. The last tile ends at the last slot, and may overlap another."""
     at = j * size if slots % size == 0 else jnp.minimum(j * size, slots - size)
     return at, at + jnp.arange(size)
 
 
 def _tile_size(slots: int, max_keys: int) -> int:
-    """Return the keys per tile, a power of two. It divides `slots` if this allows tiles with at least 32 keys."""
+    """Return the number of keys per tile, a power of two. It divides `slots` if this allows 32 or more keys."""
     divisor = min(max_keys, slots & -slots)
     return divisor if divisor >= 32 else min(max_keys, 1 << slots.bit_length() - 1)

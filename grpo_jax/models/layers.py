@@ -94,8 +94,8 @@ def matmul_quantized(
 ) -> jax.Array:
     """Compute x W for x [N, in]. Only x has a gradient. See `matmul.matmul` for `dtype` and `float32_sums`.
 
-    W is dequantized for the product, and again for the gradient. Storing dequantized matrices from the forward to the
-    backward pass would take as much memory as a 16-bit model.
+    W is dequantized for the product, and again for the gradient. Keeping dequantized matrices from the forward pass to
+    the backward pass would take as much memory as a 16-bit model.
     """
     return _product(x, w, dtype, float32_sums)
 
@@ -152,7 +152,7 @@ def _matmul_quantized_jvp(
 
 
 UNTRAINED = ("layer_scalar",)
-"""Names of params that are never updated, neither by gradients nor by weight decay."""
+"""Names of params that are updated neither by gradients nor by weight decay."""
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
@@ -179,7 +179,7 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         out = self.dtype if self.result_dtype is None else self.result_dtype
         kernel = kernel_of(self, "kernel", (x.shape[-1], self.features), self.stddev)
-        # Merge the leading axes, since XLA's CPU backend takes three times as long for the gradient of a 4-D product.
+        # Merge the leading axes: for a 4-D operand, XLA's CPU backend takes three times as long for the gradient.
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         if isinstance(kernel, Quantized):
             y = matmul_quantized(x.astype(self.dtype), kernel, out, self.float32_sums)
@@ -203,7 +203,7 @@ class Linear(nn.Module):
 
 def linear(config: TransformerConfig, name: str, features: int, use_bias: bool = False) -> Linear:
     """Create a `Linear` submodule in the calling module, with the config's dtype."""
-    dtype, sums = jnp.dtype(config.dtype), config.casts_weights_to_float32
+    dtype, sums = jnp.dtype(config.dtype), config.uses_float32_sums
     return Linear(features, use_bias, dtype, config.initializer_range, float32_sums=sums, name=name)
 
 
@@ -231,9 +231,9 @@ class Embedding(nn.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Compute float32 logits [..., V] for hidden states x [..., D]."""
-        # On a mesh, a gradient that is not rounded would be reduced, and stored unsharded, in float32.
+        # With promotion on a mesh, devices would reduce the table's gradient, and store it unsharded, in float32.
         dtype = x.dtype if self.config.mesh is not None else jnp.promote_types(self.embedding.dtype, x.dtype)
-        table, sums = self.embedding.astype(dtype), self.config.casts_weights_to_float32
+        table, sums = self.embedding.astype(dtype), self.config.uses_float32_sums
         return matmul(tokens_of(x), table, jnp.float32, sums, transposed=True).reshape((*x.shape[:-1], -1))
 
 

@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA).
 
-An adapted projection computes y = x W + s (x A) B, with W [in, out] frozen and s = alpha / rank. For each kernel path,
-such as layers_0/self_attn/q_proj/kernel, adapters have arrays A [in, rank] and B [rank, out] at …/q_proj/a and
-…/q_proj/b. B is initialized to 0, so the policy initially equals the base. A reference consists of adapters from one or
-several syncs (`reference_adapters`), so the base is stored only once.
+An adapted projection computes y = x W + s (x A) B, with W [in, out] frozen and s = alpha / rank. For each adapted
+kernel, such as layers_0/self_attn/q_proj/kernel, there are arrays A [in, rank] and B [rank, out] at …/q_proj/a and
+…/q_proj/b. B is initialized to 0, so the policy initially equals the base. A reference policy consists of adapters from
+one or more syncs (`reference_adapters`), so the base is stored only once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TARGETS = (
     r"(self_attn/(q|k|v|o)_proj|linear_attn/(in_proj_\w+|out_proj)|conv/(in|out)_proj|mlp/(gate|up|down)_proj"
     r"|per_layer_(input_gate|projection))"
 )
-"""Default targets: all projections in attention, recurrent layers, dense MLPs and per-layer embeddings. The output
+"""Default targets: each layer's projections in attention, recurrent mixers, dense MLPs and per-layer inputs. The output
 head, embeddings, routers and experts are not adapted."""
 
 
@@ -72,7 +72,7 @@ def _is_adapter(node: Params) -> bool:
 
 
 def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TARGETS) -> Params:
-    """Create float32 adapters, nested like `base`, for the projections with a full path that matches `targets`.
+    """Create float32 adapters, nested like `base`, for the projections whose full path matches `targets`.
 
     As in PEFT, A is uniform in ±in^(−1/2), and B is zero.
     """
@@ -95,7 +95,7 @@ def init_adapters(key: jax.Array, base: Params, *, rank: int, targets: str = TAR
 
 
 FADED = 1e-6
-"""Adapters from old syncs are dropped from a reference once their weight does not exceed this value."""
+"""Adapters from old syncs are dropped from a reference once their weight no longer exceeds this value."""
 
 
 def reference_adapters(adapters: Params, alpha: float) -> Params:

@@ -24,7 +24,7 @@ def matmul(
 
     The result is accumulated and returned in `dtype`, by default the dtype of x. Gradients are accumulated in the dtype
     of x. With `float32_sums`, all sums, including the sums in gradients, are computed in float32 and then rounded. If w
-    has a wider dtype than x, w is rounded to the dtype of x, but the gradient of w is not rounded.
+    has a wider dtype than x, w is rounded to the dtype of x, but its gradient is summed in float32 and not rounded.
     """
     w = w.astype(x.dtype)
     if float32_sums:
@@ -38,7 +38,7 @@ def _contract(x: jax.Array, w: jax.Array, transposed: bool, dtype: DTypeLike | N
 
 
 def tile_product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Contract one axis of x with one axis of y in float32 at full precision. Works inside kernels."""
+    """Contract one axis of x with one axis of y in float32 at full precision. Also works inside Pallas kernels."""
     return dot_float32(x, y, contract, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
@@ -70,7 +70,7 @@ def _stored(x: jax.Array) -> jax.Array:
 
 # Use a primitive instead of `jax.lax.platform_dependent`, which would add a conditional that is traced, linearized and
 # transposed twice for each product in a model.
-_stored_p = Primitive("written_out")
+_stored_p = Primitive("store_transpose")
 _stored_p.def_impl(lambda x: x)
 _stored_p.def_abstract_eval(lambda x: x)
 ad.deflinear2(_stored_p, lambda cotangent, _: [_stored_p.bind(cotangent)])
@@ -80,7 +80,7 @@ mlir.register_lowering(_stored_p, mlir.lower_fun(_stored, multiple_results=False
 
 
 def _tangent(y: jax.Array, *terms: tuple[Callable[[jax.Array], jax.Array], jax.Array | SymbolicZero]) -> jax.Array:
-    """Compute the tangent of y as the sum of the terms, each a pair (linear function, tangent)."""
+    """Return the tangent of y: the sum of linear(tangent) over the pairs (linear, tangent) in `terms`."""
     parts = [linear(tangent) for linear, tangent in terms if not isinstance(tangent, SymbolicZero)]
     return sum(parts[1:], parts[0]).astype(y.dtype) if parts else jnp.zeros_like(y)
 
@@ -155,8 +155,8 @@ def dot_rounded(x: jax.Array, y: jax.Array, contract: Axes, dtype: DTypeLike | N
     """Contract one axis of matrix x with one axis of matrix y in float32. The result has `dtype` (default: x.dtype).
 
     `contract` = (1, 0) computes x y, (1, 1) computes x yᵀ, and (0, 0) computes xᵀ y. Both operands are rounded to the
-    narrower of their dtypes, including in the products with cotangents, whereas the derivative of `dot_float32`
-    followed by a conversion would use float32. Cotangents have the dtypes of x and y.
+    narrower of their dtypes, also in the backward pass, which would use float32 if `dot_float32` and a conversion were
+    differentiated instead. The cotangents of x and y have the dtypes of x and y.
     """
     return _dot_p.bind(x, y, contract=contract, dtype=jnp.dtype(dtype or x.dtype))
 
@@ -204,7 +204,7 @@ def _dot_shape(x: ShapedArray, y: ShapedArray, *, contract: Axes, dtype: jnp.dty
     return x.update(shape=(x.shape[1 - contract[0]], y.shape[1 - contract[1]]), dtype=dtype, weak_type=False)
 
 
-_dot_p = Primitive("wide_product")
+_dot_p = Primitive("dot_float32")
 _dot_p.def_impl(jax.jit(_dot, static_argnames=("contract", "dtype")))
 _dot_p.def_abstract_eval(_dot_shape)
 ad.defbilinear(_dot_p, _transpose_left, _transpose_right)

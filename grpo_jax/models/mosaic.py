@@ -1,9 +1,9 @@
 """Fused attention on NVIDIA's Hopper GPUs (H100, H200), with Pallas Mosaic GPU kernels.
 
-A block of threads has one tile of queries and iterates over tiles of keys, or vice versa. Each of two warpgroups (128
-threads) computes half of the block's own tile. A third warpgroup loads the tiles for the other two into a ring of
-two slots in shared memory. The barrier `ready` signals that a slot is filled, and `free` that both warpgroups have
-read it. The prompts' keys fill whole tiles, so only one of the two ranges in `Tiles.bounds` applies to a tile of keys.
+A block of threads has one tile of queries and iterates over tiles of keys, or vice versa. Each of two warpgroups of
+128 threads computes the results for half of the block's own tile. A third warpgroup loads the other tiles into a ring
+of two slots in shared memory. The barrier `ready` signals that a slot is filled, and `free` that the first two have
+read it. Prompt keys are padded to whole tiles, so only one of the ranges in `Tiles.bounds` applies to a key tile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from grpo_jax.models.attention_tiles import MASKED, Inputs, Kernel, Ref, over_key_tiles
 
 HALF = 64
-"""Number of a tile's rows that a warpgroup computes. Hopper's tensor cores multiply matrices with 64 rows."""
+"""Number of rows in half a tile, which one warpgroup computes. Hopper's tensor cores multiply matrices with 64 rows."""
 
 SLOTS = 2
 """Number of slots in the ring."""
@@ -79,7 +79,7 @@ def _along(x: jax.Array, like: jax.Array, axis: int) -> jax.Array:
 
 
 def _masked(x: jax.Array, value: float, bounds: Sequence[Ref], first: jax.Array, queries_axis: int) -> jax.Array:
-    """Replace elements of x by `value` where the key is not visible. The first key has index `first`."""
+    """Replace elements of x with `value` where the key is not visible. The first key has index `first`."""
     key = _indices(x.shape, 1 - queries_axis)
     begin, end = (_along(_vector(bound, queries_axis) - first, x, queries_axis) for bound in bounds)
     return jnp.where((key >= begin) & (key < end), x, value)
@@ -96,7 +96,7 @@ def _d_scores(weights: jax.Array, upstream: jax.Array, delta: Ref, queries_axis:
 
 
 def _range_of(first: jax.Array, kernel: Kernel) -> jax.Array:
-    """Return the index in `Tiles.bounds` of the range that applies to the tile whose first key is `first`."""
+    """Return the index in `Tiles.bounds` of the first of the two bounds for the tile whose first key is `first`."""
     return jnp.where(first < kernel.num_prompt_slots, 0, 2)
 
 
@@ -113,7 +113,7 @@ def _write(x: jax.Array, buffer: Ref, target: Ref) -> None:
 
 Add = Callable[[jax.Array, jax.Array, Arrays], Arrays]
 Loop = Callable[[Add, Arrays], Arrays]
-"""Function `loop(add, sums)` that repeats `sums = add(step, slot, sums)` for each step and returns the sums."""
+"""Function `loop(add, sums)` that computes `sums = add(step, slot, sums)` for each step and returns the sums."""
 
 
 def _pipeline(
@@ -126,9 +126,9 @@ def _pipeline(
     barriers: Sequence[Ref],
     compute: Callable[[jax.Array, Sequence[Ref], Loop], None],
 ) -> None:
-    """Copy `sources(step)` to the ring's slots, while two warpgroups run `compute(warpgroup, own, loop)`.
+    """Copy `sources(step)` for each step to the ring's slots while two warpgroups run `compute(warpgroup, own, loop)`.
 
-    First, each of the two warpgroups copies `own_sources(rows)`, for its half of the rows of `tile`, to buffers `own`.
+    First, each of the two warpgroups copies `own_sources(rows)`, for the rows in its half of the tile, to `own`.
     """
     arrived, ready, free = barriers
     warpgroup = lax.axis_index("warpgroup")
@@ -209,7 +209,7 @@ def _forward_kernel(*refs: Ref, kernel: Kernel) -> None:
             values = _add_product(values * _along(rescale, values, 0), weights, v_ring.at[slot])
             return values, higher, total * rescale + weights.sum(axis=1)
 
-        # The first `top` is larger than masked scores, so that the weights of keys that are not visible are 0.
+        # The initial `top` is larger than masked scores, so the weights of keys that are not visible are 0.
         top, total = (_in_layout(jnp.full((HALF,), x, jnp.float32), ROWS) for x in (MASKED / 2, 0.0))
         values, top, total = loop(add, (_zeros(q.shape[-1]), top, total))
         nonempty = total > 0
@@ -300,10 +300,10 @@ def _call(
     own: Sequence[jax.ShapeDtypeStruct],
     ring: Sequence[jax.ShapeDtypeStruct],
 ) -> Sequence[jax.Array]:
-    """Run a kernel for each sequence, head and tile, with `own` buffers for each warpgroup and a `ring` of buffers."""
+    """Run a kernel for each sequence, head and tile, with buffers `own` per computing warpgroup and `ring` per slot."""
 
     def buffer(x: jax.ShapeDtypeStruct, count: int) -> Ref:
-        # Tensor cores read matrices in swizzled tiles of 8 rows and 128 bytes.
+        # Tensor cores read matrices in swizzled tiles of 8 rows of 128 bytes.
         matrix = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
         return plgpu.SMEM((count, *x.shape), x.dtype, transforms=matrix if x.dtype.itemsize == 2 else ())
 

@@ -1,6 +1,6 @@
 """Sequence packing: completions of different lengths are concatenated to avoid computation on padding.
 
-All packed sequences of a batch have the same number of tokens N, and few shapes, each of which needs a compilation.
+All packed sequences of a batch have the same shape, with N tokens. Each shape needs a program, so few shapes are used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from grpo_jax.models.context import Segments
 
 BLOCK = 64
-"""Tokens per block, the number of queries in one matrix product in attention. Groups are padded to whole blocks."""
+"""Usual number of tokens per block, and of queries per product in attention. Groups are padded to whole blocks."""
 
 
 class PackedSequence(flax.struct.PyTreeNode):
@@ -66,11 +66,11 @@ MIN_HALF_SIZE = 256
 """Minimum number of tokens in a half-size sequence. For shorter sequences, the fixed cost outweighs the gain."""
 
 FEW_SEQUENCES = 8
-"""Maximum number of sequences per batch for using half-size sequences. These save at most half a sequence per batch."""
+"""Half-size sequences are used only for batches of at most this many sequences. They save at most half a sequence."""
 
 OPEN_SEQUENCES = (1, 2, 4)
-"""Numbers of last sequences that are tried for a completion before a new sequence is started. Packing uses the smallest
-of these numbers that does not need more sequences than the largest. With a smaller number, the prompts in a
+"""How many of the last sequences are tried for a completion before a new sequence is started. Packing uses the smallest
+of these numbers that needs no more sequences than the largest number does. With a smaller number, the prompts in a
 sequence are closer together, and an update keeps activations for fewer prompts."""
 
 
@@ -85,16 +85,16 @@ class SequenceShape(NamedTuple):
     size: int  # N, a multiple of `block`, at least the length of the longest completion
     block: int  # tokens per attention block
     max_segment_length: int  # upper bound on the tokens per segment
-    whole: bool  # whether all completions have T tokens, so that blocks may have gcd(N, T) tokens
+    whole: bool  # whether all completions have T tokens, in which case blocks may have gcd(N, T) tokens
 
 
 def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> list[SequenceShape]:
     """Return the shapes that packed sequences for completions [B, G, T] may have.
 
     The first shape has max(`tokens`, T) tokens, rounded up to whole blocks. With fused attention, a second shape may
-    have a quarter to half of these tokens. Without fused attention, the cost depends on the block size and on the
-    number of previous blocks that a block reads, so further shapes may be returned: for completions that all have T
-    tokens, for completions of up to T / 4 tokens and, for batches of few sequences, with half the size and block size.
+    have a quarter to half as many tokens. Without it, the cost depends on the block size and on the number of previous
+    blocks that a block reads, so further shapes may be returned: one for completions that all have T tokens, one for
+    completions of up to T / 4 tokens and, for batches of few sequences, one with half the size and half the block size.
     `batch_tokens` is the number of tokens in a shard of the batch if all completions have T tokens.
     """
     size, short = sequence_size(tokens, t, block=BLOCK), -(-t // 4)
@@ -115,9 +115,9 @@ def sequence_shapes(tokens: int, t: int, *, fused: bool, batch_tokens: int) -> l
 def best_shape(
     shapes: Sequence[SequenceShape], lengths: np.ndarray, t: int, *, shards: int = 1, part_size: int | None = None
 ) -> SequenceShape:
-    """Return the shape with the fewest tokens for lengths [B, G]. Ties go to the shape for the shortest completions.
+    """Return the shape that packs lengths [B, G] into the fewest tokens. Ties go to the smallest `max_segment_length`.
 
-    In each shard, every `part_size` consecutive prompts are packed separately. If None, all are packed together.
+    A shard's prompts are packed in parts of `part_size` consecutive prompts, or all together if `part_size` is None.
     """
     groups = lengths.sum(axis=1).reshape(shards, -1)
     begins = range(0, groups.shape[1], part_size or groups.shape[1])
@@ -136,9 +136,9 @@ def best_shape(
 def pack(shape: SequenceShape, tokens: np.ndarray, mask: np.ndarray, *, shards: int = 1) -> list[PackedSequence]:
     """Pack completions [B, G, T] into one or more sequences of the same shape.
 
-    Groups are packed in order, with a group's longest completions first. Each completion is added to the first sequence
-    with enough free blocks among the last few (`OPEN_SEQUENCES`). A completion ends at its last True in the mask, and
-    empty completions are omitted. B must be divisible by the number of shards.
+    Groups are packed in order, with a group's longest completions first. Each completion is added to the first of the
+    last few sequences (`OPEN_SEQUENCES`) with enough space, or to a new sequence. A completion ends at its last True in
+    the mask, and empty completions are omitted. B must be divisible by the number of shards.
     """
     size, block, max_length, whole = shape
     b, g, t = mask.shape
@@ -190,8 +190,8 @@ def balanced_order(tokens: np.ndarray, shards: int) -> np.ndarray:
 def order_prompts(work: np.ndarray, has_gradient: np.ndarray, *, parallel_bins: int, bin_size: int) -> np.ndarray:
     """Return prompt indices in consecutive bins of `bin_size` prompts, where −1 marks an empty position.
 
-    Prompts with a gradient (`has_gradient` [B]) are in the first groups of `parallel_bins` bins. A group's bins have
-    similar total `work`.
+    Every `parallel_bins` consecutive bins form a group, and a group's bins have similar total `work`. Prompts with a
+    gradient (`has_gradient` [B]) are in the first groups.
     """
     group, order = parallel_bins * bin_size, np.argsort(~has_gradient, kind="stable")
     order = np.pad(order, (0, -len(order) % group), constant_values=-1).reshape(-1, group)
@@ -199,7 +199,7 @@ def order_prompts(work: np.ndarray, has_gradient: np.ndarray, *, parallel_bins: 
 
 
 def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dict[int, list[int]]]:
-    """Assign completions to sequences with `blocks` blocks and at most `most` segments, as dicts keyed by prompt."""
+    """Return a dict {prompt: indices of completions} per sequence of up to `blocks` blocks and `most` segments."""
     *few, many = OPEN_SEQUENCES
     full = _fill(lengths, blocks, block, most, num_open=many)
     for num_open in few:
@@ -210,7 +210,7 @@ def _choose(lengths: np.ndarray, blocks: int, block: int, most: int) -> list[dic
 
 
 def _fill(lengths: np.ndarray, blocks: int, block: int, most: int, *, num_open: int) -> list[dict[int, list[int]]]:
-    """Assign completions like `_choose`, by first-fit packing into the last `num_open` sequences."""
+    """Assign completions to sequences as in `_choose`, by first-fit packing into the last `num_open` sequences."""
     members: list[dict[int, list[int]]] = []
     filled: list[dict[int, int]] = []  # tokens per prompt in each sequence
     used_blocks: list[int] = []  # blocks used in each sequence

@@ -1,7 +1,7 @@
 """Grouped matrix multiplication for mixtures of experts: each row is multiplied by the matrix of its group.
 
 `jax.lax.ragged_dot` is efficient on TPUs. On GPUs and CPUs, XLA multiplies every row by every group's matrix and stores
-all rows for each group. This module provides kernels for GPUs.
+a masked copy of all rows for each group. This module provides kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def ragged_dot(
 
     Returns [N, O] in `dtype`, by default x.dtype. Rows must be sorted by group. `sizes` [E] int32 are the group sizes.
 
-    Kernels do not support forward-mode differentiation. `jax.lax.ragged_dot` is used for implementations without
-    kernels (`tiles.has_triton`), and also if I or O is not a multiple of 16 or an array has 2³¹ or more elements.
+    The kernels do not support forward-mode differentiation. `jax.lax.ragged_dot` is used for implementations without
+    kernels (see `has_triton`), and also if I or O is not a multiple of 16 or an array has 2³¹ or more elements.
     """
     e, inner, outer = w.shape
     chex.assert_shape([x, sizes], [(None, inner), (e,)])
@@ -38,7 +38,7 @@ def ragged_dot(
 
 
 def has_kernel(implementation: str, *sides: int) -> bool:
-    """Return whether a `ragged_dot` kernel supports matrices with these sides."""
+    """Return whether the `ragged_dot` kernels can be used for matrices with these side lengths."""
     return has_triton(implementation) and not any(side % MIN_TILE_SIDE for side in sides)
 
 
@@ -68,7 +68,7 @@ _ragged_dot.defvjp(_forward, _backward)
 def _by_rows(
     implementation: str, x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: DTypeLike, *, transposed: bool
 ) -> jax.Array:
-    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by w's transposes if `transposed`. A program has one tile."""
+    """Multiply rows [N, I] by w [E, I, O], or rows [N, O] by w's transposes if `transposed`. One tile per program."""
     n, inner = x.shape
     outer = w.shape[1 if transposed else 2]
     most = _longest_side(x)
@@ -114,7 +114,7 @@ def _by_rows(
         ],
         out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
         out_shape=jax.ShapeDtypeStruct((count * rows, outer), dtype),
-        name="ragged_rows_turned" if transposed else "ragged_rows",
+        name="ragged_rows_transposed" if transposed else "ragged_rows",
         interpret=implementation == "interpreted",
         compiler_params=compiler_params(implementation, warps=8 if rows == 128 else 4, stages=2),
     )
@@ -175,5 +175,5 @@ def _tile(size: int, most: int) -> int:
 
 
 def _row_tile(n: int, groups: int, most: int) -> int:
-    """Return the rows per tile: the mean group size, rounded down to a power of two, between 16 and `most`."""
+    """Return the number of rows per tile: the mean group size, rounded down to a power of two, from 16 to `most`."""
     return min(most, 1 << max(MIN_TILE_SIDE, n // groups).bit_length() - 1)

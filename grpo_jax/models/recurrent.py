@@ -1,7 +1,7 @@
 """Layers with a fixed-size state: gated short convolutions and gated delta nets.
 
-The state consists of the tail, which contains the last inputs to the convolution, and for delta nets also a memory. A
-completion's first token reads the prompt's state from the `Prefix`. Padding (not `present`) does not change it.
+The state consists of the tail, which contains the last inputs to the convolution, and, for delta nets, a memory. A
+completion's first token reads the prompt's state from the `Prefix`. Padding does not change the state.
 
 Each head of a gated delta net has a memory S [d_k, d_v]. Each token decays the memory and moves the value stored at its
 key towards its own value, at rate β (Yang et al. 2024, Gated Delta Networks, eq. 10):
@@ -29,9 +29,9 @@ CHUNK = 64
 
 
 class Positions(NamedTuple):
-    """Positions of a layer's tokens [B, G, T] in their completions, or in the segments of a packed sequence."""
+    """Positions of a layer's tokens [B, G, T] among a call's tokens, or in the segments of a packed sequence."""
 
-    position: jax.Array  # [B, G or 1, T] int32, relative to the first token of the segment or call
+    position: jax.Array  # [B, G or 1, T] int32, relative to the segment's first token, or the first non-padding token
     length: jax.Array | None = None  # [B, G or 1] int32, number of tokens; None without padding
     fresh: jax.Array | None = None  # [B, G or 1] bool, whether a completion starts in this call; None without a cache
     segments: Segments | None = None  # segments of a packed sequence; None for completions
@@ -81,7 +81,7 @@ def convolve(x: jax.Array, kernel: jax.Array, tail: jax.Array, positions: Positi
 
 
 def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Array:
-    """Return the last K − 1 unpadded inputs [B, G, K − 1, C] from the tail [B, G or 1, …] and x [B, G, T, C]."""
+    """Return the last K − 1 non-padding inputs [B, G, K − 1, C] from the tail [B, G or 1, …] and x [B, G, T, C]."""
     (b, g, t, c), width = x.shape, tail.shape[2]
     tail = jnp.broadcast_to(tail, (b, g, width, c)).astype(x.dtype)
     if positions.length is None:
@@ -90,7 +90,7 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
     def take(x: jax.Array, index: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[2] - 1)[..., None], axis=2)
 
-    # `index` contains indices into the concatenation of the tail and the unpadded tokens.
+    # `index` contains indices into the concatenation of the tail and the tokens that are not padding.
     index = jnp.broadcast_to(positions.length[..., None] + jnp.arange(width)[None, None], (b, g, width))
     from_tokens = take(x, index - width - jnp.broadcast_to(positions.position[..., :1], index.shape))
     return jnp.where((index < width)[..., None], take(tail, index), from_tokens)
@@ -99,7 +99,7 @@ def last_tokens(x: jax.Array, tail: jax.Array, positions: Positions) -> jax.Arra
 def _state_before(
     context: Context, shape: DeltaShape | ConvShape, mixed: jax.Array
 ) -> tuple[Positions, jax.Array | None, jax.Array]:
-    """Return positions for inputs [B, G, T, C], the memory [B, H, G or 1, …] or [A, M, …] before them, and the tail."""
+    """Return positions of inputs [B, G, T, C], and the memory ([B, H, G or 1, …] or [A, M, …]) and tail before them."""
     b, g, t, _ = mixed.shape
     positions = Positions.of(context, (b, g, t))
     memory, tail = shape.state
@@ -119,7 +119,7 @@ def _state_before(
         return positions, state.memory, state.tail[:, :, 0]
 
     def select(prompt: jax.Array, cached: jax.Array) -> jax.Array:
-        """Return the initial state [B, X, G, …]: `prompt` [B, X, …] for a first token, else `cached`."""
+        """Return the initial state [B, X, G, …]: `prompt` [B, X, …] where a completion starts, else `cached`."""
         assert positions.fresh is not None
         cached = cached.reshape((b, prompt.shape[1], g, *prompt.shape[2:]))
         fresh = jnp.expand_dims(positions.fresh, (1, *range(3, cached.ndim)))
@@ -259,7 +259,7 @@ def delta_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `delta_rule` to a single token. The inputs have no N axis."""
     alpha = jnp.exp(decay)[..., None]
-    # Reading the memory is most of the cost of a step, so both reads share one pass.
+    # Reading the memory accounts for most of the cost of a step, so both reads share one pass.
     reads = jnp.einsum("...xk,...kv->...xv", jnp.stack([k, q], axis=-2), memory)
     stored, out = reads[..., 0, :] * alpha, reads[..., 1, :] * alpha
     new = (v - stored) * beta[..., None]
@@ -287,13 +287,13 @@ def delta_rule(
 
     Args:
       q, k, v: [..., N, d] float32 queries, keys and values.
-      decay, beta: [..., N] float32 log α ≤ 0 and β in [0, 1]. Tokens with both zero do not change the memory.
+      decay, beta: [..., N] float32 log α ≤ 0 and β in [0, 1]. Tokens for which both are 0 do not change the memory.
       memory: [..., d_k, d_v] float32 memory before the first token.
       position: [..., N] int32 position of each token in its segment, broadcastable to the leading axes of q. N must be
-        a multiple of `chunk`. If `position` is None, there is one segment, which continues from `memory`.
-      begins: [..., N / chunk, d_k, d_v] float32 initial memory for segments that start in each chunk, with `position`.
+        a multiple of `chunk`. If None, there is one segment, which continues from `memory`, and `begins` is not used.
+      begins: [..., N / chunk, d_k, d_v] float32 initial memory for segments that start in each chunk.
       chunk: maximum number of tokens per chunk, a power of two.
-      precision: precision of the matrix products, see `jax.lax.Precision`.
+      precision: precision of the matrix products (see `jax.lax.Precision`).
     """
     *leading, n, _ = k.shape
     chunk = min(chunk, 1 << max(0, n - 1).bit_length())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Settings = dict[str, Any]
-"""Settings for a scaling, with their names in Hugging Face's `rope_parameters`."""
+"""Settings for a scaling, keyed by their names in Hugging Face's `rope_parameters`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
 
 
 def rope_table(positions: jax.Array, rope: Rope, head_dim: int, length: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Compute the float32 factors cos and ±sin of `rotate`, each [B, G or 1, T, 2, r/2], with −sin in the first half.
+    """Compute the float32 factors cos and ±sin for `rotate`, each [B, G or 1, T, 2, r/2], with −sin in the first half.
 
     Positions are [B, T] if they are the same for all completions of a prompt, [B, G, T] if they differ, or
     [B, G or 1, T, r/2] if they come from `positions_by_channel`.
@@ -138,7 +138,7 @@ def query_factors(positions: jax.Array, rope: Rope) -> jax.Array | None:
 
 
 def check_rope_length(rope: Rope, length: int) -> None:
-    """Raise ValueError if frequencies change within a sequence of this length, so that keys cannot be cached."""
+    """Raise ValueError if frequencies change within a sequence of this length, in which case keys cannot be cached."""
     limit = dict(rope.scaling).get(ROPE_LIMITS.get(rope.kind, ""))
     if limit is not None and length > limit:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Log-probs of completions, without storing logits [B, G, T, V].
 
 Logits are computed for one chunk of tokens at a time and recomputed in the backward pass. Each prompt is processed once
-for its whole group. Its last hidden state predicts a completion's first token.
+for its whole group. Its last hidden state predicts the first token of each completion.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK = 1024
 
 
 class Scores(NamedTuple):
-    """Log-probs and entropies [..., T] float32 for completion tokens, 0 where the mask is 0."""
+    """Log-probs and entropies [..., T] float32 for completion tokens, 0 where the mask is False."""
 
     log_probs: jax.Array
     entropies: jax.Array  # entropies of the sampling distributions, in nats
@@ -138,7 +138,7 @@ def score_completions(
     """Compute `Scores` [B, G, T] for completion tokens under the sampling distribution.
 
     top_k, top_p and min_p always keep these tokens, so that their log-probs remain finite when the params change. If
-    `with_entropy` is False, entropies of built-in models are 0, which saves a pass over the vocabulary. If
+    `with_entropy` is False, built-in models return entropies of 0, which saves a pass over the vocabulary. If
     `with_router_loss` is True, the router loss over the mask's tokens is also computed. `rngs` is `{"dropout": key}` in
     training. If None, dropout is disabled. The arrays in `fn_of_logits` are [B, G, T, X].
     """
@@ -257,8 +257,8 @@ def score_packed(
     """Compute `Scores` [A, S, L] for the segments of a packed sequence, 0 past the end of each segment.
 
     `prompt_states` and prompt `lengths` [B] cover the whole batch. `router_mask` [A, S, L] bool selects tokens
-    for the router loss, which is not computed if the mask is None. The arrays in `fn_of_logits` are [A, N, X]. Other
-    arguments are as in `score_completions`.
+    for the router loss, which is not computed if `router_mask` is None. The arrays in `fn_of_logits` are [A, N, X]. The
+    other arguments are as in `score_completions`.
     """
     states, aux = packed_states(model, params, prompt_states, lengths, sequence, router_mask=router_mask, rngs=rngs)
     scores = score_chunks(
@@ -285,7 +285,7 @@ def packed_states(
     router_mask: jax.Array | None = None,
     rngs: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Like `completion_hidden_states`, for a packed sequence: compute states [A, N, D] and the router loss."""
+    """Compute states [A, N, D] and the router loss for a packed sequence, as in `completion_hidden_states`."""
     chex.assert_equal_shape_prefix((prompt_states.last_hidden, lengths), 1)
     tokens, segments = sequence.tokens[:, None], sequence.segments
     router_mask = None if router_mask is None else sequence.to_packed(router_mask)
@@ -327,7 +327,7 @@ def completion_log_probs(
       min_p: as in `sampling.Sampling`.
 
     Returns:
-      Log-probs [B, G, T] float32, 0 where mask is 0.
+      Log-probs [B, G, T] float32, 0 where the mask is False.
 
     Raises:
       ValueError: if the shapes do not match or the temperature is not positive.

@@ -1,7 +1,7 @@
-"""Sharding of parameters, with a table that maps paths to mesh axes, and of batches along the prompt axis.
+"""Shard parameters by a table that maps their paths to mesh axes, and batches along the prompt axis.
 
 A mesh has the axes "data" (shards prompts), "fsdp" (shards prompts, and parameters along one dimension) and "tensor"
-(shards parameters along the other dimension: heads and MLP channels). XLA propagates the arguments' shardings.
+(shards parameters along the other: heads, MLP channels or the vocabulary). XLA infers all other shardings from these.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
 def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int) -> None:
     """Raise ValueError if the large matrices of a decoder cannot be sharded over a mesh.
 
-    The size of "fsdp" must divide the width D, and the size of "tensor" must divide the number of query heads and of
-    MLP (or expert) channels. Other dimensions that are not divisible, such as the vocabulary, are replicated.
+    The size of "fsdp" must divide the width D, and the size of "tensor" must divide the numbers of query heads and MLP
+    (or expert) channels. Other dimensions that are not divisible, such as the vocabulary, are replicated.
     """
     whole = math.gcd(heads, channels), f"the model's {heads} heads and {channels} MLP channels"
     for axis, (total, what) in {"fsdp": (width, f"the model's width of {width}"), "tensor": whole}.items():
@@ -131,7 +131,7 @@ def tree_sharding(tree: Params, mesh: Mesh) -> Params:
 
 
 def device_bytes(tree: Params) -> int:
-    """Return the size of concrete or abstract arrays in bytes per device, according to their shardings."""
+    """Return the number of bytes that concrete or abstract arrays occupy on each device, given their shardings."""
 
     def size(x: jax.Array) -> int:
         sharding = getattr(x, "sharding", None)
@@ -152,12 +152,12 @@ def place(tree: Tree, mesh: Mesh | None) -> Tree:
 
 
 def commit_to_devices(tree: Tree) -> Tree:
-    """Commit arrays to their devices, so that compiled programs are the same as for restored arrays."""
+    """Commit arrays to their devices, so that they use the same compiled programs as arrays from a checkpoint."""
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), tree)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Put an array on devices. An array that does not span processes must be available in full in every process."""
+    """Place an array with `sharding`. Every process must pass the full array, unless it already spans processes."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
     if not getattr(x, "is_fully_addressable", True):
@@ -184,7 +184,7 @@ def fetch(tree: Params) -> Params:
 
 
 def gather_objects(local: Any) -> list[Any]:
-    """Gather a JSON object from each process, in process order."""
+    """Gather a JSON-serializable object from each process, in process order."""
     if jax.process_count() == 1:
         return [local]
     data = np.frombuffer(json.dumps(local).encode(), np.uint8)
@@ -250,7 +250,7 @@ def _prompt_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_count(mesh: Mesh | None) -> int:
-    """Return the number of devices that prompts are sharded over."""
+    """Return the number of shards into which a batch of prompts is divided."""
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in _prompt_axes(mesh))
 
 
@@ -308,7 +308,7 @@ def placed_shapes(tree: Tree, shardings: Params) -> Tree:
 
 
 def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
-    """Lower a jitted function with bound arguments, which may be abstract and on absent devices (`models.devices`)."""
+    """Lower a jitted function with bound arguments, which may be abstract or on absent devices (`models.devices`)."""
     function: Any = call.func
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     sharding = place_of((call.args, call.keywords))
@@ -322,14 +322,14 @@ def lower_call(call: functools.partial[Any]) -> jax.stages.Lowered:
 
 
 def place_of(tree: Params) -> jax.sharding.Sharding | None:
-    """Return the sharding of arrays computed from a tree (replicated on its mesh), or None if it is unknown."""
+    """Return the sharding of arrays computed from a tree (replicated if it has a mesh), or None if it is unknown."""
     shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
     first = next((sharding for sharding in shardings if sharding is not None), None)
     return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
 
 
 def shape_structs(tree: Tree, *, placed_like: object) -> Tree:
-    """Convert to `ShapeDtypeStruct`s with the sharding of arrays computed from `placed_like` (see `place_of`)."""
+    """Convert arrays to `ShapeDtypeStruct`s with the sharding of results computed from `placed_like` (`place_of`)."""
     sharding = place_of(placed_like)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 

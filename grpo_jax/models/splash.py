@@ -1,7 +1,7 @@
 """Attention for packed sequences on TPUs, with JAX's splash attention kernels.
 
-The kernels take lists of tiles, segment ids, and a mask function of a key's index and a packed int32 for a query (see
-`BITS`). A prompt and its completions have the same segment id, and the mask function separates the completions.
+The kernels take lists of tiles, segment ids, and a mask function, whose arguments are an int32 for a query (`BITS`) and
+a key's index. A prompt and its completions have the same segment id, and the mask function separates the completions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_jax.models.attention_tiles import NO_PROMPT, Kernel, TileMask
 MaskInfo = tuple[jax.Array | None, ...]  # a `MaskInfo` of the kernels
 
 BITS = 16
-"""Bits for a query's index, and for the number of own keys before it. A sequence must have at most 2^BITS tokens."""
+"""Bits for a query's index, and for the number of visible completion keys before it. A sequence has ≤ 2^BITS tokens."""
 
 
 @functools.cache  # `jit` compares functions by identity
@@ -42,7 +42,7 @@ def splash_attention(
     The first keys belong to prompts. Each prompt is right-aligned in `size` slots, so the distance between a query and
     a prompt key depends only on the query's position and the key's slot.
     """
-    # The modules' types are for masks that are known at compile time, so the modules are imported without types.
+    # The modules' type annotations assume masks known at compile time, so the modules are imported as untyped objects.
     package = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
     splash, masks = (importlib.import_module(package + name) for name in ("kernel", "mask_info"))
     a, h, n, r, d = q.shape
@@ -57,7 +57,7 @@ def splash_attention(
     )
 
     def steps(tile: jax.Array, count: jax.Array, axis: int) -> MaskInfo:
-        """Return a `MaskInfo` for the first `count` [A, X] entries of `tile` [A, X, Y], at least 1 to avoid NaN."""
+        """Return a `MaskInfo` for the first `count` [A, X] entries (at least one, to avoid NaN) of `tile` [A, X, Y]."""
         step, last = jnp.arange(tile.shape[2])[None, None], jnp.maximum(count - 1, 0)[..., None]
         tile = jnp.take_along_axis(tile, jnp.minimum(step, last), axis=2)  # a repeated tile is not loaded again
         tile, used = (jnp.moveaxis(x, 2, axis)[:, None] for x in (tile, (step <= last).astype(jnp.int32)))

@@ -1,6 +1,6 @@
-"""Threads for independent parts of a batch on CPUs, and for device work in parallel with reward functions.
+"""Threads for independent parts of a batch on CPUs, and for background work, such as compilation and prefetching.
 
-XLA's CPU backend parallelizes only large operations, unlike those in a decode step. GPUs and TPUs use one thread.
+XLA's CPU backend does not parallelize small operations, such as in a decode step. GPUs and TPUs need only one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 from grpo_jax.types import Params
 
 CACHE_BYTES = 64 * 2**20
-"""Maximum size in bytes of params for which threads are used. Larger params do not fit in the CPU's cache."""
+"""Maximum size of params, in bytes, for which several threads are used. Larger params do not fit in the CPU's cache."""
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -38,7 +38,7 @@ def devices_of(params: Params) -> set[jax.Device]:
 def count_threads(params: Params, parts: int) -> int:
     """Return the number of threads for a batch with `parts` parts: one per core, but at most one per part.
 
-    Returns 1 if params are on a GPU, a TPU or several devices, or exceed `CACHE_BYTES`. Large products use all cores.
+    Returns 1 if params are on a GPU, a TPU or several devices, or exceed `CACHE_BYTES` (large products use all cores).
     """
     devices = devices_of(params)
     if len(devices) > 1 or any(device.platform != "cpu" for device in devices):
@@ -52,7 +52,7 @@ def count_threads(params: Params, parts: int) -> int:
 def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """Apply `function` to each part in a separate thread, and return the results in order.
 
-    An exception is raised only after all parts are finished. Wrap jitted functions that `function` calls in
+    An exception is raised only after all parts have finished. If `function` calls jitted functions, wrap them in
     `compile_once_across_threads`.
     """
     if len(parts) == 1:
@@ -63,7 +63,7 @@ def run_in_threads(function: Callable[[Part], Result], parts: Sequence[Part]) ->
 
 
 class compile_once_across_threads:
-    """Decorator for a jitted function that several threads call, so that each program is compiled only once.
+    """Decorator that compiles each program of a jitted function only once, even if several threads call the function.
 
     A call holds the function's lock until its program is compiled and dispatched. Dispatched programs run in parallel.
     """

@@ -49,7 +49,7 @@ class SiglipTower(nn.Module):
 
     `inputs` contains `pixels` [tiles, H, W, 3], and the result is [tiles, M, D], with a feature for each block of r × r
     patches in raster order: norm(mean(x over the block)) W for Gemma 3, and concat(x over the block) W for Idefics 3
-    (pixel shuffle; Shi et al. 2016), with a projection W. Patches have learned position embeddings.
+    (pixel shuffle; Shi et al. 2016), where W is a projection. Patches have learned position embeddings.
     """
 
     config: SiglipConfig
@@ -75,7 +75,7 @@ class SiglipTower(nn.Module):
         # Checkpoints store this matrix as [in, out], unlike the kernels of linear layers.
         init = nn.initializers.normal(encoder.initializer_range)
         w = self.param("mm_input_projection_weight", init, (width, c.out_hidden_size))
-        x = matmul(x.reshape(-1, width), w, None, encoder.casts_weights_to_float32)
+        x = matmul(x.reshape(-1, width), w, None, encoder.uses_float32_sums)
         return x.reshape(n, rows**2, c.out_hidden_size)
 
 
@@ -125,7 +125,7 @@ class QwenTower(nn.Module):
 
     `inputs` contains the arrays from `window_inputs`, concatenated for several images (one tile each) and padded with
     zeros to W windows of S patches. Returns features [tiles, M, D] with M = W · S / merge_size², in raster order.
-    Features after the last one of an image must be ignored.
+    Features after an image's last one must be ignored.
     """
 
     config: QwenVisionConfig
@@ -171,7 +171,7 @@ def _axial_table(positions: jax.Array, rope: Rope, head_dim: int) -> tuple[jax.A
 
 
 def window_inputs(pixel_values: np.ndarray, grid: tuple[int, int], config: QwenVisionConfig) -> dict[str, np.ndarray]:
-    """Group an image's patches by attention window, as inputs of `QwenTower`.
+    """Group an image's patches by attention window, as inputs to `QwenTower`.
 
     Args:
       pixel_values: [h · w, F] patches from transformers' image processor, ordered by merge_size × merge_size square.
@@ -181,7 +181,7 @@ def window_inputs(pixel_values: np.ndarray, grid: tuple[int, int], config: QwenV
     Returns:
       For W windows of S patches, some of which are padding: `patches` [1, W, S, F] float32; `positions` [1, W, S, 2]
       int32, the row and column of each patch; `valid` [1, W, S] bool, False for padding; and `raster_index` [1, M]
-      int32, the index of each feature among the M = W · S / merge_size² squares, in raster order, followed by zeros.
+      int32, for each feature in raster order its index among the M = W · S / merge_size² squares, followed by zeros.
     """
     m, size = config.merge_size, config.window_size
     height, width = grid[0] // m, grid[1] // m

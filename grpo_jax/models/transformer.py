@@ -55,7 +55,7 @@ class Transformer(nn.Module):
         self.layers = [layer(c, kind) for kind in c.layer_kinds]
         self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         if not c.tie_word_embeddings:
-            dtype, sums = jnp.dtype(c.dtype), c.casts_weights_to_float32
+            dtype, sums = jnp.dtype(c.dtype), c.uses_float32_sums
             self.lm_head = Linear(c.vocab_size, False, dtype, c.initializer_range, jnp.float32, sums)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
           index: slot of the first token. Slots form a ring: slot S + 2 is slot 2.
           start: [B, G] int32 slot of each completion's first token. Defaults to 0.
           segments: segments of packed sequences [A, 1, N].
-          last: [B] int32 index of the only token to return, as [B, G, 1, D]. Not supported for packed sequences.
+          last: [B] int32 index of the only token whose state is returned, [B, G, 1, D]. Not supported with `segments`.
           write: [B, G, T] bool mask of contiguous tokens to cache. The cache must have three separate leading axes.
           images: images in the prompts. Requires whole prompts [B, 1, T], and features that are already encoded.
         """
@@ -109,7 +109,7 @@ class Transformer(nn.Module):
         by_axis = None if images is None else images.positions
         rotated = positions if by_axis is None else positions_by_channel(by_axis, c.rope)
         tables = self._tables(rotated, longest, prefix, cached=prefix is not None or cache is not None)
-        # Fused attention has only causal masks, but the queries of an image also attend to later keys.
+        # Fused attention has only causal masks, but an image's queries also attend to later keys of the image.
         fused = cache is None and last_visible is None
         tile_mask = self._tile_mask((b, g, t), prefix, segments) if fused else None
         present = write if c.mixers is not None else None
@@ -140,7 +140,7 @@ class Transformer(nn.Module):
     def _tables(
         self, positions: jax.Array, longest: int, prefix: Prefix | None, *, cached: bool
     ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-        """Build rotary tables for layers with full attention and, if they differ, for layers with a window."""
+        """Build the rotary table for full attention and, with `local_rope`, a second one for layers with a window."""
         c = self.config
         ropes = [(c.rope, c.heads_of(LayerKind())[1])]
         if c.local_rope is not None:
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
         return x, tuple(caches)
 
     def _is_pure(self) -> bool:
-        """Return whether layers write only router logits. False during initialization and with dropout."""
+        """Return whether layers are pure, except for router logits. False during initialization and with dropout."""
         writes = self.is_initializing() or any(map(self.is_mutable_collection, ("params", "intermediates")))
         return not writes and not self.has_rng("dropout")
 
@@ -241,8 +241,8 @@ class Transformer(nn.Module):
         unbound = layer.clone(parent=None, name=None)
         variables = layer.variables
         if self.config.mesh is not None and context.cache is None:
-            # Without this order, XLA would gather the sharded weights of all layers before the first layer, and compute
-            # the gradients of all layers' weights after the last one, with all their activations in memory.
+            # Without this barrier, XLA would gather the sharded weights of all layers before the first layer, and
+            # compute the gradients of all weights after the last layer, with the activations of all layers in memory.
             variables, x = jax.lax.optimization_barrier((variables, x))
         result, written = apply_layer(unbound, self._written(), variables, x, context)
         self._sow(written)
@@ -251,7 +251,7 @@ class Transformer(nn.Module):
     def _loop(
         self, first: int, period: int, times: int, x: jax.Array, context_of: Callable[[int], Context]
     ) -> tuple[jax.Array, list[LayerCache]]:
-        """Apply `times` × `period` layers, starting at layer `first`, in a `lax.scan` over copies of their weights."""
+        """Apply `times` × `period` layers, starting at layer `first`, in a `lax.scan` over their stacked weights."""
         layers = [self.layers[first + j].clone(parent=None, name=None) for j in range(period)]
         # Layers of the same kind that share keys and values have the same source layer.
         contexts = [context_of(first + j) for j in range(period)]
@@ -313,7 +313,7 @@ class Transformer(nn.Module):
 
     def unembed_columns(self, hidden: jax.Array) -> jax.Array:
         """Compute float32 logits for hidden states [N, D], transposed to [V, N]. Requires tied embeddings."""
-        table, sums = self.embed_tokens.embedding.astype(hidden.dtype), self.config.casts_weights_to_float32
+        table, sums = self.embed_tokens.embedding.astype(hidden.dtype), self.config.uses_float32_sums
         return self._cap(matmul(table, hidden, jnp.float32, sums, transposed=True), axis=0)
 
     def _cap(self, logits: jax.Array, axis: int = -1) -> jax.Array:
@@ -335,7 +335,7 @@ def insert_features(x: jax.Array, images: PromptImages) -> jax.Array:
 
 
 def last_of_image(feature_index: jax.Array) -> jax.Array:
-    """Return the index of the last token in each token's image, [B, P] int32. Text tokens have their own index.
+    """Return the index of the last token in each token's image, [B, P] int32. A text token's entry is its own index.
 
     Consecutive image tokens count as one image.
 

@@ -1,6 +1,6 @@
 r"""Numeric answers in completions and datasets: extraction, exact parsing and comparison.
 
-Currencies, units and percent signs are ignored: `$18`, `18 apples`, `18 %` and `18.00` all have the value 18.
+Currency symbols, units and percent signs are ignored: `$18`, `18 apples` and `18 %` have the value 18, like `18.00`.
 To compare formulas, use `formula_reward`.
 """
 
@@ -63,7 +63,7 @@ _AFTER = re.compile(r"(?![^\W\d_](?![^\W\d_])|[!*(/])(?:[^\W\d_√π∞]|[\s.,:;
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""Return the final numeric answer in a completion or solution, or None if it does not contain an answer.
+    r"""Return the final numeric answer in a completion or solution, or None if no answer is found.
 
     The answer is the last marked number (`#### 18`, `\boxed{18}` or `<answer>18</answer>`), else the first number
     after the last "the answer is" or "answer:", else the last number. Marked text must contain a single number or a

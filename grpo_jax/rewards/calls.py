@@ -5,7 +5,7 @@ Reward functions follow TRL's contract (`grpo_jax.types.RewardFn`). All lists ha
 ```
 prompts          p0    p0    p1    p1          the G completions of a prompt are adjacent
 completions      c00   c01   c10   c11         a string, or [{"role": "assistant", "content": string}]
-completion_ids   [..]  [..]  [..]  [..]        token ids without padding, with any EOS
+completion_ids   [..]  [..]  [..]  [..]        token ids without padding, including the EOS, if any
 answer           a0    a0    a1    a1          one argument per dataset column
 returned         1.0   0.0   None  1.0         None: this function does not score the completion
 ```
@@ -94,7 +94,7 @@ def compute_rewards(
     Valid values are None, numbers that are finite in float32, lists with a number per turn, and arrays with a number
     per token. An error is an exception, an invalid value, or a result that does not have B·G values. If `on_error`
     is "raise", RewardError is raised for the first error. If it is "none", the function does not score the completion
-    (or any completion, if the whole call failed). A failed worker process (`RewardWorkerError`) always raises.
+    (or any completion, if the whole call failed). `RewardWorkerError` is raised in either case.
     """
     fns, columns = as_list(reward_fns), dict(columns or {})
     columns.pop("prompt", None)
@@ -133,7 +133,7 @@ def compute_rewards(
 
 
 def _call_all(fns: Sequence[RewardFn], inputs: Mapping[str, object]) -> tuple[list[object], list[float]]:
-    """Call all functions. Returns results or exceptions, and times in seconds. Raises the first RewardWorkerError."""
+    """Call all functions. Returns each one's result or exception, and its time in seconds. Raises RewardWorkerError."""
     outcomes, seconds = list[object](), list[float]()
     for fn in fns:
         started = time.perf_counter()
@@ -215,7 +215,7 @@ def _explain(name: str, failures: Failures, inputs: Mapping[str, Sequence[object
     prompt, generation = divmod(index, num_generations)
     message += f" for prompt {prompt} of the batch, completion {generation} of its group"
     message += f" (prompt {show(inputs['prompts'][index])}, completion {show(inputs['completions'][index])})"
-    return message + (f", and caused {len(failures) - 1} more errors" if len(failures) > 1 else "")
+    return message + (f", the first of {len(failures)} errors" if len(failures) > 1 else "")
 
 
 def reward_stats(names: Sequence[str], rewards: np.ndarray) -> dict[str, float]:

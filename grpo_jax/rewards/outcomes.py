@@ -24,7 +24,7 @@ Failures = dict[int | None, BaseException | str]
 class PartialRewards(RewardError):
     """Raised by a reward function that could score only some of its completions.
 
-    `values` contains a float or None for each completion, and `failures` the reasons for missing values.
+    `values` contains a reward or None for each completion, and `failures` the reasons for missing values.
     """
 
     def __init__(self, values: RewardValues, failures: Failures):

@@ -88,7 +88,7 @@ def accuracy_reward(column: str = "answer", extract: str | Callable[[str], str |
 
     Both strings are stripped of whitespace. If the value is None, the completion is not scored. `extract` selects the
     answer: a regular expression selects the first group in its last match, or the whole match if it has no groups (`.`
-    matches line breaks); a function returns the answer or None. `extract=None` selects all.
+    matches line breaks); a function returns the answer or None. If `extract` is None, the whole text is used.
 
     Example:
       >>> correct = accuracy_reward("answer", r"<answer>(.*?)</answer>")
@@ -112,7 +112,7 @@ class ColumnReward:
     def reject_rows(
         self, rows: Sequence[Row], read: Callable[[str], object], argument: str, kind: str, advice: str
     ) -> None:
-        """Raise ValueError if `read` does not find an answer of this `kind` in a row's value. None is valid."""
+        """Raise ValueError if `read` does not find an answer of this `kind` in a row's value. None values are valid."""
         truths = [row.get(self.column) for row in rows]
         bad = [i for i, truth in enumerate(truths) if truth is not None and read(str(truth)) in (None, [])]
         if bad:
@@ -203,7 +203,7 @@ def formula_reward(column: str = "answer", *, timeout: float | None = 5.0) -> Re
     `\\boxed{…}`, or a solution that ends in `#### 18` (GSM8K). If the value is None, the completion is not scored.
 
     math-verify may not terminate, so each completion is scored in a worker process (see `isolated`), which is killed
-    if this takes more than `timeout` seconds. If `timeout` is None, completions are scored in this process, without a
+    if this takes more than `timeout` seconds. If `timeout` is None, the calling process scores completions, without a
     limit. Before sampling, a run calls the function's `check_rows`, which rejects rows that math-verify cannot parse.
     """
     package = import_extra("math_verify", "math-verify")

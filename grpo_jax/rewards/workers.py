@@ -1,7 +1,7 @@
 """Execution of reward functions in worker processes, with limits on time and memory.
 
-A batch is split into calls to a `pebble.ProcessPool`. This is not a sandbox: a worker can read and write files, use the
-network and start processes. Run untrusted code in a container.
+A batch is split into calls, which run in a `pebble.ProcessPool`. This is not a sandbox: a worker can read and write
+files, use the network and start processes. Run untrusted code in a container.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def isolated(
     Workers start as new interpreters on the first call, import the function by name (with JAX on the CPU) and exit when
     this process exits. The function must be defined at the top level of a module other than the running script.
 
-    An error (an exception, an exceeded limit or a crashed worker) affects only the completions in that call. Processes
-    started by a killed call are also killed. Nothing else is restricted; see SECURITY.md.
+    An error in a call (an exception, an exceeded limit or a crashed worker) affects only that call's completions.
+    Processes started by a killed call are also killed. Nothing else is restricted; see SECURITY.md.
 
     Args:
       fn: a sync or async reward function without the arguments `log_metric` and `log_extra`.
@@ -69,7 +69,7 @@ def isolated(
         ceil(n / workers) · timeout, plus the time to start workers.
       memory_mb: limit on the growth of a worker's address space after imports, in MiB (Linux only). None disables it.
       workers: number of worker processes.
-      completions_per_call: number of completions per call. The limits apply to each call. If None, it is split evenly.
+      completions_per_call: number of completions per call. If None, the batch is divided evenly among the workers.
 
     Returns:
       A reward function with the same name and arguments as `fn`.
@@ -112,7 +112,7 @@ class _IsolatedFunction:
         try:
             parts = [pickle.dumps({name: x if name in EXTRAS else x[s] for name, x in inputs.items()}) for s in spans]
         except Exception as error:
-            problem = f"the arguments of {self.__name__!r} cannot be sent to a worker process ({error})"
+            problem = f"the arguments to {self.__name__!r} cannot be sent to a worker process ({error})"
             raise RewardError(f"{problem}; use columns with built-in types") from error
         with self._lock:
             outcomes = self._call_all([(s.stop - s.start, part) for s, part in zip(spans, parts, strict=True)])
@@ -176,7 +176,7 @@ class _IsolatedFunction:
             yield from (x for x in done if not isinstance(x.exception(), concurrent.futures.BrokenExecutor))
 
     def _read(self, future: Future[_Reply], count: int) -> _Outcome:
-        """Return a finished call's scores and errors. Raises RewardWorkerError if the function is not loaded."""
+        """Return a finished call's scores and errors. Raises RewardWorkerError if the function could not be loaded."""
         error = future.exception()
         if isinstance(error, RewardWorkerError):
             raise RewardWorkerError(f"reward function {self.__name__!r}: {error}")

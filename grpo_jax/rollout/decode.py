@@ -124,10 +124,10 @@ def decode(
 ) -> tuple[DecodeState, Drawn]:
     """Draw up to `steps` tokens for each completion, starting at `slot`. Returns the new state and the drawn tokens.
 
-    The loop stops when all completions have ended. If `all_steps`, it runs all `steps`, because on an
-    accelerator or a mesh, a data-dependent condition would synchronize with the host at each step. `count` is the
-    maximum number of tokens to draw: [B, G] for multi-turn completions, or a scalar for single-turn completions. The
-    scalar is ignored if `all_steps`.
+    The loop stops early when all completions have ended, unless `all_steps` is True. On an accelerator or a mesh, its
+    data-dependent condition would synchronize with the host at each step. `count` is the maximum number of tokens to
+    draw: [B, G] for multi-turn completions, or a scalar for single-turn completions, which is ignored if `all_steps`.
+    Donates `state`.
     """
     b, g = state.token.shape
     chex.assert_shape([state.ended, state.keys], (b, g))
@@ -194,8 +194,8 @@ def prefill_chunk(
 ) -> tuple[DecodeState, jax.Array, jax.Array]:
     """Prefill a chunk of right-aligned observation tokens [B, G, N], starting at `slot`, and draw the next token.
 
-    `valid` [B, G, N] is False on padding. Returns the state with the new cache, and the next tokens and their log-probs
-    [B, G]. The next tokens are valid only after the last chunk, and only where the last entry of `valid` is True.
+    `valid` [B, G, N] is False on padding. Donates `state`. Returns the state with the new cache, and the next tokens
+    and their log-probs [B, G], which are valid only after the last chunk and where the last entry of `valid` is True.
     """
     assert state.start is not None
     hidden, cache = model.apply(
@@ -219,9 +219,9 @@ def rearrange(
 ) -> tuple[DecodeState, ...]:
     """Gather completions from all states into `parts` new states whose caches have `slots` slots.
 
-    `groups` [B'] contains the indices of the groups to keep, and `order` [B', G'] the indices of the completions within
-    each group. On a mesh, `groups` is None, and each group stays on its device. `start` [B', G'] contains the
-    new first slots of multi-turn completions, which are in one state. It is None for single-turn completions.
+    `groups` [B'] contains the indices of the groups to keep, counted over all states, and `order` [B', G'] the indices
+    of completions within these groups. On a mesh, `groups` is None, and each group stays on its device. For multi-turn
+    completions, which have only one state, `start` [B', G'] contains the new first slots; otherwise, it is None.
     """
     unsqueezed = [state.replace(cache=_unsqueeze_cache(state)) for state in states]
     state = jax.tree.map(lambda *x: jnp.concatenate(x), *unsqueezed)
@@ -270,7 +270,7 @@ def place_state(state: DecodeState, mesh: Mesh | None, place: Callable[..., Any]
 def generate_traced(
     model: BuiltinModel, params: Params, prompts: Prompts, keys: jax.Array, *, settings: DecodeSettings, length: int
 ) -> Completions:
-    """Generate single-turn completions in one compiled loop, for calls of `generate` under `jit`."""
+    """Generate single-turn completions in one compiled loop, for calls to `generate` under `jit`."""
     state, drawn = prefill(model, params, prompts, keys, settings=settings, slots=max(1, length - 1))
     if length > 1:
         steps = length - 1

@@ -1,7 +1,7 @@
 """The plan of a rollout: how many completions are decoded together (the shape), and with how many cache slots.
 
 Each shape needs a separate compilation, which takes half a minute on a TPU, so there are few shapes. They are derived
-from the rollout's size. The sampled completions determine only when the rollout moves, and to which shape:
+from the rollout's size. The sampled completions determine only when it moves to a smaller shape, and to which one:
 
 ```
 64 completions   64 slots ─► 128 slots ─► 255 slots        the cache grows with the completions
@@ -48,7 +48,7 @@ MIN_SLOTS = 64
 """Minimum initial number of slots in a cache that grows."""
 
 SLOT_MULTIPLE = 64
-"""Divisor of cache sizes on accelerators and with several turns. With other sizes, a GPU would pad at each step."""
+"""Divisor of cache sizes on accelerators and with several turns. A GPU would pad caches of other sizes at each step."""
 
 MIN_COMPLETIONS = 8
 """Minimum number of completions in later shapes. On a CPU, a matrix product with fewer rows takes just as long."""
@@ -60,7 +60,7 @@ MIN_PER_THREAD = 16
 """Minimum number of completions per thread, if several threads are used. Smaller matrix products are inefficient."""
 
 MAX_STEP_COST_RATIO = 0.8
-"""Maximum cost of a step with the next shape, relative to the current one. A move copies the cache and may compile."""
+"""Maximum relative cost of a step with the next shape. A move copies the cache and may require a compilation."""
 
 
 Selection = tuple[np.ndarray, np.ndarray]
@@ -68,7 +68,7 @@ Selection = tuple[np.ndarray, np.ndarray]
 
 
 def num_cache_slots(length: int, *, round_up: bool) -> int:
-    """Return the number of slots for `length` tokens; the last token needs no slot. Rounds to `SLOT_MULTIPLE`."""
+    """Return the number of slots for all but the last of `length` tokens. `round_up` rounds it to `SLOT_MULTIPLE`."""
     slots = max(1, length - 1)
     return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE if round_up else slots
 
@@ -77,7 +77,7 @@ def num_cache_slots(length: int, *, round_up: bool) -> int:
 class DecodePlan:
     """The array shapes that a rollout can use, in decreasing order of size, and its cache sizes."""
 
-    shapes: tuple[tuple[int, int], ...]  # (groups, completions per group); the first contains all
+    shapes: tuple[tuple[int, int], ...]  # (groups, completions per group); the first holds all completions
     cache_sizes: tuple[int, ...]  # slots, in increasing order; the n-th shape uses only the n-th and later sizes
     burst_steps: int  # number of steps per burst
     all_steps: bool  # whether bursts run all steps, because a data-dependent loop would wait for the host
@@ -99,8 +99,8 @@ class DecodePlan:
     ) -> DecodePlan:
         """Compute the plan for [groups, width] completions of at most `length` tokens.
 
-        `multi_turn` is True if completions have several turns, each with any number of bursts. `grows` is True if steps
-        also read empty slots, so that a smaller cache is faster.
+        `multi_turn` is True if completions have several turns, each with any number of bursts. If `grows`, the cache
+        starts small, which is faster if steps also read empty slots.
         """
         max_slots, tokens = num_cache_slots(length, round_up=all_steps), max(1, length - 1)
         # Bursts end where the cache grows. A short rollout is divided into bursts of equal length, so that few steps
@@ -125,7 +125,7 @@ class DecodePlan:
     def smaller(self, index: int, slots: int, active: np.ndarray) -> tuple[int, int, Selection] | None:
         """Return the cheapest smaller shape that holds all active completions, or None if no move saves enough.
 
-        The result is the shape's index, its cache size if the current size is `slots`, and the result of `select`.
+        The result is the shape's index, the new cache size and the result of `select`. `slots` is the old cache size.
         """
         max_cost = MAX_STEP_COST_RATIO * self._cost(index, slots)
         moves = []
@@ -163,10 +163,10 @@ class DecodePlan:
 def _next_shape(current: tuple[int, int], completions: int, step: StepCost, shards: int) -> tuple[int, int] | None:
     """Return (groups, width) for the shape after `current`, or None if no shape is sufficiently cheaper.
 
-    The first choice is groups of half the width, if they cost at most 75% as much as the same number of completions in
-    groups of one, because a group reads its prompt's keys and values once. On several shards, it is the only choice.
-    The next choice is groups of one; their numbers form a geometric series that ends at `MIN_COMPLETIONS`. The last
-    choice is half as many groups of half the width.
+    The first choice is as many groups of half the width, if they cost at most 75% as much as the same number of
+    completions in groups of one. (A group reads its prompt's keys and values only once.) On several shards, it is the
+    only choice, and the 75% limit does not apply. The next choice is groups of one, whose numbers form a geometric
+    series that ends at `MIN_COMPLETIONS`. The last choice is half as many groups of half the width.
     """
     groups, width = current
 
@@ -208,7 +208,7 @@ def decode_step_cost(model: BuiltinModel, params: Params, prompt_length: int, sl
 def decode_threads(params: Params, groups: int, width: int, *, threads_per_core: int = 1) -> int:
     """Return the number of threads that decode [groups, width] completions. It divides `groups`.
 
-    `threads_per_core` is a maximum. It is larger with several turns, because some threads wait.
+    `threads_per_core` is a maximum. It is larger with several turns, because some threads wait for observations.
     """
     limit = max(1, min(groups, groups * width // MIN_PER_THREAD, threads_per_core * count_threads(params, groups)))
     return max(n for n in range(1, limit + 1) if groups % n == 0)

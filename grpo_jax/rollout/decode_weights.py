@@ -1,8 +1,8 @@
 """Conversion of params to the weights that `decode` reads.
 
 On a CPU, multiplying 8 to 32 rows by column-major kernels takes only 60% to 80% as long as with row-major kernels, so
-`convert_weights` adds column-major copies. An accelerator would cast float32 kernels to the compute dtype at each
-step and write and read an additional 2 bytes per weight. They are therefore cast once, to the same values.
+`convert_weights` adds column-major copies. On an accelerator, it casts float32 kernels to the compute dtype once.
+Casting them at each step would give the same values, but write and read an additional 2 bytes per weight.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def draw(
 
 
 def vocabulary_axes(size: int, mesh: Mesh | None) -> tuple[str, ...]:
-    """Return the mesh axes that shard the vocabulary during sampling. Each shard has whole `vocabulary_blocks`."""
+    """Return the mesh axes that shard the vocabulary during sampling, in whole blocks (see `vocabulary_blocks`)."""
     if mesh is None:
         return ()
     blocks, width = vocabulary_blocks(size)
@@ -117,10 +117,10 @@ def initial_stop_state(shape: tuple[int, ...], settings: DecodeSettings) -> jax.
 
 
 def step_uniforms(keys: jax.Array, first: jax.Array | int, steps: int) -> jax.Array:
-    """Return uniforms [steps, B, G, 2] for `steps` token indices from `first`, a scalar or [B, G].
+    """Return uniforms [steps, B, G, 2] for `steps` token indices, starting at `first`, a scalar or [B, G].
 
     One wide draw per burst is cheaper than many narrow draws. The draw is flat, because XLA's CPU backend compiles it
-    two to three times as fast as a four-dimensional draw. B is the major axis, so that prompts can be sharded.
+    two to three times as fast as a four-dimensional draw. B is the draw's major axis, so that prompts can be sharded.
     """
     indices = jnp.broadcast_to(first, keys.shape)[..., None] + jnp.arange(steps)[None, None]
     u = uniforms(jax.vmap(jax.random.fold_in)(jnp.repeat(keys.reshape(-1), steps), indices.reshape(-1)))

@@ -89,7 +89,7 @@ class Engine:
             raise ValueError(f"tolerance must be None or a positive number of nats per token; got {tolerance!r}.")
         self._server, self._tolerance, self._parent = server, tolerance, directory
         self._counter, self._token = itertools.count(1), uuid.uuid4().hex[:8]
-        self._version: _Version | None = None  # the version that the server should have loaded
+        self._version: _Version | None = None  # the version that the server should be using
         self._loaded: _Version | None = None  # the version last loaded and verified
         self._params: list[weakref.ref[jax.Array]] = []  # arrays from which the version was written
         self.last_metrics: dict[str, float] = {}
@@ -97,7 +97,7 @@ class Engine:
     def set_params(self, policy: Policy, params: Params) -> None:
         """Write the params to files for later calls, and score the probe. The params may be donated afterwards.
 
-        Does nothing if these arrays were written last. All processes of a run must call this function together.
+        Does nothing if `params` has the arrays that were written last. All processes of a run must call this together.
         """
         leaves = jax.tree.leaves(params)
         if self._version is not None and self._is_current(leaves):
@@ -230,14 +230,14 @@ class Engine:
             table.append_observation(row, observation)
 
     async def _check_and_load(self, sampling: Sampling, longest: int) -> None:
-        """Check the server, which may have been restarted with other flags, and load the weights if necessary."""
+        """Check the server, which may have been restarted with different flags, and load the weights if necessary."""
         await self._server.look_up(longest)
         if self._loaded is not self._version or not await self._has_loaded():
             await self._load()
         await self._server.check(sampling)
 
     async def _load(self) -> None:
-        """Load the weights. Raises `EngineError` if the server's and the local log-probs for the probe differ."""
+        """Load the weights. Raises EngineError if the server's log-probs for the probe are not within the tolerance."""
         version = self._version
         assert version is not None, "call `set_params` first"
         await self._server.load(version.name, version.directory, version.adapters)

@@ -1,4 +1,4 @@
-"""An asynchronous HTTP client for JSON. Requests are repeated after the server has been unavailable."""
+"""An asynchronous HTTP client for JSON. Failed requests are repeated when the server is available again."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class VLLM:
             )
 
     async def look_up(self, longest: int) -> None:
-        """Find the model on the server. Raises EngineError if it is missing or `longest` exceeds its maximum length.
+        """Find the model on the server. Raises EngineError if it is missing or limited to fewer than `longest` tokens.
 
         Later calls, after a server restart, require the same model.
         """
@@ -150,13 +150,13 @@ class VLLM:
                 f"{self.url} must return 1 to {max_tokens} token ids, and a log-prob for each; got {len(tokens)}"
                 f" token_ids and {len(log_probs)} log-probs for a completion"
             )
-        # vLLM matches stop strings in characters and may need one more token than `Stops`, which matches bytes. The
-        # turn is truncated where `Stops` finds a match, so that it ends with the same token as in `generate`.
+        # vLLM matches stop strings against characters and may need one more token than `Stops`, which matches bytes.
+        # The turn is truncated where `Stops` finds a match, so that it ends with the same token as in `generate`.
         end = None if stops is None else stops.end_of(np.array(tokens))
         if end is not None:
             return ServerTurn(tokens[:end], log_probs[:end], True)
-        ended = tokens[-1] in eos_ids
-        if ended != (reason == "stop") or (not ended and len(tokens) != max_tokens):
+        ended = tokens[-1] in eos_ids  # with the reason "length" in vLLM 0.10, if it is the last of `max_tokens` tokens
+        if not ended and (reason == "stop" or len(tokens) != max_tokens):
             raise EngineError(
                 f"{self.url} ended a completion after {len(tokens)} of {max_tokens} tokens with finish_reason"
                 f" {reason!r}, but the last token, {tokens[-1]}, is not a stop id and does not complete a stop string."
@@ -200,7 +200,7 @@ class VLLM:
 
     @contextlib.contextmanager
     def _reading(self, path: str) -> Iterator[None]:
-        """Convert an exception raised by reading a malformed response to an EngineError."""
+        """Convert exceptions that a malformed response causes in the `with` block to EngineError."""
         try:
             yield
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -210,7 +210,7 @@ class VLLM:
             ) from error
 
     async def _change(self, path: str, body: Json) -> None:
-        """Send a request that changes the weights. The server must run with the flags of `START_COMMAND`."""
+        """Send a request that changes the weights. The server must have been started as in `START_COMMAND`."""
         try:
             await self.client.request(path, body, retry=(429, 503))
         except StatusError as error:

@@ -27,7 +27,7 @@ REWARD_COLUMNS = ("environments", "environment_rewards")
 class EpisodeSetup:
     """What a run's episodes have in common: its tools and environments, and the settings for parsing turns.
 
-    Factories, classes and methods are keyed by the values in the column `environment`, or by None without it.
+    Factories, classes and methods are keyed by values of the column `environment`; by None if all rows use one factory.
     """
 
     tokenizer: Tokenizer
@@ -82,7 +82,7 @@ def make_episode_setup(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Environments | None = None,
 ) -> EpisodeSetup | None:
-    """Build a run's `EpisodeSetup` from arguments of `train`.
+    """Build a run's `EpisodeSetup` from arguments to `train`.
 
     Returns None if there are neither tools nor environments. Each factory is called once. Raises ValueError if a tool,
     an environment, a row or the chat template is invalid.
@@ -143,7 +143,7 @@ def make_episode_setup(
 
 
 def _template_problems(template: ChatTemplate, form: Format | None, roles: Sequence[str]) -> list[str]:
-    """Describe a chat template's problems with messages from the given roles and with tool calls."""
+    """Describe a chat template's problems with messages in the given roles and with tool calls."""
     try:
         template.check(roles)
         problem = call_fault(template, form) if form is not None and template.tools else ""
@@ -229,8 +229,8 @@ class EpisodeRecord:
     """Record of an episode: plain data that can be converted to JSON."""
 
     turns: list[tuple[bool, str]] = dataclasses.field(default_factory=list)  # (True if sampled by the policy, text)
-    messages: Messages = dataclasses.field(default_factory=list)  # turns and observations, if the prompt has messages
-    lengths: list[int] = dataclasses.field(default_factory=list)  # number of tokens in each turn by the policy
+    messages: Messages = dataclasses.field(default_factory=list)  # turns and observations, empty for string prompts
+    lengths: list[int] = dataclasses.field(default_factory=list)  # number of tokens in each of the policy's turns
     reward: float | list[float] | str | None = None  # see `Episode.reward`
     calls: int = 0  # number of tool calls
     failures: int = 0  # number of failed tool calls

@@ -86,8 +86,8 @@ class Episode:
             with contextlib.suppress(_Failed):
                 observation = self._observation(parsed)
         if observation is None:
-            # A turn that was cut short may lack a tool call. Its completion counts as truncated, unless `respond` ended
-            # it or the limit on tool calls did (`clipped`).
+            # A turn that was cut short may lack a tool call. Its completion counts as truncated, unless it was ended by
+            # `respond` or by the limit on tool calls (`clipped`).
             unanswered = cut and not self.record.clipped and not hasattr(self.environment, "respond")
             return TRUNCATED if unanswered else None
         tokens = self._encode(observation, int(ids[-1]))
@@ -115,7 +115,7 @@ class Episode:
         return parsed
 
     def reward(self) -> float | list[float] | str | None:
-        """Return the reward, a list with a reward per turn, None if not scored, or an invalid reward as text."""
+        """Return a single reward, a list with one reward per turn, None if not scored, or an invalid reward as text."""
         if not hasattr(self.environment, "get_reward"):
             return None
         try:
@@ -231,7 +231,7 @@ class Episode:
 
 
 def _to_float(value: Any) -> float | list[float] | str | None:
-    """Convert a number or a list of numbers to floats. None is unchanged, and other values are converted to text."""
+    """Convert a number or a list of numbers to floats. None is returned unchanged, and any other value as text."""
     try:
         if isinstance(value, (list, tuple)):
             return [float(x) for x in value]
@@ -268,9 +268,9 @@ class Episodes:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, rows: Sequence[Row]) -> list[Row]:
-        """Reset all environments. Returns the rows, with the text that `reset` returned appended to each prompt.
+        """Reset all environments. Returns the rows, with the text returned by the environments appended to each prompt.
 
-        Raises ValueError if `reset` returned different texts for a prompt, or if two episodes share an environment.
+        Raises ValueError if a prompt's texts differ or cannot be appended, or if two episodes share an environment.
         """
         group = self._group
         list(self._pool.map(lambda i: self.episodes[i].reset(rows[i // group]), self._indices))
@@ -324,14 +324,14 @@ def _extended_prompt(row: Row, episodes: Sequence[Episode]) -> str | Messages | 
     last = {"role": "user", "content": ""} if isinstance(row["prompt"], str) else row["prompt"][-1]
     if last["role"] != "user" or not isinstance(last["content"], str | list):
         raise ValueError(
-            f"{episodes[0].description}: the prompt must end with a text message from the role 'user', to which the"
+            f"{episodes[0].description}: the prompt must end with a text message with the role 'user', to which the"
             f" text returned by reset is appended; got {show(last)}. Change the prompt, or return None from reset"
         )
     return with_appended_text(row["prompt"], reset_texts[0])
 
 
 def with_appended_text(prompt: str | Messages, text: str) -> str | Messages:
-    """Append text to a prompt or to its last message."""
+    """Append text to a string prompt, or to the last message of a conversation."""
     if isinstance(prompt, str):
         return prompt + text
     *before, last = prompt

@@ -100,9 +100,9 @@ def generate(
       pad_token_id: id of the token that pads a completion after its end.
       prompt_indices: [B] integers that, with `key`, determine the samples in any batch. 0..B-1 by default.
       batch_size: maximum number of completions that are decoded together, in whole groups, over all devices. The
-        samples do not depend on it. If None, there is no limit. Not supported under `jit`.
+        samples do not depend on it. If None, there is no limit. Ignored under `jit` and for models without a cache.
       next_observation: function that returns a future of the tokens after a turn, or of None after the last turn (see
-        `turns.NextObservation`). If None, completions have one turn. Needs a built-in model, outside `jit`.
+        `turns.NextObservation`). If None, completions have one turn. Needs a built-in model; not supported under `jit`.
       check_interrupt: function called on the host every few tokens. If it raises an exception, sampling ends. Not
         called under `jit` or for models that are not built in.
       on_tokens: function called every few tokens with the tokens and the mask [B, G, T] drawn so far. Called only
@@ -111,7 +111,7 @@ def generate(
 
     Returns:
       `Completions` with the sampled tokens' log-probs, through which no gradient flows. With `next_observation`, `mask`
-      is True on sampled tokens, `present` also on observed tokens, and `ended` if the last observation is None.
+      is True on sampled tokens, `present` also on observed tokens, and `ended` where the last observation is None.
 
     Raises:
       ValueError: if a shape, count or sampling setting is invalid.
@@ -140,9 +140,10 @@ def generate(
     if batch_size is not None and batch_size < shards * num_generations:
         least = f"{shards * num_generations}, one group of completions on each data-parallel device"
         raise ValueError(f"batch_size must be at least {least}; got {batch_size!r}.")
-    if next_observation is not None and not is_builtin(model):
-        kind = type(model).__name__
-        raise ValueError(f"model must be a built-in model if completions have several turns; got {kind}.")
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key)))
+    if next_observation is not None and (traced or not is_builtin(model)):
+        kind = f"{type(model).__name__} under jit" if traced else type(model).__name__
+        raise ValueError(f"model must be a built-in model, outside jit, if completions have several turns; got {kind}.")
     groups, longest = prompts.tokens.shape[0], int(max_completion_length)
     turn_length = min(longest, int(max_turn_length or longest))
     keys = completion_keys(
@@ -151,14 +152,14 @@ def generate(
     settings = decode_settings(
         sampling, eos_token_ids, pad_token_id, stop=stop, stop_token_ids=stop_token_ids, tokenizer=tokenizer
     )
-    argument = as_jit_argument(model)
+    argument, params = as_jit_argument(model), jax.lax.stop_gradient(params) if traced else params
     if not is_builtin(model):
         completions = generate_uncached(argument, params, prompts, keys, settings=settings, length=turn_length)
         return fetch(completions) if as_numpy else completions
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key))):
+    if traced:
         return generate_traced(argument, params, prompts, keys, settings=settings, length=turn_length)
     table = TokenTable(keys.size, turn_length if next_observation is None else longest, settings.pad_token_id)
-    variables = convert_weights(argument, params)  # cast copies, column-major on a CPU; see `decode_weights`
+    variables = convert_weights(argument, params)  # with cast or column-major copies; see `decode_weights`
     settings = settings._replace(mesh=mesh)
     job = SamplingJob(argument, params, variables, prompts, keys, settings, table, check_interrupt)
     at_once = groups_at_once(groups, num_generations, batch_size, shards)
@@ -172,7 +173,7 @@ def generate(
 
 
 def _sample_one_turn(job: SamplingJob, at_once: int, on_tokens: OnTokens | None) -> Completions:
-    """Sample single-turn completions as NumPy arrays. `at_once` groups are decoded together."""
+    """Sample single-turn completions and return NumPy arrays. `at_once` groups are decoded together."""
     (b, g), table = job.keys.shape, job.table
     for first in range(0, b, at_once):
         batch = _SingleTurnRollout(job, np.arange(first, first + at_once))
@@ -211,7 +212,7 @@ class _SingleTurnRollout:
         self._queue(self.rows, drawn)
 
     def _compile(self, part: np.ndarray) -> None:
-        """Compile the first burst while the prompts are prefilled. Does nothing on a mesh."""
+        """Compile the first burst while the prompts are being prefilled. Does nothing on a mesh."""
         job, plan = self.job, self.plan
         if job.mesh is None:
             model, params, settings = job.model, job.params, job.settings
@@ -226,7 +227,7 @@ class _SingleTurnRollout:
         return self.rows >= 0
 
     def compact(self) -> None:
-        """Move to a smaller shape if a decode step then costs at most `MAX_STEP_COST_RATIO` of the current cost."""
+        """Move to a smaller shape if a decode step would cost at most `MAX_STEP_COST_RATIO` times as much as now."""
         move = self.plan.smaller(self.shape_index, self.cache_size, self.active)
         if move is None:
             return

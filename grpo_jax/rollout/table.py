@@ -70,9 +70,9 @@ class TokenTable:
 class SamplingJob:
     """Arguments of a rollout, and the table that its tokens are written to.
 
-    Prefill uses `params`, and decoding `decode_variables`, which are the same weights, partly cast or transposed
-    (`decode_weights.convert_weights`).
-    `keys` are typed PRNG keys [B, G]. `check_interrupt` is called before each prefill and burst and in long waits.
+    Prefill uses `params`. Decoding uses `decode_variables`, the same weights with some of them cast or transposed (see
+    `decode_weights.convert_weights`). `keys` are typed PRNG keys [B, G]. `check_interrupt` is called before each burst
+    and during long waits.
     """
 
     model: BuiltinModel

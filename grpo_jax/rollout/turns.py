@@ -1,7 +1,7 @@
 """Sampling of multi-turn completions, in which observations separate the turns.
 
 A completion is one sequence of tokens. Its keys and values stay on the device from the first turn to the last, and
-sampled tokens are never retokenized. An observation is prefilled in one pass, after the token that ended the turn:
+sampled tokens are never retokenized. An observation is prefilled together with the token that ended the turn:
 
 ```
                   turn 1              observation       turn 2
@@ -11,10 +11,10 @@ position of 0     0  1  2           3  4  5           6  7  8  9
 one prefill of 0        EOS         x  y  z
 ```
 
-Observations are computed while other completions are decoded. When half of a thread's unfinished completions wait, the
-others are decoded for two more bursts (a burst is a compiled call with up to `BURST` decode steps), during which
-most observations arrive. Then the thread waits for the rest and prefills all observations together. The sequence of
-compiled functions and their shapes thus depends only on the tokens, not on how long environments take, and a resumed
+Observations are computed while other completions are decoded. When half of a thread's unfinished completions are
+waiting, the others are decoded for two more bursts (a burst is a compiled call with up to `BURST` decode steps), during
+which most observations arrive. Then the thread waits for the rest and prefills all observations together. The sequence
+of compiled functions and their shapes thus depends only on the tokens, not on how long environments take, and a resumed
 run reproduces the same results bit for bit.
 """
 
@@ -38,15 +38,15 @@ from grpo_jax.types import Completions
 Result = TypeVar("Result")
 
 CHUNK = 256
-"""Maximum number of tokens per completion in one call of `prefill_chunk`."""
+"""Maximum number of tokens per completion in one call to `prefill_chunk`."""
 
 MIN_WAITING = 0.5
 """Fraction of a thread's unfinished completions that must be waiting before observations are prefilled. Waiting
 completions are idle, but prefilling a single observation takes as long as prefilling all of them."""
 
 EXTRA_BURSTS = 2
-"""Number of bursts that are decoded after `MIN_WAITING` is reached. With 0, each prefill would wait for the slowest
-observation; with a large value, one long turn would delay all other turns."""
+"""Number of bursts that are decoded after `MIN_WAITING` is reached. With 0, decoding would stop until the slowest
+observation arrives; with a large value, one long turn would delay all other turns."""
 
 ObservationFuture = Future[Sequence[int] | None]
 """Future of the token ids that the environment appends after a turn, or of None at the end of the completion."""
@@ -71,14 +71,14 @@ class NextObservation(Protocol):
           limit: maximum observation length in tokens. If it is exceeded, the completion is truncated after the turn.
 
         Returns:
-          A future that returns the observation's token ids, or None if the turn is the last one. If a different
-          process computes it, None is returned instead of a future.
+          A future of the observation's token ids, or of None if the turn is the last one. If a different process
+          computes the observation, None is returned instead of a future.
         """
         ...
 
 
 class _MultiTurnDecoder:
-    """Decoding state of one thread's completions."""
+    """Decoding state of completions that one thread decodes together."""
 
     def __init__(self, job: SamplingJob, next_observation: NextObservation, groups: np.ndarray, max_turn_length: int):
         self.job, self.table = job, job.table
@@ -92,7 +92,7 @@ class _MultiTurnDecoder:
         self.slot = 0  # next slot of the active completions
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
         self.waiting: dict[int, ObservationFuture | None] = {}  # pending observations, keyed by table row
-        self.bursts_waited = 0  # number of bursts since enough completions have been waiting
+        self.bursts_waited = 0  # number of bursts decoded since `MIN_WAITING` was reached
         prompts, keys = job.inputs(groups)
         self.device_state, drawn = prefill(
             job.model, job.params, prompts, keys, settings=job.settings, slots=self.cache_size, multi_turn=True
@@ -100,7 +100,7 @@ class _MultiTurnDecoder:
         self._record(self.rows, drawn)
 
     def run(self) -> None:
-        """Sample all turns of the thread's completions."""
+        """Sample all turns of these completions."""
         while (self.rows >= 0).any():
             if self.active.any():
                 self._draw()
@@ -123,7 +123,7 @@ class _MultiTurnDecoder:
         job.check_interrupt()
         lengths = table.lengths[self.rows]
         min_slots = min(int(lengths[active].max()) - 1 + BURST, table.length)
-        if min_slots > self.cache_size:  # the ring is full
+        if min_slots > self.cache_size:  # the ring is too small for another burst
             self._align(np.zeros_like(lengths), min_slots=min_slots)
             active, lengths = self.active, table.lengths[self.rows]
         remaining = np.minimum(table.length, self.turn_starts[self.rows] + self.max_turn_length) - lengths
@@ -157,7 +157,7 @@ class _MultiTurnDecoder:
         return int(mask.sum(axis=-1).max())
 
     def _observations(self) -> dict[int, Sequence[int]]:
-        """Wait for observations and return them, keyed by table row. Ends completions without an observation."""
+        """Wait for observations and return them by table row. Ends completions for which they are None or too long."""
         table, observed = self.table, dict[int, Sequence[int]]()
         local = [(row, future) for row, future in self.waiting.items() if future is not None]
         received = [(row, wait_for(future, self.job.check_interrupt)) for row, future in local]
@@ -177,7 +177,7 @@ class _MultiTurnDecoder:
         return observed
 
     def _prefill_observations(self, observed: Mapping[int, Sequence[int]]) -> None:
-        """Prefill each turn's last token and the next observation, and draw the first token of the next turn."""
+        """Prefill each turn's last token with the observation after it, and draw the first token of the next turn."""
         if not observed:
             return
         job, table = self.job, self.table

@@ -9,8 +9,8 @@ checkpoints/40/   params   the trained params, the only part needed for export
                            metadata of the completions in `ahead`
 ```
 
-Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (after a stop, an
-error or `save_minutes`) are used only for resuming. They do not replace scheduled ones and cannot be the best one.
+Checkpoints are scheduled at multiples of `save_steps` and after the last step. Other checkpoints (saved after a
+stop, an error or `save_minutes`) exist for resuming. They do not replace scheduled ones and cannot be the best one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OPTIONAL = {"batch": Batch, "ahead": Completions}
 class Restored(NamedTuple):
     """State that a run starts from. `progress` is None for a new run.
 
-    `prefetched_metadata` contains the metrics and episodes of `prefetched_completions`, as JSON values.
+    `prefetched_metadata` contains the metrics, episodes and reset texts of `prefetched_completions`, as JSON values.
     """
 
     state: TrainState
@@ -65,7 +65,7 @@ class Checkpoints:
     def __init__(self, run_dir: str | Path | None, config: GRPOOrSFTConfig, identity: Json | None = None):
         self._config, self._identity = config, identity
         self._last_step = None if identity is None else identity["total_steps"]
-        self._metrics: Mapping[str, float] = {}  # step → `metric_for_best_model`, at the last save
+        self._metrics: Mapping[str, float] = {}  # step → value of `metric_for_best_model`, as of the last save
         self._run_dir, self._where = None if run_dir is None else Path(run_dir), f"run_dir = {str(run_dir)!r}"
         self._saved_at = time.monotonic()
         self._checkpointer = None
@@ -158,7 +158,7 @@ class Checkpoints:
         return gather_objects(local)[0]
 
     def record_metric(self, progress: Progress) -> None:
-        """Record the value of `metric_for_best_model` if the step is scheduled. Warns if there is no value."""
+        """Record `metric_for_best_model` if the step is scheduled and its value is current. Warns if it has none."""
         name, step = self._config.metric_for_best_model, progress.step
         if name is None or not self.is_save_step(step):
             return
@@ -187,7 +187,7 @@ class Checkpoints:
         """Return the steps whose checkpoints are kept: the best and the newest.
 
         `save_total_limit` applies to the scheduled checkpoints (None keeps all) and, separately, to checkpoints after
-        the last scheduled one (None keeps one). Without `save_steps`, it applies to all checkpoints together.
+        the last scheduled one (None keeps one). Without `save_steps`, a limit applies to all checkpoints together.
         """
         limit, steps = self._config.save_total_limit, sorted(steps)
         limits_all = self._config.save_steps is None and limit is not None
@@ -217,7 +217,7 @@ class Checkpoints:
         """Restore the newest readable checkpoint with the shardings of `state`. Returns `state` for a new run.
 
         The arrays of `state` are deleted before the checkpoint is read, except the params if `keep_params` is True.
-        Raises ValueError if settings changed, if no checkpoint can be read, or if `resume` does not fit the directory.
+        Raises ValueError if a fixed setting changed, all checkpoints are unreadable, or `resume` does not fit the run.
         """
         steps = self.steps()
         self._check_mode(steps, resume)
@@ -249,7 +249,7 @@ class Checkpoints:
         return Restored(state)
 
     def _check_mode(self, steps: Sequence[int], resume: str) -> None:
-        """Raise ValueError if `resume` is "must" and no checkpoint exists, or if `resume` is "never" and a run does."""
+        """Raise ValueError if `resume` is "must" and no checkpoint exists, or if it is "never" and a run exists."""
         if resume == "must" and not steps:
             raise ValueError(
                 f'resume="must" needs a checkpoint to resume from, but {self._where} does not contain one. Check the'
@@ -276,7 +276,7 @@ class Checkpoints:
 
         context, index = ocp.Context(), jax.process_index()
         context.multiprocessing.primary_host, context.multiprocessing.active_processes = index, {index}
-        context.pytree.loading.partial_load = True  # other versions may store more arrays
+        context.pytree.loading.partial_load = True  # other versions of grpo_jax may store more arrays
         wanted: dict[str, Params] = {"params": like.params, "rest": like.replace(params=None)}
         for name, kind in _OPTIONAL.items():
             if stored.get(name) is not None:
@@ -329,7 +329,7 @@ def _delete(state: TrainState) -> None:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """Remove temporary directories of an interrupted save. Retries for up to 10 s, since the save may still run."""
+    """Remove an interrupted save's temporary directories. Retries for up to 10 s, in case the save is still running."""
     deadline = time.monotonic() + 10
     while unfinished := [*directory.glob("*.orbax-checkpoint-tmp")] if jax.process_index() == 0 else []:
         for path in unfinished:

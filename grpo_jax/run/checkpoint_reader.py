@@ -1,4 +1,4 @@
-"""Helpers for reading a single checkpoint: abstract arrays, params without the rest, and unreadable files."""
+"""Helpers for reading a checkpoint: load only its params, describe its arrays as JSON, and catch read errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shapes = dict[str, Any] | list[Any] | None
 def load_params(run_dir: str | Path, like: Params, step: int | None = None) -> tuple[int, Params]:
     """Load the params in the checkpoint at `step`, with the structure and shardings of `like`. Returns (step, params).
 
-    If `step` is None, the latest checkpoint is used. Raises ValueError if there is none, or it does not match `like`.
+    If `step` is None, the latest is used. Raises ValueError if it is missing, unreadable, or does not match `like`.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -83,11 +83,11 @@ def shapes_of(tree: Params) -> Shapes:
     return [list(tree.shape), tree.dtype.name]
 
 
-_FIELDS = {"prompts": Prompts, "images": PromptImages, "features": ImageTiles}  # nested fields; others are dicts
+_FIELDS = {"prompts": Prompts, "images": PromptImages, "features": ImageTiles}  # all other nested fields are dicts
 
 
 def abstract_of(kind: type, shapes: Shapes, sharding: jax.sharding.Sharding) -> Params:
-    """Build an instance of `kind` with abstract arrays from the result of `shapes_of`."""
+    """Rebuild an instance of `kind` from the result of `shapes_of`, with abstract arrays as leaves."""
     if shapes is None:
         return None
     if isinstance(shapes, dict):

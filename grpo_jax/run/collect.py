@@ -2,7 +2,7 @@
 
 While the reward functions run on the host, the device computes the reference log-probs and then, with `rollout_ahead`,
 samples (prefetches) the next completions. With `dynamic_sampling`, it computes the reference log-probs after the
-rewards, which select the groups.
+rewards, because the rewards determine which groups are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from grpo_jax.text.rows import is_conversation
 from grpo_jax.types import Batch, Completions, Json, Params, Prompts, RewardFn, Tokenizer
 from grpo_jax.update.state import TrainState
 
-if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
+if TYPE_CHECKING:  # imported at runtime only when a run needs them
     from grpo_jax.rollout.episode_setup import EpisodeSetup
     from grpo_jax.rollout.turns import NextObservation
     from grpo_jax.run.sampler import Sampler
@@ -196,7 +196,7 @@ def _sample_and_reward(
 
 
 def _make_batch(run: Run, state: TrainState, rollout: RolloutResult, counted: Any = None) -> Batch:
-    """Build a rollout's `Batch`, with zero advantages, without blocking on accelerators.
+    """Build a rollout's `Batch`, with zero advantages. On accelerators, its log-probs are computed asynchronously.
 
     `counted` [B] is False for padding groups, which fill the batch if dynamic sampling found too few groups.
     """
@@ -286,8 +286,8 @@ def sample(
 ) -> RolloutResult:
     """Sample completions for the rows of `data` at `row_indices`, with `generate` or with the engine `sampler`.
 
-    The sampling keys are derived from `prompt_indices` [B]. Prompts are padded to `prompt_length` tokens, or to
-    more if an environment makes a prompt longer. `check_interrupt` is called repeatedly; an exception stops sampling.
+    The PRNG keys are derived from `key` and `prompt_indices` [B]. Prompts are padded to `prompt_length` tokens, or more
+    if an environment makes one longer. `check_interrupt` is called repeatedly and may raise an exception.
     """
     turn_ends, g = TurnEnds.of(config), config.eval_generations if evaluation else config.num_generations
     generate_fn: Callable[..., Completions] = generate

@@ -21,8 +21,8 @@ def user_cache() -> Path:
 def enable_compilation_cache() -> Path | None:
     """Enable JAX's persistent compilation cache in this package's directory. Returns the directory, or None if unused.
 
-    JAX's own settings take precedence. Multi-process runs do not use the cache: on GPUs, a miss in one process would
-    block all others. The directory depends on the instruction set, as different machines may share a home directory.
+    The cache is not used if JAX's settings disable it or name another directory, or in multi-process runs: on GPUs, a
+    miss in one process would block all others. Each instruction set has a subdirectory, as machines may share a home.
     """
     directory = user_cache() / "programs" / _processor()
     current = _setting("jax_compilation_cache_dir")

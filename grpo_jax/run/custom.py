@@ -138,7 +138,7 @@ def check_surrogate(surrogate: Surrogate | None, config: GRPOConfig) -> None:
         return surrogate(SurrogateInputs(x, x, x, x, jnp.ones(shape, bool), x[..., 0]), settings)
 
     try:
-        hash(surrogate)  # must be hashable because it is a static argument of compiled programs
+        hash(surrogate)  # must be hashable because it is a static argument to jitted functions
         result = jax.eval_shape(of_zeros)
     except Exception as error:
         raise ValueError(f"surrogate {name!r} failed on inputs [..., T] = {shape} with {one_line(error)}") from error

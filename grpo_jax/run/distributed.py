@@ -23,7 +23,7 @@ _statuses: list[int] = []  # exit status, if an error ends this process
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `start` reads to a script's parser."""
+    """Add command-line flags for `start` to a script's parser."""
     detected = "use several processes, detected from Slurm, TPU pods, Kubernetes or MPI"
     parser.add_argument("--distributed", choices=["auto"], help=detected)
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="use several processes; address of process 0")
@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Call `initialize` with the flags from `add_flags`, or do nothing if none is set. Raises SystemExit on errors."""
+    """Call `initialize` with the flags from `add_flags`, if any are set. Raises SystemExit instead of ValueError."""
     given = arguments.coordinator, arguments.num_processes, arguments.process_id
     if arguments.distributed is None and given == (None, None, None):
         return
@@ -49,7 +49,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     `coordinator` is the "host:port" on which process 0 listens. Arguments that are None are detected from Slurm, a
     TPU pod, Kubernetes or MPI. Raises ValueError if an argument is invalid or no cluster is detected.
 
-    An uncaught exception ends its process immediately. The other processes end at their next communication with it (on
+    A process with an uncaught exception ends immediately. The others end at their next communication with it (on
     CPUs) or after `HEARTBEAT_TIMEOUT` seconds without its heartbeat (on other platforms).
     """
     if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
@@ -67,11 +67,11 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
             ) from error
         raise
     sys.excepthook = _explain
-    atexit.register(_exit_on_error)  # runs before JAX's exit function, which was registered earlier
+    atexit.register(_exit_on_error)  # runs before JAX's atexit handler, which was registered earlier
 
 
 def end_by_error(status: int = 1) -> None:
-    """Make this process end with `status` at exit, without waiting for others. By default, JAX waits five minutes."""
+    """In a multi-process run, make this process exit with `status`, without JAX's five-minute wait for the others."""
     import jax
 
     if jax.distributed.is_initialized():
@@ -79,7 +79,7 @@ def end_by_error(status: int = 1) -> None:
 
 
 def _exit_on_error() -> None:
-    """Exit immediately if an error ends the process. Exit functions that were registered later have already run."""
+    """Exit immediately if an error is ending the process. Any atexit handlers registered later have already run."""
     if not _statuses:
         return
     with contextlib.suppress(OSError, ValueError):  # the streams may be closed

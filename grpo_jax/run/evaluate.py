@@ -26,7 +26,7 @@ from grpo_jax.text.rows import load_rows
 from grpo_jax.text.sources import Dataset, named_datasets
 from grpo_jax.types import Environments, Params, RewardFn
 
-if TYPE_CHECKING:  # optional features, imported when used
+if TYPE_CHECKING:  # at runtime, imported only when needed
     from grpo_jax.rollout.episode_setup import EpisodeSetup
     from grpo_jax.run.sampler import Sampler
 
@@ -50,7 +50,7 @@ def evaluate(
     sampler: Sampler | None = None,
     **settings: Any,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Compute the mean of each reward function over sampled completions of a dataset.
+    """Compute the mean of each reward function over completions sampled for a dataset's prompts.
 
     Args:
       policy: model, params and tokenizer.
@@ -71,7 +71,7 @@ def evaluate(
 
     Returns:
       metrics: a dict with the mean of each function over the completions that it scored, under the function's name
-        (`rewards/<name>/mean` if a metric listed below has that name); `reward`, the weighted sum of a
+        (`rewards/<name>/mean` for "reward", "mean_length" and "clipped_ratio"); `reward`, the weighted sum of a
         completion's rewards, averaged over completions (`rewards.calls.total_rewards`); `mean_length`, in tokens;
         `clipped_ratio`, the fraction of truncated completions; and metrics logged with `log_metric`. For a dict of
         datasets, each name starts with `<dataset>/`.
@@ -155,7 +155,7 @@ def evaluate_encoded(
     trainer_state: TrainerState | None = None,
     check_interrupt: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Run `evaluate` on encoded rows. `check_interrupt` is called repeatedly. Its exceptions end the evaluation."""
+    """Run `evaluate` on encoded rows. `check_interrupt` is called repeatedly and may raise an exception."""
     key, names = jax.random.fold_in(jax.random.key(config.seed), EVALUATION), reward_names(reward_fns)
     max_prompts = max(1, config.per_device_eval_batch_size // config.eval_generations) * shard_count(mesh_of(params))
     metrics, rows = dict[str, float](), list[dict[str, Any]]()

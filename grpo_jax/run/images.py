@@ -29,7 +29,7 @@ Tile = dict[str, np.ndarray]
 """The vision tower's inputs for one tile, without the leading axis over tiles."""
 
 MAX_INPUT_VALUES = 3 * 2**20
-"""Maximum number of input values (3 per pixel) per device in a call of the tower, unless a single tile has more."""
+"""Maximum number of input values (3 per pixel) per device in a call to the tower, unless a single tile has more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ImageEncoder:
         tokens, processor, positions = np.asarray(prompts.tokens), self.processor, list[np.ndarray]()
         is_image = tokens == processor.image_token_id
         feature_index: Any = np.where(is_image, np.cumsum(is_image, axis=1) - 1, -1).astype(np.int32)
-        tiles, counts = list[list[Tile]](), list[list[int]]()  # per prompt; `counts` is features per tile
+        tiles, counts = list[list[Tile]](), list[list[int]]()  # per prompt; `counts` has the feature count of each tile
         for row, length, sources in zip(tokens, np.asarray(prompts.lengths), images, strict=True):
             opened = [open_image(source) for source in sources]
             sizes = [(image.height, image.width) for image in opened]
@@ -81,7 +81,7 @@ class ImageEncoder:
         return ImageTiles(inputs, self._feature_index(counts, [0] * len(counts), per_tile))
 
     def _features(self, tiles: Sequence[Sequence[Tile]], counts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Compute image features [B, N, D] in calls that are limited by `MAX_INPUT_VALUES`."""
+        """Compute image features [B, N, D]. `MAX_INPUT_VALUES` limits the number of tiles in each call to the tower."""
         flat, devices = [tile for group in tiles for tile in group], shard_count(self.mesh)
         values = sum(x.size for x in self._pad_and_stack([], 1).values())
         size = min(max(1, MAX_INPUT_VALUES // values), -(-len(tiles) * self.num_tiles // devices)) * devices
@@ -135,7 +135,7 @@ def with_tower(policy: Policy, parts: Mapping[str, EncodedPrompts], *, freeze: b
     trained = isinstance(policy.params, Mapping) and "tower" in policy.params
     if freeze and trained:
         raise ValueError(
-            "freeze_vision=True, but policy.params contain a trained vision tower; use freeze_vision=False, or write"
+            "freeze_vision=True, but policy.params contains a trained vision tower; use freeze_vision=False, or write"
             " the policy with save_pretrained and load it again"
         )
     if not freeze and not (isinstance(policy.model, Transformer) and (has_images or trained)):

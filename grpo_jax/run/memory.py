@@ -1,4 +1,4 @@
-"""A run's largest programs, bound to abstract arrays, and the choice of `gradient_checkpointing` by their memory."""
+"""A run's largest programs, bound to abstract arrays, and the choice of `gradient_checkpointing` by memory use."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from grpo_jax.update.step import Updater, score_padded, update_padded
 Tree = TypeVar("Tree")
 
 COMPILED = 0.9
-"""Largest fraction of a device's memory that the compiler's estimate may use. The rest allows for fragmentation."""
+"""Maximum ratio of the compiler's memory estimate to a device's memory. The rest allows for fragmentation."""
 
 
 def decide_checkpointing(run: Run, memory: float | None) -> Run:
-    """If the config does not set `gradient_checkpointing`, choose it from a device's `memory` in bytes.
+    """If the config does not set `gradient_checkpointing`, choose it based on a device's `memory` in bytes.
 
     Activations are kept on CPUs, where packed sequences are short. On other devices, they are kept if the compiled
-    update fits in the memory of every process's device.
+    update fits in the memory of every process's device. If `memory` is None (unknown), they are recomputed.
     """
     if run.config.gradient_checkpointing is not None:
         return run
@@ -61,7 +61,7 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
 
 
 def compiled_peak_bytes(run: Run) -> int:
-    """Return an update's peak memory per device in bytes: the state, the models and the compiled programs' memory."""
+    """Return an update's peak memory per device in bytes: state, models and what the compiled program adds."""
     state, batch = abstract_arrays(run)
     constant_bytes = device_bytes(state) + device_bytes((as_jit_argument(run.policy.model), run.policy.params))
     if run.teacher_scoring is not None:
@@ -72,13 +72,13 @@ def compiled_peak_bytes(run: Run) -> int:
 
 
 def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
-    """Return the bytes per device that an update needs beyond the state, from the `cost` of its largest program."""
+    """Return how many bytes per device an update needs beyond the state, from the `cost` of its largest program."""
     params = device_bytes((as_jit_argument(run.policy.model), state.params))
     return max(0, cost.arguments + cost.results - params) + cost.temporaries
 
 
 def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:
-    """Return the initial state and a minibatch as abstract arrays. Without a mesh, params are not converted."""
+    """Return the initial state and a minibatch as abstract arrays. Without a mesh, the params are not made abstract."""
 
     def make_state(params: Params) -> TrainState:
         return new_state(dataclasses.replace(run, policy=run.policy.replace(params=params), mesh=None))
@@ -150,7 +150,7 @@ def abstract_part(updater: PackedUpdater, state: TrainState, batch: Batch) -> Pa
 
 
 def _placed(tree: Tree, mesh: jax.sharding.Mesh | None, source: object = None) -> Tree:
-    """Add shardings to abstract arrays: from the table, else along prompts. Without a mesh, use `source`'s sharding."""
+    """Shard abstract arrays by `TABLE`, or else along the prompt axis. Without a mesh, use `source`'s sharding."""
     if mesh is None:
         sharding = place_of(source)
         return tree if sharding is None else jax.tree.map(lambda x: _with_sharding(x, sharding), tree)

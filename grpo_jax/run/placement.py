@@ -27,7 +27,7 @@ _Config = TypeVar("_Config", GRPOConfig, SFTConfig)
 
 
 def run_mesh(policy: Policy, config: _Config) -> tuple[jax.sharding.Mesh | None, _Config]:
-    """Return the config's mesh, or else the mesh of the policy's params, if any; and the config with this mesh."""
+    """Return the run's mesh (the config's, or else the mesh of the policy's params, if any) and the config with it."""
     mesh = mesh_of(policy.params) if config.mesh is None else make_mesh(config.mesh)
     if mesh is None:
         return None, config
@@ -80,7 +80,7 @@ def with_settings(
 
 
 def _attention(config: TransformerConfig, devices: Sequence[jax.Device]) -> str:
-    """Return the attention implementation. Hopper's kernels, if chosen by "auto", must pass a check on the device."""
+    """Return the attention implementation. Warns and falls back if "auto" selects Hopper kernels that do not work."""
     kernels = attention_implementation(config.attention, devices)
     local = [device for device in devices or jax.local_devices() if device in jax.local_devices()]  # of this process
     if kernels != "mosaic" or config.attention == kernels or not config.fits_mosaic or not local:
@@ -88,7 +88,7 @@ def _attention(config: TransformerConfig, devices: Sequence[jax.Device]) -> str:
     errors = [error for width in config.attention_widths if (error := mosaic_error(local[0], width)) is not None]
     if errors:
         warnings.warn(
-            f"falling back to slower attention kernels: those for {local[0].device_kind} do not work with jax "
+            f"falling back to slower attention kernels: the kernels for {local[0].device_kind} do not work with jax "
             f"{jax.__version__} and this version of CUDA: {errors[0]}. Try another version of CUDA",
             stacklevel=2,
         )

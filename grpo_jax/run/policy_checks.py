@@ -27,7 +27,7 @@ def check_is_policy(policy: object) -> None:
 
 
 def check_policy(policy: Policy, ends: TurnEnds = BY_EOS, *, trained: bool = True) -> None:
-    """Raise ValueError unless the policy can be sampled from and, if `trained`, updated."""
+    """Raise ValueError unless the policy can be sampled from and, if `trained`, updated. Warns of a missing EOS id."""
     check_is_policy(policy)
     if trained and is_quantized(policy.params):
         raise ValueError(
@@ -64,7 +64,7 @@ def check_ends(ends: TurnEnds, policy: Policy, params: Params) -> None:
 def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: int = 0, *, prefix: str = "") -> None:
     """Raise ValueError if a token id is outside the model's vocabulary, or if prompts and completions are too long.
 
-    Lengths are not checked if `max_completion_length` is 0. The message starts with `prefix`.
+    Skips custom models, and skips the lengths if `max_completion_length` is 0. The message starts with `prefix`.
     """
     largest, shape = max(max(ids) for ids in data.token_ids), shape_of(policy)
     if shape is None:
@@ -110,7 +110,7 @@ def run_problems(policy: Policy, config: GRPOOrSFTConfig, *, has_eval_data: bool
 
 
 def group_problems(config: GRPOConfig, *, num_reward_fns: int, has_eval_data: bool) -> list[str]:
-    """Return an error message for each GRPO setting that does not fit the number of reward functions or eval groups."""
+    """Return an error message for each GRPO setting that does not fit the reward functions or the evaluation groups."""
     problems = weight_problems(config, num_reward_fns)
     batch, group = config.per_device_eval_batch_size, config.eval_generations
     if has_eval_data and batch % group:
@@ -122,7 +122,7 @@ def group_problems(config: GRPOConfig, *, num_reward_fns: int, has_eval_data: bo
 
 
 def check_best_metric(config: GRPOOrSFTConfig, names: Iterable[str]) -> None:
-    """Raise ValueError if `metric_for_best_model` is an evaluation metric whose name is not in `names`."""
+    """Raise ValueError if `metric_for_best_model` is "eval/<name>" and `<name>` is not in `names`."""
     metric, known = config.metric_for_best_model or "", [f"eval/{name}" for name in names]
     if metric.startswith("eval/") and metric not in known:
         raise ValueError(f"metric_for_best_model={metric!r} is not an evaluation metric; available: {', '.join(known)}")
@@ -152,7 +152,7 @@ def warn_of_tokens(
 
 
 def _messages_in(row: Row) -> Messages:
-    """Return a row's messages. The list is empty if the prompt is a string or token ids."""
+    """Return all messages in a row's prompt, completion and messages columns. Strings and token ids are skipped."""
     columns = [row.get(name) for name in ("prompt", "completion", "messages")]
     messages = [message for column in columns if isinstance(column, list | tuple) for message in column]
     return [message for message in messages if isinstance(message, dict)]
@@ -201,7 +201,7 @@ def _missing_turn_ends(
 
 
 def _current_date(data: EncodedPrompts, policy: Policy, kwargs: Json | None, argument: str) -> Iterator[str]:
-    """Yield a warning if the chat template writes the current date into a dataset's prompts (Llama 3, gpt-oss)."""
+    """Yield a warning if the chat template writes the current date into the training data (Llama 3, gpt-oss)."""
     messages = argument == "dataset" and _messages_in(data.rows[0])
     template = ChatTemplate(policy.tokenizer, kwargs).source if messages else None
     if "strftime_now(" in (template or "") and "date_string" not in (kwargs or {}):

@@ -42,7 +42,7 @@ from grpo_jax.types import AdvantageFn, Environments, RewardFn, Row, is_builtin
 from grpo_jax.update.optimizer import make_optimizer, make_schedule
 from grpo_jax.update.packed import choose_updater
 
-if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
+if TYPE_CHECKING:  # imported at runtime only when a run needs them
     from grpo_jax.rollout.episode_setup import EpisodeSetup
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.teacher import Scorer
@@ -102,7 +102,7 @@ def prepare(
         errors.check(check_surrogate, surrogate, config)
         checked_fn = errors.check(check_advantage_fn, advantage_fn, config, len(fns or ()) or 1)
     encode = functools.partial(encode_rows, policy, config, episode_setup)
-    num_fns, has_eval_data = len(fns or ()) or len(errors[:1]), len(rows) > 1  # invalid functions are already reported
+    num_fns, has_eval_data = len(fns or ()) or len(errors[:1]), len(rows) > 1  # invalid functions (reported) count as 1
     policy, config, mesh, encoded = encode_datasets(policy, config, rows, encode, errors)
     longest = max((len(ids) for part in encoded.values() for ids in part.token_ids), default=1)
     errors.check(check_context_length, policy, longest, config.max_completion_length)
@@ -153,7 +153,7 @@ def encode_datasets(
 def place_run(
     policy: Policy, encoded: Mapping[str, Encoded], config: GRPOOrSFTConfig, mesh: Mesh | None, ends: TurnEnds
 ) -> tuple[Policy, dict[str, Encoded]]:
-    """Place the policy on the run's devices and add the image encoder to the datasets. Warns of unusual tokens."""
+    """Place the policy on the run's devices and add the image encoder to the datasets. Calls `warn_of_tokens`."""
     for name, part in encoded.items():
         warn_of_tokens(part, policy, name, ends=ends, template_kwargs=config.chat_template_kwargs)
     enable_compilation_cache()  # must precede the first compilation

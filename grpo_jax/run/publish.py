@@ -1,4 +1,4 @@
-"""Upload of a policy and its model card to the Hugging Face Hub, once or at each of a run's checkpoints."""
+"""Upload of a policy and its model card to the Hugging Face Hub, by `push_to_hub` or during a run (`Publisher`)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def push_to_hub(
       policy: policy to upload, such as `policy.replace(params=state.params)` after a run.
       repo_id: name of the repository, "owner/model" or "model". It is created if it does not exist.
       run_dir: run directory. The run's result, curves and settings are added to the card.
-      base_model: Hub name of the model that was fine-tuned, for the card.
+      base_model: Hub name of the model that was fine-tuned, for the card and, with adapters, adapter_config.json.
       dataset: Hub name of the training data, for the card.
       license: Hub identifier of the license, such as "apache-2.0", for the card. None omits the field.
       private: visibility of a new repository. If None, the Hub's default is used.
@@ -173,7 +173,7 @@ class Publisher:
         self._directory = self._run_dir / "hub"
 
     def open(self) -> None:
-        """Create the repository, and delete a previous push's model card. Raises OSError if creation fails."""
+        """Create the repository, and delete the last push's local card and plot. Raises OSError if creation fails."""
         config = self._config
         name = config.hub_model_id or self._run_dir.name
         if jax.process_index() == 0:

@@ -1,6 +1,6 @@
 """Dry runs: tokenize the data, sample one group, call each reward function, run one update, and report problems.
 
-Memory is taken from XLA's analysis of the largest programs, compiled at the run's full size.
+Memory use is taken from XLA's analysis of the largest programs, compiled at the run's full size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from grpo_jax.config.config import GRPOConfig
-from grpo_jax.models.devices import compile_program
+from grpo_jax.models.devices import compile_program, memory_of
 from grpo_jax.models.sharding import commit_to_devices, device_bytes, lower_call
 from grpo_jax.policy import Policy
 from grpo_jax.run.collect import RolloutSource, collect
@@ -105,7 +105,7 @@ def rehearse(
         if donate:
             policy.release_params()
     sizes = describe_run(config, state, num_rows=len(run.data.rows))
-    # Dynamic sampling would replace a group with equal rewards and hide the problem.
+    # Dynamic sampling would replace a group whose rewards are equal, and hide the problem.
     config = dataclasses.replace(config, dynamic_sampling=False)
     micro_shape = (1, run.sizes.micro_completions)
     # With `skip_zero_signal`, the backward pass would not run for equal rewards.
@@ -129,8 +129,9 @@ def rehearse(
     }
     with phase("memory analysis"):
         programs = _programs(run, updated_state)
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    peak = sum(persistent.values()) + max(programs.values(), default=0)
+    limit = memory_of(jax.devices()[0])
+    params = device_bytes((as_jit_argument(policy.model), updated_state.params))  # arguments of each program
+    peak = sum(persistent.values()) + max(programs.values(), default=params) - params
     if limit is not None and peak > limit:
         suspicious.append(
             f"up to {peak / 1e9:.1f} GB may be needed, but the device has only {limit / 1e9:.1f} GB; reduce"
@@ -143,7 +144,7 @@ def rehearse(
 
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
-    """Return the memory in bytes of the largest decode and update programs, with arguments, from XLA's analysis."""
+    """Return the memory in bytes of the largest decode and update programs, including arguments (XLA's analysis)."""
     batch = jax.eval_shape(lambda: run.zero_batch(state))
     calls = {"decode": rollout_call(run, state.params), "update": update_calls(run.updater, state, batch).update}
     costs = {name: compile_program(lower_call(call)) for name, call in calls.items() if call is not None}

@@ -1,4 +1,4 @@
-"""Checks that a run can resume from a checkpoint, by comparing the run's description with the saved run's."""
+"""Comparison of a run's description with a checkpoint's, to check that the run can resume from the checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RULES: dict[str, Resume | None] = {
 }
 
 _DERIVED = {"dtype", "remat", "remat_on_cpu", "initializer_range", "attention", "mesh", "float32_sums", "loop_layers"}
-"""Fields of a `TransformerConfig` that depend on the settings and the devices, or only affect initial weights."""
+"""Fields of `TransformerConfig` that depend on the run's config and devices, or affect only initial weights."""
 
 
 def with_saved_gradient_checkpointing(config: GRPOConfig, run_dir: str | Path | None) -> GRPOConfig:
@@ -53,7 +53,7 @@ def with_saved_gradient_checkpointing(config: GRPOConfig, run_dir: str | Path | 
 
 
 def run_identity(run: Run | SFTRun, state: TrainState) -> dict[str, Any]:
-    """Return the description of a run that is compared on resume, as a JSON object. Functions are listed by name."""
+    """Return a run's description as a JSON object, to be compared on resume. Functions are listed by name."""
     config, sizes, custom_optimizer = run.config, run.config.sizes(), run.schedule is None
     warm_up_is_fixed = config.warmup_steps >= 1 or config.warmup_steps == 0 or config.lr_scheduler_type == "constant"
     return {
@@ -139,7 +139,7 @@ def fingerprint(tree: Params) -> str:
 
 
 def differences(saved: Json, current: Json, step: int) -> list[str]:
-    """Return a line per difference that prevents resuming from `step`. Settings in only one dict are ignored."""
+    """Return a line per difference that prevents resuming from `step`. Settings in only one description are ignored."""
     current_class, saved_class = (config_class(identity["config"]).__name__ for identity in (current, saved))
     if current_class != saved_class:
         return [f"config: {current_class}, but the run has {saved_class}"]

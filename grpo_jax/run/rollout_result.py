@@ -1,4 +1,4 @@
-"""Rollout results: completions with their prompts, rows and episodes; their rewards, metrics and records."""
+"""Rollout results (completions, prompts, rows, episodes), their rewards, metrics and records, and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_jax.text.images import images_of
 from grpo_jax.types import Batch, Completions, Prompts, RewardFn, Row
 from grpo_jax.watch.writer import to_json
 
-if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
+if TYPE_CHECKING:  # imported at runtime only by multi-turn runs
     from grpo_jax.rollout.episode_setup import EpisodeRecord
 
 _jit_zero_signal = jax.jit(zero_signal_groups, static_argnames=("weights", "multi_objective_aggregation"))
@@ -30,9 +30,9 @@ class RolloutResult(NamedTuple):
     """Completions [B, G, T] for B dataset rows, as NumPy arrays.
 
     The prompts in `rows` include text that environments added. `episodes` are the records of B·G multi-turn
-    completions, prompt-major. `environments` has an entry per completion (None if it belongs to another process), or is
+    completions, prompt-major. `environments` has an entry per completion (None for another process's completion), or is
     None for prefetched and single-turn completions. `process_rows` are the indices of this process's rows. If None, the
-    rows are divided equally among processes.
+    rows are divided equally among processes. `engine_metrics` are the `last_metrics` of an engine.
     """
 
     rows: list[Row]
@@ -163,7 +163,7 @@ def zero_signal(rewards: np.ndarray, config: GRPOConfig) -> np.ndarray:
 
 
 def rollout_metrics(config: GRPOConfig, rewards: np.ndarray, rollout: RolloutResult) -> dict[str, float]:
-    """Compute metrics from rewards [B, G, K] and completion lengths, with TRL's names."""
+    """Compute metrics, named as in TRL, from rewards [B, G, K] and the lengths and ends of completions."""
     lengths = rollout.present.sum(axis=-1)
     totals = total_rewards(rewards, config.reward_weights)
     spread = [np.std(group[~np.isnan(group)], ddof=1) for group in totals if (~np.isnan(group)).sum() > 1]
@@ -220,11 +220,11 @@ def refill_groups(
     config: GRPOConfig,
     sample_more: Callable[[], tuple[RolloutResult, Rewards, dict[str, float], Batch | None]],
 ) -> tuple[RolloutResult, Rewards, dict[str, float], np.ndarray]:
-    """Replace zero-signal groups with groups for the next prompts from `sample_more` (DAPO's dynamic sampling).
+    """Replace zero-signal groups with groups that `sample_more` samples for the next prompts (DAPO's dynamic sampling).
 
     If groups are still missing after `MAX_REFILLS` further rollouts, the batch is padded with zero-signal groups. The
-    last result [B] is False for these groups. Metrics are from the first rollout, because rewards did not select its
-    prompts. Only `num_tokens`, error counts and times are summed over the rollouts.
+    last array returned, [B], is False for them. Metrics are from the first rollout, whose prompts were not selected by
+    their rewards. Only `num_tokens`, error counts and times are summed over the rollouts.
     """
     count, refills = len(rollout.rows), 0
     costs = [name for name in metrics if name.startswith("rewards/") and name.endswith(("/errors", "/seconds"))]

@@ -22,7 +22,7 @@ from grpo_jax.types import Batch, PromptImages, Prompts, RewardFn
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.step import Updater
 
-if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
+if TYPE_CHECKING:  # imported at runtime only when a run needs them
     from grpo_jax.rollout.episode_setup import EpisodeSetup
     from grpo_jax.run.custom import CheckedAdvantageFn
     from grpo_jax.run.sampler import Sampler
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseRun:
-    """The constant part of a run of `train` or `sft`. Except `images`, fields with a default are used only by `train`.
+    """The constant part of a `train` or `sft` run. Except for `images`, fields with a default are used only by `train`.
 
     `policy.params` are the initial params, released once a `TrainState` holds them. Prompts are padded to
     `prompt_length` tokens and images to the shapes in `images`, so that each program is compiled only once. `mesh` is
@@ -99,12 +99,12 @@ class Run(BaseRun):
 
     @property
     def eval_datasets(self) -> tuple[EncodedPrompts, ...]:
-        """The encoded evaluation datasets, which are compared on resume."""
+        """The encoded evaluation datasets. On resume, they must be unchanged if they select the best checkpoint."""
         return () if self.eval_data is None else (self.eval_data,)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a sampled completion, which are compared on resume."""
+        """Ids of the tokens that end a sampled completion. They must match the saved run's on resume."""
         return self.policy.eos_token_ids
 
     def row_indices(self, cursor: int, count: int) -> list[int]:
@@ -141,9 +141,9 @@ class Run(BaseRun):
 class SFTRun(BaseRun):
     """A run of `sft`, whose batches contain examples from a dataset.
 
-    `sizes.prompts_per_iteration` counts blocks of examples. If all examples start with the same tokens, these are the
-    batch's prompt, which is repeated `num_groups` times (once per data shard). Otherwise, or with images or a custom
-    model, `num_groups` is None.
+    `sizes.prompts_per_iteration` counts blocks of examples, but `sizes.prompts_per_update` counts examples. A common
+    prefix that is excluded from the loss becomes the batch's prompt, repeated `num_groups` times (once per data shard).
+    Without such a prefix, or with images or a custom model, `num_groups` is None.
     """
 
     config: SFTConfig
@@ -153,7 +153,7 @@ class SFTRun(BaseRun):
 
     @property
     def eval_datasets(self) -> tuple[EncodedPrompts, ...]:
-        """The encoded evaluation datasets, which are compared on resume."""
+        """The encoded evaluation datasets. On resume, they must be unchanged if they select the best checkpoint."""
         return tuple(self.eval_data.values())
 
     @property

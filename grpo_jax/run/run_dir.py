@@ -25,11 +25,11 @@ if sys.platform != "win32":
 POLICY = "policy"
 """Subdirectory of a run directory with the policy's config.json, generation_config.json and tokenizer."""
 NETWORK_DELAY = 10
-"""Seconds after which a file that one process has created must exist for all others, on a network file system too."""
+"""Seconds after which a file created by one process must be visible to all others, even on a network file system."""
 
 
 def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -> None:
-    """Write the files that `grpo-jax chat`, `evaluate` and `export` need, unless a `run.yaml` names the model."""
+    """Write the files that `grpo-jax chat`, `evaluate` and `export` need. No-op with adapters or with a `run.yaml`."""
     unneeded = run_dir is None or (Path(run_dir) / "run.yaml").exists()
     if unneeded or policy.extra_tensors or not policy.config or not isinstance(policy.model, Transformer):
         return
@@ -44,7 +44,7 @@ def write_policy_files(run_dir: str | os.PathLike[str] | None, policy: Policy) -
 
 
 def check_processes_share_run_dir(run_dir: str | os.PathLike[str] | None) -> None:
-    """Raise ValueError unless all processes share a writable run directory or none has one. Else, saving deadlocks."""
+    """Raise ValueError unless all processes share a writable run directory or have none, as saving would deadlock."""
     if jax.process_count() == 1:
         return
     index, message = jax.process_index(), ""
@@ -73,7 +73,7 @@ def check_processes_share_run_dir(run_dir: str | os.PathLike[str] | None) -> Non
 
 
 def _all_exist(paths: Sequence[Path]) -> bool:
-    """Return whether all files exist, after waiting for them if needed."""
+    """Return whether all files exist. Waits up to `NETWORK_DELAY` seconds for missing files."""
     deadline = time.monotonic() + NETWORK_DELAY
     while not (all_exist := all(path.exists() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.1)

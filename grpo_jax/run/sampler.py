@@ -37,7 +37,7 @@ from grpo_jax.update.step import Updater
 ARGUMENTS = tuple(
     name for name in inspect.signature(generate).parameters if name not in ("next_observation", "on_tokens", "as_numpy")
 )
-"""Names of `generate`'s arguments that a sampler can take."""
+"""Names of the arguments to `generate` that a sampler can take, apart from `next_observation`."""
 ROUNDING = 1e-2
 """Largest positive log-prob, in nats, that is accepted as a rounding error of 0."""
 
@@ -45,9 +45,9 @@ ROUNDING = 1e-2
 class Sampler(Protocol):
     """A sampling engine: a function that takes any of the arguments to `generate` by keyword.
 
-    A sampler can take two additional arguments: `policy`, for its config and tokenizer, and `next_observation` (a
-    `rollout.turns.NextObservation`, or None), which returns the observation after a turn, for multi-turn completions.
-    `**kwargs` receives all arguments except these two. `engines.vllm` returns a sampler.
+    A sampler can also take `policy`, for its config and tokenizer, and `next_observation` (None for single-turn
+    completions), which returns a future of the observation after a turn. The future resolves to None after the last
+    turn; see `rollout.turns.NextObservation`. `**kwargs` does not receive these two. `engines.vllm` returns a sampler.
 
     A sampler returns `Completions` of NumPy, JAX or PyTorch arrays on the host. Log-probs are ignored where `mask` is
     False, and tokens are ignored after the end of a completion. The fields are:
@@ -57,25 +57,25 @@ class Sampler(Protocol):
       log_probs: [B, G, T] floats ≤ 0, log-probs under the distribution that tokens are sampled from, after
         `temperature`, `top_k`, `top_p` and `min_p`, like the trainer's log-probs.
       ended: [B, G] bool, True if the completion ends with an id in `eos_token_ids`, which includes stop ids, or with a
-        string in `stop`, or if `next_observation` returned None.
+        string in `stop`. For multi-turn completions, True if the last observation's future resolved to None.
       present: only for multi-turn completions, [B, G, T] bool, True from the first to the last token of a completion.
         `mask` is then True only on sampled tokens.
 
-    Each call receives the `params` to sample from. In a run, all training calls receive the same `key`, and all
-    evaluation calls another one. Random numbers should depend only on `key` and `prompt_indices`, so that a resumed run
-    can reproduce the samples. With `rollout_ahead`, the engine is called from a background thread. With several
-    processes, each process calls its engine, and process 0's result is used.
+    Each call receives the `params` to sample from. All calls in a training run receive the same `key`; calls from
+    `evaluate` receive a different one. Random numbers should depend only on `key` and `prompt_indices`, so that a
+    resumed run can reproduce the samples. With `rollout_ahead`, the sampler is called from a background thread. With
+    several processes, it is called in each process, and process 0's result is used.
 
-    Two attributes are optional. `set_params(policy, params)` sets the params for later calls. With `rollout_ahead`, it
-    is called before each call in the background, which receives `ShapeDtypeStruct`s as `params`, because the arrays may
-    be updated in place. `last_metrics` is a dict of metrics from the last call, which are logged.
+    Two attributes are optional. `set_params(policy, params)` sets the params for later calls. With `rollout_ahead` and
+    one process, it is called before each background call to the sampler, which then receives `ShapeDtypeStruct`s as
+    `params`, as the arrays may be updated in place. `last_metrics`, a dict of the last call's metrics, is logged.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Completions: ...
 
 
 def check_sampler(sampler: object, episode_setup: EpisodeSetup | None = None, ends: TurnEnds = BY_EOS) -> None:
-    """Raise ValueError unless `sampler` takes the keyword arguments to `generate` that the run requires."""
+    """Raise ValueError if `sampler` is not a function or does not support the run's settings, tools or processes."""
     fix = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)} and policy, or None to use generate"
     if not callable(sampler):
         raise ValueError(f"sampler must be a function; got {show(sampler)}. {fix}")
@@ -109,7 +109,7 @@ def generate_with_engine(
     as_numpy: bool = True,
     **settings: Any,
 ) -> Completions:
-    """Call an engine with arguments of `generate`, and validate its result. All processes return process 0's result."""
+    """Call an engine with `generate`'s arguments, and validate its result. All processes return process 0's result."""
     size = vocab_size(model, params)
     arguments = {"model": model, "params": params, "prompts": prompts, "key": key}
     arguments |= {"next_observation": next_observation, "policy": policy}
@@ -129,7 +129,7 @@ def generate_with_engine(
 
 
 def with_old_log_probs(result: RolloutResult, updater: Updater, params: Params) -> RolloutResult:
-    """Add `old_log_probs` to an engine's completions: the trainer's log-probs under the same `params`."""
+    """Add the trainer's log-probs to an engine's completions as `old_log_probs`. The engine sampled from `params`."""
     completions = result.completions
     t = updater.padded_length(int(lengths_to_last_true(np.asarray(completions.mask)).max()))
     old = fetch(updater.log_probs(params, result.prompts, completions.tokens[:, :, :t], completions.mask[:, :, :t]))
@@ -172,7 +172,7 @@ def read_completions(
         f"a token id outside the vocabulary of size {vocab_size}",
     )
     invalid = ~np.isfinite(log_probs) | (log_probs > ROUNDING)
-    _raise_if_any(mask & invalid, log_probs, "a log-prob that is not finite and ≤ 0 (log-probs are natural logarithms)")
+    _raise_if_any(mask & invalid, log_probs, "a log-prob that is > 0 or not finite (log-probs are natural logarithms)")
     return Completions(
         tokens=_padded(np.where(present, tokens, pad_token_id).astype(np.int32), longest, pad_token_id),
         mask=_padded(mask, longest, False),

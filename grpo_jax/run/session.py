@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def check_run_dir(run: BaseRun, run_dir: str | Path | None, resume: str) -> None:
-    """Raise ValueError if `resume` or a run setting is incompatible with `run_dir`."""
+    """Raise ValueError if `resume`, `run_dir` or a setting that depends on `run_dir` is invalid."""
     if resume not in RESUME_MODES:
         raise ValueError(f"resume must be one of {', '.join(map(repr, RESUME_MODES))}; got {resume!r}")
     if run_dir is None and resume == "must":
@@ -60,7 +60,7 @@ def open_session(
     callbacks: Sequence[Callback] = (),
     hints: Callable[[Line], list[str]] | None = None,
 ) -> Iterator[Session]:
-    """Open a run's `Session` in a `with` block. If a signal ended the run, calls `StopSignals.exit` after the block.
+    """Open a run's `Session` for a `with` block. After the block, calls `StopSignals.exit` if a signal was received.
 
     `state` is the state at step 0. `hints` is a function that takes a line of metrics and returns a list of messages.
     Signals are deferred unless `run_dir` is None. Only process 0 locks the directory, logs and publishes.
@@ -110,7 +110,7 @@ class Session:
     _warned_of_skipped: bool = False
 
     def start(self, state: TrainState, resume: str, *, params_shared_with_caller: bool) -> Restored:
-        """Restore the latest checkpoint, if any, and start logging. Returns the state to start from.
+        """Restore the latest checkpoint, if any, and start logging. Returns a `Restored` with the starting state.
 
         A new run starts from `state`. See `train` for `resume`. Params shared with the caller survive a failed restore.
         """
@@ -145,7 +145,7 @@ class Session:
         return any(gather_objects(self.signals.received is not None))
 
     def should_continue(self) -> bool:
-        """Return whether updates remain and no stop was requested."""
+        """Return whether updates remain and no stop has been requested."""
         return self.progress.step < self.run.total_steps and not self.stop_requested()
 
     def record_batch(self, cursor: int, metrics: Mapping[str, float], records: Sequence[dict[str, Any]] = ()) -> None:
@@ -234,7 +234,7 @@ class Session:
                 self.publisher.checkpoint_saved(step, state.params, last=self.run.total_steps)
 
     def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Save the run if sampling, rewards or evaluation failed, except at step 0 or with several processes."""
+        """Save the run after an error in sampling, rewards or evaluation. No-op at step 0 or with several processes."""
         step = self.progress.step
         if step == 0 or self.run_dir is None or jax.process_count() > 1:
             return

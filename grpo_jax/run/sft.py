@@ -182,7 +182,7 @@ def derive_sft(
     rows = sum(sorted(list(map(len, data.blocks)) * repeats, reverse=True)[: sizes.prompts_per_iteration])
     rows = -(-rows // sizes.micro_prompts) * sizes.micro_prompts
     # With images, an example's prompt is all tokens before the first one in the loss. Otherwise, it is the common
-    # prefix of all examples, which a model with a cache computes only once.
+    # prefix of all examples, which a model with a cache computes only once, or the first token if there is no prefix.
     datasets = (data, *eval_data.values())
     if images := data.image_encoder is not None:
         starts = [start for examples in datasets for start in examples.starts]

@@ -1,4 +1,4 @@
-"""Handling of SIGTERM and SIGINT, which stop a run after the current update, or during a rollout."""
+"""Handling of SIGTERM and SIGINT, which stop a run after the current update, or interrupt a rollout or evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Interrupted(Exception):
 class StopSignals:
     """Context manager that records the first SIGTERM or SIGINT in `received`, and then restores the previous handlers.
 
-    Signals that are ignored or handled outside Python keep their handlers.
+    Signals that are ignored or handled outside Python keep their handlers. Does nothing outside the main thread.
     """
 
     def __init__(self, enabled: bool = True, single_process: bool = True):
@@ -45,12 +45,12 @@ class StopSignals:
         os.write(2, f"\n{name}: saving after the current update; a second signal ends the run immediately\n".encode())
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal has arrived, unless other processes participate in the computation."""
+        """Raise `Interrupted` if a signal has arrived, unless the run has several processes."""
         if self.received is not None and self._single_process:
             raise Interrupted
 
     def exit(self) -> NoReturn:
-        """Raise SystemExit with status 128 + the signal number, or KeyboardInterrupt in an interactive session."""
+        """Raise SystemExit with status 128 + signal number, or KeyboardInterrupt for SIGINT in interactive sessions."""
         if self.received is signal.SIGINT and hasattr(sys, "ps1"):  # IPython also sets `ps1`
             raise KeyboardInterrupt
         raise SystemExit(128 + (self.received or signal.SIGTERM))

@@ -6,7 +6,7 @@ RolloutSource       device:  sample 1 from θ0 │           │ update 1 │ sa
 PrefetchedRollouts  device:  sample 1 from θ0 │ sample 2 from θ0 │ update 1 │ sample 3 from θ1 │ update 2 │ …
 (rollout_ahead)     host:                     │ rewards 1        │          │ rewards 2        │
 EngineRollouts      engine:  sample 1 from θ0 │ sample 2 from θ0 ────────────┤ sample 3 from θ1 ────────────┤ …
-(also an engine)    trainer:                  │ rewards 1 │ update 1 (θ0→θ1) │ rewards 2 │ update 2 (θ1→θ2) │ …
+(plus an engine)    trainer:                  │ rewards 1 │ update 1 (θ0→θ1) │ rewards 2 │ update 2 (θ1→θ2) │ …
 ```
 """
 
@@ -72,7 +72,7 @@ class PrefetchedRollouts(RolloutSource):
         if self.prefetched is None:
             return None, None
         metrics = {name: float(value) for name, value in self.prefetched.engine_metrics.items()}
-        stored: dict[str, object] = {"metrics": gather_objects(metrics)[0]}  # only process 0 has an engine's metrics
+        stored: dict[str, object] = {"metrics": gather_objects(metrics)[0]}  # metrics differ between processes
         if self.prefetched.episodes is not None:
             from grpo_jax.rollout.episodes import appended_text
 
@@ -91,8 +91,8 @@ class PrefetchedRollouts(RolloutSource):
 class EngineRollouts(PrefetchedRollouts):
     """A source whose engine samples the next completions in the background, during rewards and updates.
 
-    The state's `old_params` are the params that the engine samples from. Checkpoints do not wait for the engine.
-    A resumed run repeats the request.
+    The engine samples from the state's `old_params`. Checkpoints do not wait for the engine, and a resumed run samples
+    the unfinished completions again.
     """
 
     _future: Future[RolloutResult] | None = None
@@ -104,14 +104,14 @@ class EngineRollouts(PrefetchedRollouts):
         self._worker.close()
 
     def start_sampling(self, state: TrainState) -> None:
-        """Start sampling completions for the next prompts, with the params in `state`. Then, `state` may be donated."""
+        """Start sampling the next completions from the `old_params` in `state`, which may be donated afterwards."""
         run, params, start = self.run, rollout_params(state), self.next_cursor
         set_params: Callable[[Policy, Params], None] = getattr(run.sampler, "set_params")  # noqa: B009 (optional in `Sampler`)
         set_params(run.policy, params)
         # The shapes suffice. The engine has the values, and an update may overwrite the arrays.
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        # Put the key on one device, so that the thread runs no program on the mesh. Such a program might start in
-        # a different order on each device.
+        # Put the key on one device, so that the thread runs no program on the mesh. Devices might run such a program
+        # and the main thread's programs in different orders.
         key = jax.device_put(sampling_key(state), jax.local_devices()[0])
 
         def check_interrupt() -> None:
@@ -166,7 +166,7 @@ def rollout_source(
     prefetched_metadata: Json | None = None,
     check_interrupt: Callable[[], None] = lambda: None,
 ) -> RolloutSource:
-    """Create a run's rollout source. `prefetched_*` are from a checkpoint, if the run has one."""
+    """Create a run's rollout source. If the run is resumed, `prefetched_*` are from its checkpoint."""
     cursor = progress.cursor
     if not run.config.rollout_ahead:
         return RolloutSource(run, cursor=cursor, check_interrupt=check_interrupt)

@@ -67,7 +67,7 @@ class TeacherScoring:
 
 
 def check_teacher(teacher: object, policy: Policy, config: GRPOConfig, *, has_rewards: bool) -> None:
-    """Raise ValueError if the teacher is invalid, missing, or incompatible with the config."""
+    """Raise ValueError if the teacher is invalid, missing, or incompatible with the policy or the config."""
     if teacher is None:
         if config.distillation_coef > 0:
             raise ValueError(

@@ -38,7 +38,7 @@ from grpo_jax.update.state import TrainState, begin_iteration
 from grpo_jax.watch.monitor import Callback
 from grpo_jax.watch.writer import absolute_run_dir
 
-if TYPE_CHECKING:  # at runtime, imported only where a run uses these features
+if TYPE_CHECKING:  # imported at runtime only when a run needs them
     from grpo_jax.run.sampler import Sampler
     from grpo_jax.run.teacher import Scorer
 
@@ -96,12 +96,12 @@ def train(
         `multi_objective_aggregation`. `types.AdvantageFn` lists the context.
       surrogate: function of `maths.surrogates.SurrogateInputs` and `LossSettings` that returns the loss per token,
         [..., T]. It replaces `loss_type`'s surrogate; `loss_type` still determines the reduction to a scalar.
-      teacher: teacher to distill from, weighted by `distillation_coef`. Either a policy of any size with the same
-        tokenizer, quantized or not, which is placed on the run's mesh; or a scorer, which returns log-probs
+      teacher: teacher to distill from, weighted by `distillation_coef`. Either a policy of any size, possibly
+        quantized, with the same tokenizer (it is placed on the run's mesh), or a scorer, which returns log-probs
         (`run.teacher.Scorer`).
       donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
-        memory of full fine-tuning with AdamW. Afterwards, any use of `policy.params` raises an error. The model,
-        tokenizer and files remain, so `policy.replace(params=state.params)` works. Ignored if `teacher` shares arrays.
+        memory of full fine-tuning with AdamW. Ignored if `teacher` shares arrays with `policy`. Afterwards, any use of
+        `policy.params` raises an error. All other fields remain, so `policy.replace(params=state.params)` works.
 
     Returns:
       The final `TrainState`, or the best checkpoint's state with `load_best_model_at_end`. Export it with
@@ -113,9 +113,9 @@ def train(
       RuntimeError: if another run is using `run_dir`.
       FloatingPointError: if the loss or gradient was not finite in `max_skipped_updates` consecutive updates.
       OSError: if a checkpoint or log line could not be written. Previous checkpoints are intact.
-      SystemExit: after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook). The current update
-        or reward call is completed first; with several processes, the current batch and one update are. A checkpoint is
-        then saved. A resumed run repeats an unfinished rollout and its rewards. Requires `run_dir`.
+      SystemExit: with `run_dir`, after SIGTERM (status 143) or SIGINT (status 130; KeyboardInterrupt in a notebook).
+        The current update or reward call is completed first (with several processes, the current batch and one update).
+        A checkpoint is then saved. A resumed run repeats an unfinished rollout and its rewards.
 
     Example:
       A bigram model with 16 parameters learns in 30 steps to start completions with "b":
@@ -146,7 +146,7 @@ def train(
         policy,
         dataset,
         reward_fns,
-        with_saved_gradient_checkpointing(config, run_dir),  # a run that resumes keeps an automatic choice
+        with_saved_gradient_checkpointing(config, run_dir),  # a resumed run keeps its automatic choice
         eval_dataset=eval_dataset,
         optimizer=optimizer,
         tools=tools,
@@ -173,7 +173,7 @@ def train(
             run, state, progress, restored.prefetched_completions, restored.prefetched_metadata, signals.check
         )
         with contextlib.closing(source) as session.source:
-            session.evaluate_if_due(state, batch)  # a signal during an evaluation only ends the evaluation
+            session.evaluate_if_due(state, batch)  # a signal ends the evaluation without an exception
             while session.should_continue():
                 if batch is None:  # start of an iteration
                     try:
@@ -186,7 +186,7 @@ def train(
                         session.save_after_error(state)
                         raise
                     session.record_batch(source.cursor, metrics, records)  # updates `progress`, and logs `records`
-                minibatch = _minibatch(batch, progress.updates_done, run.sizes)  # updates made on this batch
+                minibatch = _minibatch(batch, progress.updates_done, run.sizes)  # `updates_done`: updates on this batch
                 with monitor.phase("update"):
                     state, measured = run.updater.update(state, minibatch)
                     metrics = {name: float(value) for name, value in fetch(measured).items()}
@@ -197,7 +197,7 @@ def train(
                 if not session.stop_requested():
                     session.evaluate_if_due(state, batch)
                     session.save_if_due(state, batch)
-            state = session.end(state, batch)  # saves after a stop; after a signal, `session` then raises SystemExit
+            state = session.end(state, batch)  # saves after a stop; after a signal, `open_session` raises SystemExit
     return state
 
 

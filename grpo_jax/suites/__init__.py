@@ -22,7 +22,7 @@ def is_suite(source: object) -> TypeGuard[Json]:
 
 
 def suite_of(source: Json, argument: str = "data") -> Suite:
-    """Build the suite that a mapping describes. Raises ValueError with the prefix `argument` if it is invalid."""
+    """Build the suite that a mapping describes. Raises ValueError, prefixed with `argument`, if that fails."""
     names = sorted(SUITES.keys() & source.keys())
     if len(names) != 1:
         raise ValueError(f"{argument} must name exactly one suite; got {' and '.join(names)}")

@@ -48,8 +48,8 @@ def openenv(
       seed: seed for the first row. Row i resets the environment with `seed + i`. `reset` must return the same
         observation for all completions of a row.
       action: name of the action field for the text of a turn, or a function that converts the text to an action.
-      observation: name of the observation field to pass to the policy. If None, all of it is passed, as JSON.
-      max_turns: maximum number of turns. If None, the completion ends when the environment is done.
+      observation: name of the observation field to pass to the policy. If None, all fields are passed, as JSON.
+      max_turns: maximum number of turns. If None, the number of turns is not limited.
       timeout: time limit in seconds for each server response.
       wait: time in seconds for which `reset` keeps trying to connect. `on_environment_error` determines how sessions
         that are lost later are handled.
@@ -90,7 +90,7 @@ class OpenEnv:
         return None if result.done or self._num_turns == self._max_turns else observation
 
     async def get_reward(self) -> float | None:
-        """Store the final state, close the session, and return the sum of rewards (None if there are none)."""
+        """Store the final state and close the session. Returns the reward, or None if there is none (see `openenv`)."""
         if self._session is None:
             return None
         self.state = await self._response(self._session.state())

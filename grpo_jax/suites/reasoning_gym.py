@@ -30,7 +30,7 @@ def reasoning_gym(
 ) -> Suite:
     """Return a [reasoning-gym](https://github.com/open-thought/reasoning-gym) task, with its verifier as the reward.
 
-    Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)`. Most items are generated
+    Row i is item i of `reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)`. Most tasks generate it
     from `seed + i`, so datasets whose seeds differ by less than `size` share items. The reward is the verifier's score,
     between 0 and 1. The reward function reads the task from the row's columns, so rows from several tasks can be
     concatenated. The mean reward for each task is logged as the metric `reasoning_gym/<task>`.
@@ -39,9 +39,9 @@ def reasoning_gym(
       task: task name, such as `chain_sum`.
       size: number of rows.
       seed: dataset seed.
-      system_prompt: system prompt, or its name in `reasoning_gym.utils.SYSTEM_PROMPTS`. They request `<answer>` tags.
+      system_prompt: system prompt, or a key of `reasoning_gym.utils.SYSTEM_PROMPTS`, which all request `<answer>` tags.
       answer_tag: tag name. The answer is the content of the last `<answer_tag>…</answer_tag>`. If None, the tag name is
-        "answer" for named system prompts; otherwise the answer is the whole completion, stripped of whitespace.
+        "answer" for keys of `SYSTEM_PROMPTS`; otherwise the answer is the whole completion, stripped of whitespace.
       timeout: time limit in seconds for scoring a completion in a worker process (see `isolated`). If None, completions
         are scored in this process, without a limit. Some verifiers call `eval` on the completion.
       settings: task settings, such as `max_terms`.

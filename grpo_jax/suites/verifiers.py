@@ -52,7 +52,7 @@ def verifiers(taskset: str, *, size: int | None = None, env: str = "", **setting
 
 
 def _in_process(config: Foreign) -> Foreign:
-    """Return a copy of an environment's config, in which agents run in this process and without a program."""
+    """Return a copy of an environment's config with which agents run in this process, without a program."""
     v1 = import_extra(V1, PACKAGE)
     updates = {"harness": v1.HarnessConfig(id="null"), "runtime": v1.SubprocessConfig(), "retries": v1.RetryConfig()}
     agents = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(config)
@@ -106,7 +106,7 @@ async def _run_episode(server: SharedModelServer, task: Foreign, conversation: C
 
 
 class VerifiersEnv:
-    """Environment for one completion, which runs an episode of a task (see `verifiers`)."""
+    """Environment that runs one episode of a task, for one completion (see `verifiers`)."""
 
     def __init__(self, server: SharedModelServer, tasks: Sequence[Foreign]):
         self._server, self._tasks = server, tasks

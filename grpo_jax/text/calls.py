@@ -28,11 +28,11 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A parsed turn by the policy."""
+    """The result of parsing one of the policy's turns."""
 
-    content: str  # text without parsed calls and special tokens; includes `<think>` blocks and malformed calls
+    content: str  # text without parsed calls or special tokens; includes `<think>` blocks and malformed calls
     calls: tuple[ToolCall, ...] = ()
-    problems: tuple[str, ...] = ()  # error messages for the policy: malformed calls, too many calls
+    problems: tuple[str, ...] = ()  # error messages for the policy about malformed calls or too many calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Format:
 
     name: str  # key in `FORMATS`
     parse: Callable[..., Parsed]
-    keeps_special_tokens: bool = False  # whether special tokens delimit calls, so that decoding must keep them
+    keeps_special_tokens: bool = False  # whether special tokens delimit calls, in which case decoding must keep them
     markers: tuple[str, ...] = ()  # strings that delimit calls and reasoning, kept even if they are special tokens
 
 
@@ -90,7 +90,7 @@ def parse_arguments(arguments: Any) -> Any:
 
 
 def parse_call(text: str) -> ToolCall:
-    """Parse a JSON object with `name` and optional `arguments` (or `parameters`). Raises ValueError otherwise."""
+    """Parse a JSON object with `name` and optional `arguments` (or `parameters`). Raises ValueError for other text."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"it is {show(value)}, not a JSON object")
@@ -121,7 +121,7 @@ def decode_arguments(messages: Messages, render: Callable[[Messages], str]) -> M
     """Convert the arguments of tool calls from JSON strings to objects.
 
     Most templates serialize the arguments, so a string would be encoded twice. Returns the messages unchanged if
-    `render`, which applies the template, rejects objects or writes their Python repr (DeepSeek's templates).
+    `render`, which applies the template, rejects objects or writes their Python repr (as DeepSeek's templates do).
     """
     objects = list[Json]()
 
@@ -175,7 +175,7 @@ def call_fault(template: ChatTemplate, form: Format) -> str:
     call = ToolCall(function["name"], {name: _example(schema) for name, schema in properties.items()})
     schemas = {tool["function"]["name"]: tool for tool in tools}
     faults = []
-    for arguments in (call.arguments, json.dumps(call.arguments)):  # templates accept a dict or a string
+    for arguments in (call.arguments, json.dumps(call.arguments)):  # some templates require a dict, others a string
         message = assistant_message(Parsed("", (ToolCall(call.name, arguments),)))
         try:
             written, whole_prompt = template.turn_of(message)

@@ -83,7 +83,7 @@ class PrecedingText(NamedTuple):
 
 
 def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[int]) -> PrecedingText:
-    """Return the end of the prompt that completions continue. The result is empty if completions start a message."""
+    """Return the end of the prompt that completions continue. The result is empty if they start a new message."""
     prefill = _prefill(prompt)
     last = [int(i) for i in ids[-CONTEXT:]] if isinstance(prompt, str) or prefill else []
     text = tokenizer.decode(last, skip_special_tokens=True)
@@ -92,7 +92,7 @@ def preceding_text(tokenizer: Tokenizer, prompt: str | Messages, ids: Sequence[i
 
 
 def continuation(preceding: str, text: str) -> str:
-    """Remove the common prefix with `preceding` from `text`: ("caf\ufffd", "café!") → "é!"."""
+    """Remove from `text` the prefix that it shares with `preceding`: ("caf\ufffd", "café!") → "é!"."""
     return text[common_length(preceding, text) :]
 
 
@@ -160,7 +160,7 @@ _BYTES |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(25
 
 
 def _bytes_of(name: str, index: int) -> bytes:
-    """Parse the bytes of a token, which may be only part of a character, from the token's vocabulary name."""
+    """Parse a token's bytes from its vocabulary name. They may be only part of a character."""
     if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
         return bytes([int(match[1], 16)])
     if all(character in _BYTES for character in name):

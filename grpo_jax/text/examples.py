@@ -6,7 +6,7 @@
 | `messages` | all; if `assistant_only_loss`, only assistant messages |
 | `text`, or only `input_ids` | all |
 | `input_ids` and `labels` | where `labels` is not −100 |
-| `input_ids` and `assistant_masks`, `completion_mask`, or both | where all given masks are 1 |
+| `input_ids` with `assistant_masks`, `completion_mask` or both | where all given masks are 1 |
 
 `assistant_only_loss` also applies to completions that are messages. If `completion_only_loss=False`, `completion_mask`
 is ignored. An EOS is appended to strings that do not end with one. Rows without `input_ids` may have images (see
@@ -220,7 +220,7 @@ class _Encoder:
         self.seen: set[object] = set()  # see `template_messages`
 
     def encode(self, row: Row, where: str) -> _Example:
-        """Tokenize a row and compute its loss mask. Raises ValueError if images, or tokens before them, are in it."""
+        """Tokenize a row and compute its loss mask. Raises ValueError unless the loss starts after the last image."""
         example = self.encode_row(row, where)
         if self.processor is not None and example.images:
             end = len(example.ids) - example.ids[::-1].index(self.processor.image_token_id)
@@ -295,7 +295,7 @@ class _Encoder:
                 options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
                 encoding = apply(messages, options)
                 learned = [bool(x) for x in encoding["assistant_masks"]]
-                # These ids contain only one placeholder per image, so they equal `ids` only after the last image.
+                # `encoding` contains only one placeholder per image, so its ids equal `ids` only after the last image.
                 shared = common_length(encoding["input_ids"][::-1], ids[::-1])
                 first, last = learned[: len(learned) - shared], learned[len(learned) - shared :]
                 mask = [any(first)] * (len(ids) - shared) + last
@@ -309,7 +309,7 @@ class _Encoder:
     def assistant_mask(
         self, messages: Messages, ids: list[int], ids_of: Callable[..., list[int]], where: str
     ) -> list[bool]:
-        """Return a mask, True for assistant tokens: from each generation prompt's end to the message's last EOS."""
+        """Return a mask that is True after each generation prompt, up to the message's last EOS, if any, or its end."""
         mask = [False] * len(ids)
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -317,7 +317,7 @@ class _Encoder:
             prompt, conversation = ids_of(messages[:i], generation_prompt=True) if i else [], ids_of(messages[: i + 1])
             shared = common_length(conversation, ids)
             if set(conversation[shared:]) <= set(special_tokens(self.tokenizer)):
-                conversation = conversation[:shared]  # Phi-3 writes an EOS only after the last turn
+                conversation = conversation[:shared]  # Phi-3's template adds an EOS only after the last turn
             if ids[: len(prompt)] != prompt or ids[: len(conversation)] != conversation:
                 raise ValueError(
                     "assistant_only_loss=True: the chat template lacks generation tags, and it renders"

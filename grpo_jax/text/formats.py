@@ -1,4 +1,4 @@
-"""Tool call formats: their parsers, and recognition of a chat template's format.
+"""Tool call formats: their parsers, and detection of a chat template's format.
 
 The parsed text is untrusted. Parsing takes linear time and never raises. `Parsed.problems` reports malformed calls.
 """

@@ -1,4 +1,4 @@
-"""Images of dataset rows: their columns, their parts in messages, and the placeholders in rendered text.
+"""Images in dataset rows: their columns, their parts in messages, and their placeholders in rendered text.
 
 ```
 {"prompt": [user("Which digit?")], "image": "5.png"}   the image is put before the text of the first user message
@@ -29,7 +29,7 @@ ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Json | Image.Image"
 """A path, the bytes of an image file, a dict with `bytes` or `path` as in `datasets`, or a PIL image."""
 
 IMAGE_COLUMNS = ("image", "images")
-"""Names of the columns for a single image and for a list of images. None and empty lists stand for no images."""
+"""Names of the columns for a single image and for a list of images. None or an empty list means no images."""
 
 _SOURCES = "the path or bytes of an image file, a dict with 'bytes' or 'path', or a PIL image"
 
@@ -124,7 +124,7 @@ def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor |
 
 
 def _without_images(prompt: str | Messages) -> str | Messages:
-    """Copy a prompt with `_strip_image` applied to each part. Templates render parts with the key "image" as images."""
+    """Apply `_strip_image` to a prompt's parts, since templates may render any part with a key "image" as an image."""
     if isinstance(prompt, str):
         return prompt
     contents = [[*map(_strip_image, x)] if isinstance(x := message["content"], list) else x for message in prompt]
@@ -132,7 +132,7 @@ def _without_images(prompt: str | Messages) -> str | Messages:
 
 
 def _strip_image(part: object) -> object:
-    """Copy a part without keys that are None, which Parquet adds to all parts. An image part keeps only `type`."""
+    """Copy a part without its None values, which Parquet adds for missing keys. An image part keeps only `type`."""
     if not isinstance(part, Mapping):
         return part
     return {name: x for name, x in part.items() if x is not None and (part.get("type") != "image" or name == "type")}

@@ -76,8 +76,8 @@ def _id_array(ids: object, where: str) -> np.ndarray:
 class EncodedPrompts:
     """Dataset rows with the token ids of their prompts.
 
-    `dropped` contains the indices of rows that were removed because their prompt is too long. If several datasets were
-    joined, `parts` maps the name of each dataset to its number of rows. `masks` and `blocks` are set only for SFT
+    `dropped` contains the indices of removed rows: prompts that are too long, or SFT examples without loss tokens.
+    `parts` maps the names of joined datasets to their numbers of rows. `masks` and `blocks` are set only for SFT
     examples. `images` contains the images of each row in the order of their tokens, or is None if no row has images.
     `image_sizes` contains the images' heights and widths. `image_encoder` is an `ImageEncoder` (`run.images`), or None.
     """
@@ -95,9 +95,9 @@ class EncodedPrompts:
     def prompts(
         self, indices: Sequence[int], *, length: int | None = None, token_ids: Sequence[Sequence[int]] | None = None
     ) -> Prompts:
-        """Return the prompts at the given indices as NumPy arrays, padded as by `make_prompts`, with their images.
+        """Return the prompts at the given indices as NumPy arrays, padded by `make_prompts`, with their images.
 
-        If `token_ids` is given, it replaces the token ids of these rows. The images remain the same.
+        `token_ids`, if given, are used instead of the token ids of these rows. The images remain the same.
         """
         ids = [self.token_ids[i] for i in indices] if token_ids is None else token_ids
         prompts = make_prompts(ids, length=length, as_numpy=True)
@@ -148,7 +148,7 @@ def encode_prompts(
     `on_long_prompt` is "drop". Rows with images (see `text.images`) require a `processor` from
     `load_processor_if_needed`.
 
-    Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt encodes to no tokens, if
+    Raises ValueError if a prompt is too long (with "drop", if all prompts are), if a prompt has no tokens, if
     the chat template rejects or omits a message, or if an image cannot be read or has no placeholder. In error
     messages, `argument` is the name of the dataset.
     """
@@ -163,7 +163,7 @@ def encode_prompts(
     for name, row, ids in zip(where, rows, token_ids, strict=True):
         if len(ids) == 0:
             raise ValueError(
-                f"{name}: the prompt {show(row['prompt'])} encodes to no tokens; check that it is not empty and that"
+                f"{name}: the prompt {show(row['prompt'])} has no tokens; check that it is not empty and that"
                 " the tokenizer belongs to the checkpoint"
             )
     too_long = [i for i, ids in enumerate(token_ids) if max_prompt_length is not None and len(ids) > max_prompt_length]

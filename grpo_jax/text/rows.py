@@ -1,4 +1,4 @@
-"""Dataset rows: reading, renamed columns, prompt templates, and validation."""
+"""Dataset rows: reading, renaming of columns, prompt templates, and validation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_rows(
     argument: str = "dataset",
     max_rows: int | None = None,
 ) -> list[Row]:
-    """Read a dataset as a list of dicts with the same columns, including a `prompt`.
+    """Read a dataset as a list of dicts that all have the same columns, including `prompt`.
 
     The prompts must be all strings or all lists of messages. The dataset is a sequence or iterable of dicts
     (`datasets.Dataset`, `datasets.IterableDataset`, a grain source), a pandas DataFrame, a pyarrow Table, the path to a
@@ -77,7 +77,7 @@ def load_checked(
 
 def _row_fault(row: Json, first: Json) -> str:
     if "prompt" not in row:
-        return f"lacks a 'prompt'; set the template prompt, or rename one of the columns {sorted(map(str, row))}"
+        return f"lacks a 'prompt'; set prompt to a template, or rename one of the columns {sorted(map(str, row))}"
     if fault := messages_fault(row["prompt"], "prompt") or columns_fault(row, first):
         return fault
     if is_conversation(row["prompt"]) != is_conversation(first["prompt"]):
@@ -91,7 +91,7 @@ def columns_fault(row: Json, first: Json) -> str:
         return fault
     if non_string := [name for name in row if not isinstance(name, str)]:
         return (
-            f"has a column {non_string[0]!r}; column names must be strings, since they are keywords of reward functions"
+            f"has a column {non_string[0]!r}; column names must be strings, as they are arguments to reward functions"
         )
     if row.keys() != first.keys():
         missing, extra = (sorted(x - y, key=str) for x, y in ((first.keys(), row.keys()), (row.keys(), first.keys())))
@@ -100,7 +100,7 @@ def columns_fault(row: Json, first: Json) -> str:
 
 
 def messages_fault(value: object, column: str) -> str:
-    """Return the reason why a value is neither a string nor a list of valid messages, or "" if it is one of them."""
+    """Return the reason why a value is neither a string nor a list of valid messages, or "" if it is valid."""
     if isinstance(value, str):
         return ""
     if not isinstance(value, (list, tuple)):
@@ -125,7 +125,7 @@ def _message_fault(message: object) -> str:
     types = {str(part.get("type", "text")) for part in parts if isinstance(part, Mapping)}
     if others := types - {"text", "image"}:
         return f"it has a part of type {min(others)!r}; use parts of type 'text' and 'image'"
-    # None is valid only in a message with tool calls. In other messages, templates render it as "None".
+    # `content` may be None only in a message with tool calls. In other messages, templates render it as "None".
     if not isinstance(message["content"], (str, list)) and not message.get("tool_calls"):
         return "its 'content' must be a string or a list of parts"
     return ""

@@ -99,7 +99,7 @@ def with_arrays_as_lists(value: object) -> object:
 
 
 def named_datasets(dataset: Dataset | None) -> dict[str, Dataset]:
-    """Return a dict of datasets. A single dataset (also a dict with "path", "name" or "prompt") has the name ""."""
+    """Return a dict of datasets. A single dataset, or a dict with a key "path", "name" or "prompt", has the name ""."""
     if not isinstance(dataset, Mapping) or not dataset or {"path", "name", "prompt"} & dataset.keys():
         return {} if dataset is None else {"": dataset}
     return {str(name): value for name, value in dataset.items()}

@@ -60,7 +60,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """Source of the template that transformers uses (with tools, "tool_use" if it exists), or None if unset."""
+        """Source of the template transformers uses, or None. With tools, it is the one named "tool_use", if any."""
         named = self.kwargs.get("chat_template")
         if named is None and getattr(self.tokenizer, "chat_template", None) is None:
             return None
@@ -114,7 +114,7 @@ class ChatTemplate:
         return ids if last_token is None or last_token in ends else closing + ids
 
     def check(self, roles: Sequence[str] = ("tool",)) -> None:
-        """Raise ValueError if the template omits tools or one of the `roles`, or does not end turns with an EOS."""
+        """Raise ValueError if the template is missing, omits tools or any of `roles`, or ends turns without an EOS."""
         if self.source is None:
             raise ValueError(
                 "multi-turn rollouts need a chat template, but the tokenizer has none; set tokenizer.chat_template or"
@@ -131,23 +131,23 @@ class ChatTemplate:
         raise_all("the chat template", problems)
 
     def turn_of(self, message: Message) -> tuple[str, bool]:
-        """Render an assistant message and strip the generation prompt. Also returns whether all of it was found.
+        """Render an assistant message and strip the generation prompt. Also returns whether the whole prompt was found.
 
         Many templates open <think> in the generation prompt, but omit the reasoning when they render earlier turns.
-        Raises ValueError if the template rejects the message.
+        Only a part of the prompt is then found and stripped. Raises ValueError if the template rejects the message.
         """
         opening = self.render([_USER])
         whole = self.render([_USER, message], generation_prompt=False)
         if whole.startswith(opening):
             return whole[len(opening) :], True
         prefix = whole[: common_length(opening, whole)]
-        # The common prefix may end within two tags that share their first letters.
+        # The common prefix may end inside a tag, since different tags can start with the same letters.
         return whole[max(prefix.rfind(">"), prefix.rfind("\n")) + 1 :], False
 
     def closing_token(self) -> int | None:
         """Return the id of the first special token after a final assistant turn.
 
-        Returns None if there is no such token or an EOS follows.
+        Returns None if there is no such token, or if the text after the turn contains an EOS.
         """
         try:
             suffix = self._after_mark([{"role": "assistant", "content": _MARK}], _MARK, generation_prompt=False)
@@ -196,7 +196,7 @@ class ChatTemplate:
             raise ValueError("the tokenizer has no EOS token; set tokenizer.eos_token or pass eos_token_ids")
         found = _first(common, ends)
         if found is None:
-            # gpt-oss ends earlier turns with a different token than the final turn, whose token the policy samples.
+            # gpt-oss ends the final turn with the token that the policy samples, and earlier turns with another token.
             found = _first(common, sorted(special_tokens(self.tokenizer).values()))
             final = self._after_mark([turn], mark, generation_prompt=False)
             if found is None or not final[found[0] :].startswith(tuple(ends)):
@@ -237,7 +237,7 @@ def _guard(value: object, special: Sequence[str]) -> object:
 
 
 def _encode_after(tokenizer: Tokenizer, closing: str, text: str) -> list[int]:
-    """Encode `text` after a closing token. Some tokenizers encode the start of a string differently."""
+    """Encode `text` after a closing token. Some tokenizers encode text differently at the start of a string."""
     first, *rest = text.split(_SPLIT)
     prefix, ids = _encode(tokenizer, closing), _encode(tokenizer, closing + first)
     ids = ids[len(prefix) :] if ids[: len(prefix)] == prefix else _encode(tokenizer, first)

@@ -121,8 +121,8 @@ def compute_loss(
             scores, batch, state, totals, config=config, on_policy=on_policy, surrogate=surrogate, selected=selected
         )
     if scores.router_loss is not None:
-        # Unlike the other terms, the router loss is nonlinear in the tokens, so its token-weighted average depends on
-        # the split.
+        # Unlike the other terms, the router loss is not a sum over tokens, so its token-weighted average depends on how
+        # the minibatch is split.
         router_loss_part = scores.router_loss * batch.mask.sum() / jnp.maximum(totals["num_tokens"], 1)
         loss = loss + router_loss_coef * router_loss_part
         metrics.sums["loss"] = jax.lax.stop_gradient(loss)
@@ -258,7 +258,7 @@ def make_fn_of_logits(
     def compare_top(logits: jax.Array, ids: jax.Array, log_probs: jax.Array) -> jax.Array:
         policy_log_probs = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
         policy_log_probs -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        # Ids beyond the policy's vocabulary (the teacher's may have more padding) are merged with all other tokens.
+        # Ids beyond the policy's vocabulary (the teacher's may have more padding) are treated as outside the top k.
         policy_log_probs, log_probs = (
             jnp.where(ids < logits.shape[-1], x, MIN_LOG_PROB) for x in (policy_log_probs, log_probs)
         )

@@ -19,7 +19,7 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|/)norm(/|$)|_norm(/|$)|(^|
 
 
 def make_schedule(config: GRPOOrSFTConfig, total_steps: int) -> optax.Schedule:
-    """Return the learning rate schedule: constant, or linear or cosine decay to 0, after any warm-up from 0."""
+    """Return the schedule: constant, or linear or cosine decay to 0. All types but "constant" may warm up from 0."""
     peak, warmup = config.learning_rate, config.total_warmup_steps(total_steps)
     rest = max(1, total_steps - warmup)
     if config.lr_scheduler_type == "linear":
@@ -52,7 +52,7 @@ def _add_decay(weight: float) -> optax.GradientTransformation:
 
 
 def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Clip by global norm like `optax.clip_by_global_norm`, but computed as a product, g · min(1, max_norm / ‖g‖).
+    """Clip by global norm like `optax.clip_by_global_norm`, but compute a product, g · min(1, max_norm / ‖g‖).
 
     Both of Adam's moments use the clipped gradient. XLA recomputes a product for each moment, but would store the
     result of a division, which is as large as the gradient.
@@ -68,7 +68,7 @@ def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 @functools.lru_cache(maxsize=8)
 def make_optimizer(config: GRPOOrSFTConfig, total_steps: int) -> optax.GradientTransformation:
-    """Return AdamW with global-norm clipping. Equal configs give the same object, so that `jit` does not recompile.
+    """Return AdamW with global-norm clipping. Equal arguments give the same object, so that `jit` does not recompile.
 
     The learning rate depends on `TrainState.step`. Adam's bias correction counts only applied updates.
     """

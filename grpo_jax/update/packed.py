@@ -10,7 +10,7 @@ prompts ─► last states, keys and values ─► sequence 1 ─► loss ─►
                     └── their gradient, summed over the sequences ─► + gradient of the params
 ```
 
-A minibatch is split into parts, each processed as above by one program, whose loop over sequences has a dynamic length.
+A minibatch is split into parts. The same program processes each part as above, with a dynamic number of iterations.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Keeps activations in cache."""
 
 CPU_CAST_TOKENS = 1024
-"""Replaces `CPU_TOKENS` for models that accumulate in float32, which cast their weights once per sequence."""
+"""Replaces `CPU_TOKENS` for models that use float32 sums, whose weights are cast once per sequence."""
 
 ACCELERATOR_TOKENS = 32768
 """Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences would need more memory without being faster."""
@@ -93,7 +93,7 @@ class Part(flax.struct.PyTreeNode):
 
 
 class PackedUpdater(Updater):
-    """Updater for this package's models. Processes packed sequences one at a time, on a CPU in several threads."""
+    """Updater for this package's models. Processes packed sequences one at a time, or on CPUs one per thread."""
 
     model: BuiltinModel
 
@@ -203,7 +203,7 @@ class PackedUpdater(Updater):
         packed = functools.partial(pack, shape, np.asarray(batch.tokens), shards=shards)
         gradient_mask, mixed = mask & has_gradient[:, None, None], packed(mask)
         with_grad, without_grad = (packed(x) if x.any() else [] for x in (gradient_mask, mask ^ gradient_mask))
-        # Pad to as many sequences (one more if split by gradient) as full completions, in whole attention blocks, need.
+        # Pad to the number needed if all completions had maximum length (+ 1 if those without a gradient are separate).
         completions_per_sequence = shape.size // (-(-shape.max_segment_length // shape.block) * shape.block)
         max_sequences = -(-(mask[..., 0].size // shards) // completions_per_sequence) + self.omits_zero_signal_backward
         # A sequence costs 3 with a backward pass and 1 without. Mixed sequences all need a backward pass.
@@ -241,7 +241,7 @@ class PackedUpdater(Updater):
 
     def shapes(self, params: Params, batch_shape: tuple[int, ...]) -> list[SequenceShape]:
         """Return candidate shapes for packed sequences, for a `batch_shape` of (B, G, T), largest first."""
-        t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.casts_weights_to_float32 else CPU_TOKENS
+        t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.uses_float32_sums else CPU_TOKENS
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))
         tokens = min(micro_tokens, cpu_tokens if cpu else max(t, ACCELERATOR_TOKENS))
@@ -325,7 +325,7 @@ def _loss(
 def add_gradients(
     updater: PackedUpdater, grads: Params, state: TrainState, part: Part, totals: dict[str, jax.Array]
 ) -> tuple[Params, MetricSums]:
-    """Return `grads` plus the params gradient for one part, and the part's metric sums. Donates `grads`."""
+    """Return `grads` plus the gradient of the params for one part, and the part's metric sums. Donates `grads`."""
     model, mesh, prompts = updater.model, updater.mesh, part.batch.prompts
     key, teacher_prompts = dropout_key(model, state, part.index, 0), _prefill_teacher(updater, prompts)
     prompt_states, pull_back = jax.vjp(lambda params: _prefill(model, params, prompts, mesh, key), state.params)

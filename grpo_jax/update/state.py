@@ -26,7 +26,7 @@ class TrainState(flax.struct.PyTreeNode):
     Attributes:
       params: policy params θ, a pytree of float arrays.
       old_params: θ at the start of the iteration, from which the iteration's completions are sampled (or, with
-        `rollout_ahead`, the next iteration's). None with one update per iteration, unless an engine samples during it.
+        `rollout_ahead`, the next iteration's). None if an iteration has one update and no engine samples during it.
       ref_params: reference params for the KL term; None if beta is 0.
       initial_params: params at the start of the run; None unless the reference is synced.
       opt_state: state of the optax transformation.
@@ -157,11 +157,11 @@ def apply_optimizer(
 
     θ ← θ + update(g);  step ← step + 1;  θ_ref ← α·θ + (1 − α)·θ_ref  if step % sync_every == 0
 
-    Here, g is `grads` and α is `sync_alpha`. If there are master params, θ denotes them, and params are set to their
-    rounded values. Params and optimizer state do not change if `is_finite` is False (the loss or the gradient is not
-    finite) or `has_tokens` is False (no token contributes to the loss). `step` is always incremented, so that skipped
-    updates do not affect schedule, data or keys. A `sync_every` of None freezes the reference. Pass
-    `lora.sync_adapter_products` as `sync` for a reference from `lora.reference_adapters`.
+    Here, g is `grads` and α is `sync_alpha`. If there are master params, the update is added to them, and θ is set to
+    their rounded values. Params and optimizer state do not change if `is_finite` is False (the loss or the gradient is
+    not finite) or `has_tokens` is False (no token contributes to the loss). `step` is always incremented, so that
+    skipped updates do not affect the schedule, the data or the keys. A `sync_every` of None freezes the reference.
+    Pass `lora.sync_adapter_products` as `sync` for a reference from `lora.reference_adapters`.
     """
     chex.assert_trees_all_equal_structs(grads, state.params)
     update = optax.with_extra_args_support(optimizer).update

@@ -130,15 +130,15 @@ def train_step(
         and the ratio is 1. If False, it uses the batch's `old_log_probs`, or `sampling_log_probs` if they are None.
       micro_shape: (prompts, completions per prompt) in a micro-batch, which must divide (B, G). Defaults to (B, G).
       surrogate: custom surrogate to use instead of the config's `loss_type`, as in `grpo_loss`.
-      teacher: `Teacher` whose distributions are compared with the policy's. None if there is no teacher or it provides
-        only log-probs, in `batch`.
+      teacher: `Teacher` model to distill from. None without a teacher, or if `batch` contains the teacher's log-probs.
 
     Returns:
       The next state and the metrics: `grad_norm` (before clipping), `update_skipped` (1 if the loss or the gradient was
-      not finite) and, for GRPO, the `grpo_loss` metrics (KL metrics only with `ref_log_probs`), `sampler_gap` (maximum
-      difference from the log-probs recorded in sampling, about 1e-5 in float32 in the first update of an iteration)
-      and, with `initial_log_probs`, `kl_initial`. If no token contributes to the loss, all metrics except counts,
-      `entropy_coef` and `update_skipped` are NaN, and only `step` (and the reference, if a sync is due) changes.
+      not finite), `aux_loss` (the router loss, if used) and, for SFT, `loss`, `entropy` and `mean_token_accuracy`. For
+      GRPO, the `grpo_loss` metrics (KL needs `ref_log_probs`), `kl_initial` (needs `initial_log_probs`), `distillation`
+      and `distillation_loss` with a teacher, and `sampler_gap` (maximum difference from the log-probs recorded during
+      sampling, about 1e-5 in float32 in an iteration's first update). If no token contributes to the loss, all metrics
+      but counts, `entropy_coef` and `update_skipped` are NaN, and only `step` (and the reference, if due) changes.
 
     Example:
       One step makes token 2 more likely after token 1 in a bigram model with nine params:

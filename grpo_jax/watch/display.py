@@ -23,7 +23,7 @@ _METRICS = (
     ("completions/mean_length", "length", 1),
     ("tokens_per_second", "tokens/s", None),
 )
-"""Displayed metrics as (name, label, decimals); None means three significant digits. A reward replaces the loss."""
+"""Displayed metrics: (name, label, decimals or None for 3 significant digits). `loss` is omitted if `reward` exists."""
 
 SILENCE = 30
 """Seconds without output after which the current activity is printed."""

@@ -1,6 +1,6 @@
 """Hints: messages about problems visible in the logged metrics, with the config fields that address them.
 
-A hint is a pure function of the logged lines and the config. It returns a message, or None if there is no problem.
+A function computes each hint from the logged lines and the config alone. It returns None if there is no problem.
 `MetricHints` applies all `HINTS` to each new line and reports each hint once. A resumed run replays logged lines.
 """
 
@@ -24,14 +24,14 @@ WINDOW = 10
 FIRST, LAST = 12, 100
 """Numbers of lines kept in memory: the first `FIRST` lines of the run and the latest `LAST` lines."""
 SAMPLER_GAP, SAMPLER_GAP_FLOAT32 = 1.5, 1e-3
-"""Largest difference between trainer and sampler log-probs that rounding explains, in nats. The second value is for
+"""Largest difference between trainer and sampler log-probs that rounding can explain, in nats. The second value is for
 exact float32 products, the first for all other cases.
 
 The largest gap measured in models with 2 to 8 layers is 4e-5 in float32, 0.02 with operands rounded to TF32 (as on
 GPUs), 0.1 with operands rounded to bfloat16 (as on TPUs), and 0.54 in bfloat16.
 """
 ENGINE_DIFFERENCE = 0.1
-"""Mean |log π_old − log π_sampler| per token, in nats, above which a hint is triggered (bfloat16: up to 0.01)."""
+"""Mean |log π_old − log π_sampler| per token, in nats, above which a hint is triggered (bfloat16 causes up to 0.01)."""
 ENGINE_WEIGHT = 0.5
 """Mean importance weight of an engine's completions below which a hint is triggered."""
 ONE_TURN = 1.02
@@ -40,7 +40,7 @@ History = Sequence[Line]
 
 
 def sampler_gap_limit(compute_dtype: str) -> float:
-    """Return `SAMPLER_GAP_FLOAT32` for float32 on CPUs, which compute products exactly, else `SAMPLER_GAP`."""
+    """Return `SAMPLER_GAP_FLOAT32` for float32 on CPUs, where operands are not rounded, else `SAMPLER_GAP`."""
     exact = jax.default_backend() == "cpu" and resolve(compute_dtype) == "float32"
     return SAMPLER_GAP_FLOAT32 if exact else SAMPLER_GAP
 

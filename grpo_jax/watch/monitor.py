@@ -32,7 +32,7 @@ Callback = Callable[[int, Mapping[str, float]], object]
 callbacks = [lambda step, metrics: wandb_run.log(metrics, step=step)]
 ```
 
-If a callback raises `StopRun`, `train` saves a checkpoint (with a `run_dir`) and returns. Other exceptions propagate.
+On `StopRun`, `train` saves a checkpoint (if `run_dir` is set) and returns. Other exceptions propagate.
 """
 
 
@@ -42,10 +42,10 @@ class StopRun(Exception):
 
 @dataclasses.dataclass
 class Progress:
-    """A run's counters, as JSON values. A checkpoint stores them with the `TrainState` and a partly used batch.
+    """A run's counters, as JSON values. A checkpoint stores them with the `TrainState` and any partly used batch.
 
     Attributes:
-      cursor: number of prompts sampled since the start of the run; `tokens` is the length of all their completions.
+      cursor: number of prompts sampled since the start of the run; `tokens` is the total length of their completions.
       updates_done: number of updates made on the current batch; 0 between iterations.
       evaluated: step of the last evaluation; −1 before the first.
       skipped: current number of consecutive updates skipped because the loss or gradient was not finite.
@@ -291,7 +291,7 @@ class Monitor:
         self._keep(category.__name__, str(message))
 
     def _keep(self, category: str, message: str) -> None:
-        """Write a warning to `warnings.jsonl`, at most once and only after `start`."""
+        """Write a warning or hint to `warnings.jsonl`, at most once and only after `start`."""
         if self._step is not None and (category, message) not in self._warned and len(self._warned) < MAX_WARNINGS:
             self._warned.add((category, message))
             with contextlib.suppress(OSError):  # if the disk is full, the next write of metrics raises an error

@@ -26,12 +26,12 @@ from grpo_jax.watch.summary import changed_settings, finite_values, headline, me
 from grpo_jax.watch.writer import Line, read_lines, read_settings, replace_file
 
 RUN_COLUMNS = ("step", "prompt", "images", "completion", "turns", "rewards", "turn_rewards", "advantage", "ended")
-"""Columns in `completions.jsonl` that the run writes itself. All others were logged by reward functions."""
+"""Columns in `completions.jsonl` that the run itself writes. All others are logged by reward functions."""
 
 STEPS = 12
 """Maximum number of steps whose completions are shown: evenly spaced logged steps, including the first and last."""
 COMPLETION_BYTES = 2_000_000
-"""Approximate maximum of the total size of completions and images, in bytes."""
+"""Approximate limit on the total size of completions and images, in bytes."""
 TEXT = 6000
 """Maximum length of a prompt or completion, in characters. Longer text is abbreviated in the middle."""
 
@@ -119,7 +119,7 @@ def _phase_seconds(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _completions(path: Path, num_generations: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Return the completions of up to `STEPS` steps, grouped by prompt, and a sentence on all logged completions."""
+    """Return the completions of up to `STEPS` steps, grouped by prompt, and a sentence about all logged completions."""
     if not path.exists():
         return [], "completions.jsonl does not exist"
     with open(path, "rb") as file:

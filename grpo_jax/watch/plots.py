@@ -137,7 +137,7 @@ def find_panels(lines: Sequence[Line]) -> list[Panel]:
 
 
 def reward_colors(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict from the labels of training and held-out rewards among metric `names` to keys of `COLORS`."""
+    """Return a dict that maps the labels of training and held-out rewards in `names` to keys of `COLORS`."""
     names = list(names)
     functions = [match[1] for name in names if (match := re.fullmatch(r"rewards/(.+)/mean", name))]
     scores = [score for score in held_out_scores(names).values() if score != "reward"]
@@ -173,7 +173,7 @@ _COLUMNS = 3
 """Number of panels per row."""
 
 # fmt: off
-_STYLE: Any = {  # matplotlib's type stubs list every key
+_STYLE: Any = {  # matplotlib's type stubs accept only literal keys
     "axes.axisbelow": True, "axes.grid": True, "grid.color": LIGHT.grid, "axes.edgecolor": LIGHT.grid,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.xmargin": 0.01,
     "axes.labelcolor": LIGHT.gray, "axes.labelsize": 9, "axes.titlecolor": LIGHT.ink, "axes.titlelocation": "left",

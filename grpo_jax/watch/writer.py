@@ -49,7 +49,7 @@ _PACKAGES = ("grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON Lines file, up to a truncated line. Yields nothing if the file does not exist."""
+    """Yield a JSON Lines file's objects up to an incomplete or invalid line. Yields nothing if the file is missing."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for _, line in _complete_lines(file):
             yield line
@@ -137,7 +137,7 @@ class RunWriter:
     def completions(self, step: int, rows: Iterable[CompletionRow]) -> None:
         """Append one line per completion to `completions.jsonl`, with "step" as the first key."""
         rows = list(rows) if self.run_dir is not None else []
-        images = {id(row["images"]): row["images"] for row in rows if "images" in row}  # a group shares its list
+        images = {id(row["images"]): row["images"] for row in rows if "images" in row}  # shared within a group
         saved = {key: {"images": [self._save_image(x) for x in found]} for key, found in images.items()}
         lines = [{**row, **saved.get(id(row.get("images")), {})} for row in rows]
         self._append("completions.jsonl", step, lines)

@@ -128,7 +128,7 @@ def test_all_errors_are_reported_at_once_and_each_field_once():
 
 
 def test_creating_and_changing_a_config():
-    with pytest.raises(ValueError, match=r"takes keyword arguments only; for a dict use GRPOConfig.from_dict\(...\)"):
+    with pytest.raises(ValueError, match=r"takes keyword arguments only; to pass a dict, use GRPOConfig\.from_dict"):
         GRPOConfig({"beta": 0.1})
     with pytest.raises(ValueError, match="beta = -1"):
         dataclasses.replace(GRPOConfig(), beta=-1)

@@ -201,11 +201,11 @@ def test_bfloat16_model_does_not_convert_weights_to_float32():
 @pytest.mark.quick
 def test_float32_sums_are_used_on_cpus():
     assert has_fast_float32_sums(jax.devices("cpu")[:1]) == (jax.__version_info__ >= (0, 10))
-    assert not dataclasses.replace(SHAPE, dtype="float32").casts_weights_to_float32
-    assert not dataclasses.replace(SHAPE, float32_sums=False).casts_weights_to_float32
-    assert SHAPE.casts_weights_to_float32 == has_fast_float32_sums()
+    assert not dataclasses.replace(SHAPE, dtype="float32").uses_float32_sums
+    assert not dataclasses.replace(SHAPE, float32_sums=False).uses_float32_sums
+    assert SHAPE.uses_float32_sums == has_fast_float32_sums()
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("fsdp",))
-    assert not dataclasses.replace(SHAPE, float32_sums=True, mesh=mesh).casts_weights_to_float32
+    assert not dataclasses.replace(SHAPE, float32_sums=True, mesh=mesh).uses_float32_sums
     assert not has_fast_float32_sums([H100])
 
 

@@ -252,7 +252,7 @@ def test_exceptions_are_chained_and_counted_and_ctrl_c_is_not_caught():
     with pytest.raises(RewardError) as caught:
         score(returns(error))
     assert caught.value.__cause__ is error
-    with pytest.raises(RewardError, match=r"completion 1 of its group.*, and caused 2 more errors\. Fix"):
+    with pytest.raises(RewardError, match=r"completion 1 of its group.*, the first of 3 errors\. Fix"):
         score(returns([0.0, np.nan, 0.0, "x", np.inf, 0.0]))
     with pytest.raises(KeyboardInterrupt):
         score(returns(KeyboardInterrupt()), on_error="none")

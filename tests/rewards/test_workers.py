@@ -184,7 +184,7 @@ def test_isolated_takes_the_arguments_of_its_function():
     with pytest.raises(ValueError, match="'whole_batch' needs the argument 'answer'"):
         check_reward_fns(fn, ["prompt"])
     check_reward_fns(fn, ["prompt", "answer"])
-    with pytest.raises(RewardError, match="the arguments of 'whole_batch' cannot be sent to a worker process"):
+    with pytest.raises(RewardError, match="the arguments to 'whole_batch' cannot be sent to a worker process"):
         fn(completions=["a"], answer=[lambda: 1])
 
 

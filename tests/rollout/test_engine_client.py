@@ -123,8 +123,8 @@ def choices(**changes):
     return {"choices": [choice | changes]}
 
 
-def drawn(answer):
-    return run_on_event_loop(VLLM(Answering(answer)).draw([3, 4], max_tokens=2, seed=0, settings=DecodeSettings()))
+def drawn(answer, settings=DecodeSettings()):  # noqa: B008
+    return run_on_event_loop(VLLM(Answering(answer)).draw([3, 4], max_tokens=2, seed=0, settings=settings))
 
 
 def scored(answer):
@@ -133,6 +133,12 @@ def scored(answer):
 
 def found(answer):
     return run_on_event_loop(VLLM(Answering(answer)).look_up(8))
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_stop_id_ends_the_completion_even_if_it_is_the_last_possible_token(reason):
+    """vLLM 0.10 checks the length before the stop ids, so its reason for such a completion is "length"."""
+    assert drawn(choices(finish_reason=reason), DecodeSettings(eos_token_ids=(4,))).ended
 
 
 BAD = [

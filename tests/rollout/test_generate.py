@@ -73,6 +73,19 @@ def test_log_probs_equal_those_of_scoring_the_same_tokens(settings):
         assert np.abs(plain - completions.log_probs).max() > 0.05
 
 
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: Bare(model)])
+def test_no_gradient_flows_through_the_log_probs(wrap):
+    model, params = model_and_params()
+    how = {"num_generations": 2, "max_completion_length": 3, "temperature": 0.0}
+
+    def loss(params):
+        return generate(wrap(model), params, make_prompts(PROMPTS), jax.random.key(0), **how).log_probs.sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    assert value < 0
+    assert all(not leaf.any() for leaf in jax.tree.leaves(gradient))
+
+
 def test_kernels_by_columns_are_used_and_decode_the_same(monkeypatch):
     """With adapters, biases, a head, and one layer of experts."""
     sparse = {"num_experts": 4, "num_experts_per_token": 2, "expert_size": 16, "expert_layers": (True, False)}

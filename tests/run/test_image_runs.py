@@ -189,7 +189,7 @@ def test_a_trained_tower_is_exported_and_a_frozen_one_unchanged(policies, tmp_pa
     texts = [[row["completion"] for row in evaluate(x, rows(), image_reward, max_completion_length=4)[1]]
         for x in (trained, again)]  # fmt: skip
     assert texts[0] == texts[1]
-    with pytest.raises(ValueError, match=r"freeze_vision=True, but policy\.params contain a trained vision tower"):
+    with pytest.raises(ValueError, match=r"freeze_vision=True, but policy\.params contains a trained vision tower"):
         sft(trained, examples, SFTConfig(max_steps=1))
 
 

@@ -53,6 +53,11 @@ def test_dry_run_without_problems(tmp_path, capsys, monkeypatch):
     assert report.memory["update"] > 2 * one
     assert len(report.rows) == 4
     assert np.isfinite(report.metrics["grad_norm"])
+    # The params are counted in the state and in the update's arguments, so one of them stands for the caller's policy.
+    peak = report.memory["training state"] + report.memory["update"]
+    for memory, suspicious in ((peak, 0), (peak - 1, 1)):
+        monkeypatch.setattr(module, "memory_of", lambda device, memory=memory: memory)
+        assert len(rehearse(policy, ROWS, reward, config).suspicious) == suspicious
 
 
 def test_dry_run_reports_problems(monkeypatch):

@@ -116,7 +116,7 @@ UNFIT = [
     ({"tokens": put(canned().tokens, 258)},
         "a token id outside the vocabulary of size 258: 258 at prompt 1, completion 2, token 1"),
     ({"log_probs": put(canned().log_probs, np.nan)},
-        "a log-prob that is not finite and ≤ 0.*: nan at prompt 1, completion 2, token 1"),
+        "a log-prob that is > 0 or not finite.*: nan at prompt 1, completion 2, token 1"),
     ({"log_probs": put(canned().log_probs, 0.3)},
         "natural logarithms.*: 0.3 at prompt 1, completion 2, token 1"),
 ]  # fmt: skip
