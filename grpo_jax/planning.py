@@ -177,7 +177,7 @@ def plan(
     if device is None:
         if needed > jax.device_count():
             raise ValueError(
-                f"config.mesh = {config.mesh} needs {needed} devices, but only {jax.device_count()} are available; set"
+                f"config.mesh = {config.mesh} needs {needed} devices, but this machine has {jax.device_count()}; set"
                 " device to plan for other hardware, such as 'H100-8' or 'v5e-8'"
             )
         memory = memory_of(jax.devices()[0]) if memory is None else memory
@@ -198,7 +198,7 @@ def plan(
         command, input=json.dumps(request), env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        signal = f", ended by signal {-done.returncode}" if done.returncode < 0 else ""
+        signal = f" (signal {-done.returncode} ended the process)" if done.returncode < 0 else ""
         raise ValueError(f"device = {device!r}: the run could not be planned{signal}: {_last_error(done.stderr)}")
     fields = json.loads(done.stdout.splitlines()[-1])
     fields["programs"] = {phase: ProgramCost(*values) for phase, values in fields["programs"].items()}

@@ -1,4 +1,4 @@
-"""Policies: models with their params, tokenizer and checkpoint files."""
+"""Policies: models with their params, tokenizers and checkpoint files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Donated(dict[str, Any]):
     def refuse(self, *_: Any) -> Any:
         """Raise ValueError with instructions to restore the params."""
         raise ValueError(
-            "policy has no params because they were donated to train(..., donate=True), which updates them in place."
-            " Use policy.replace(params=state.params) with the state that train returned, or load the policy again."
+            "policy has no params because they were donated to a run (donate=True), which updates them in place. Use"
+            " policy.replace(params=state.params) with the state that train or sft returned, or load the policy again."
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = __or__ = keys = values = items = get = copy = refuse
@@ -43,7 +43,7 @@ class Policy:
       files: tokenizer files as bytes, keyed by name; saved unchanged unless `tokenizer` was replaced or modified.
       extra_tensors: checkpoint tensors that are not part of the language model, such as a vision tower, keyed by
         name. They are memory-mapped and saved unchanged.
-      stacked_experts: whether the checkpoint stores each projection for all experts in a layer as one tensor.
+      stacked_experts: whether the checkpoint stores each projection as a single tensor for all experts in a layer.
       loaded_tokenizer: result of `hub.policy.state_of` at load time, used to detect changes, or None without `files`.
     """
 
@@ -95,7 +95,7 @@ class Policy:
         """Raise ValueError if there is no tokenizer."""
         if self.tokenizer is None:
             raise ValueError(
-                "policy has no tokenizer: its checkpoint has no tokenizer files. Use policy.replace(tokenizer=...)."
+                "policy has no tokenizer: its checkpoint may lack tokenizer files. Use policy.replace(tokenizer=...)."
             )
 
     def check_model(self) -> None:

@@ -117,7 +117,7 @@ def test_invalid_plans_are_refused_before_compilation(monkeypatch, fields, setti
 @pytest.mark.quick
 def test_unavailable_devices_are_refused(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started"))
-    with pytest.raises(ValueError, match=r"needs 16 devices, but only 8 are available; set device to plan for"):
+    with pytest.raises(ValueError, match=r"needs 16 devices, but this machine has 8; set device to plan for"):
         plan(MODEL, config_of(mesh={"fsdp": 16}, per_device_train_batch_size=8), prompt_length=8)
     with pytest.raises(ValueError, match=r"config.mesh = .* needs 8 devices; got device = 'v5e-4'"):
         plan(MODEL, config_of(mesh={"fsdp": 8}), prompt_length=8, device="v5e-4")

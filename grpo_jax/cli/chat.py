@@ -90,7 +90,7 @@ def run_chat(policy: Policy, config: GRPOConfig, prompts: Iterable[str], *, echo
 
 def _answer(policy: Policy, config: GRPOConfig, row: Row, index: int) -> str:
     """Sample, print and return a completion for a row's prompt. `index` is folded into the PRNG key."""
-    data = encode_rows(policy, config, None, [row], "the prompt,")
+    data = encode_rows(policy, config, None, [row], "the prompt in")
     data = with_encoder(policy, {"": data}, params=policy.params)[""]
     policy = without_image_token(policy) if data.images else policy
     check_tokens(policy, data, 1)

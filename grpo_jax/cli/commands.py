@@ -351,4 +351,4 @@ def from_trl(arguments: Namespace) -> None:
     else:
         Path(arguments.out).write_text(text, encoding="utf-8")
     if migration.missing:
-        raise SystemExit(f"grpo-jax from-trl: these fields cannot be converted: {', '.join(migration.missing)}")
+        raise SystemExit(f"grpo-jax from-trl: fields that cannot be converted: {', '.join(migration.missing)}")

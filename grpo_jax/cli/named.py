@@ -25,7 +25,7 @@ BUILT_IN: dict[str, Callable[..., RewardFn]] = {
 """Built-in functions that return a reward function, by name."""
 
 _Server = TypeVar("_Server")
-_FORM = "use module:name or file.py:name"
+_FORM = "module:name or file.py:name"
 
 
 def is_reference(text: object) -> TypeGuard[str]:
@@ -45,7 +45,7 @@ def find(text: object, folder: Path) -> Any:
     Raises ValueError if the module or name does not exist, or if importing the module fails.
     """
     if not is_reference(text):
-        raise ValueError(f"is not a reference; {_FORM}")
+        raise ValueError(f"must have the form {_FORM}")
     module_name, _, name = text.rpartition(":")
     try:
         is_file = module_name.endswith(".py")
@@ -97,7 +97,7 @@ def reward_function(entry: object, folder: Path) -> RewardFn:
     built_in = BUILT_IN.get(str(name))
     if built_in is None and not is_reference(name):
         close = nearest(name, BUILT_IN)
-        hint = f"did you mean {close}?" if close else f"{_FORM}, or one of {', '.join(BUILT_IN)}"
+        hint = f"did you mean {close}?" if close else f"use {_FORM}, or one of {', '.join(BUILT_IN)}"
         raise ValueError(f"unknown reward function; {hint}")
     function: Any = built_in or find(name, folder)
     if built_in or isinstance(entry, dict):
@@ -152,7 +152,7 @@ def _resolve_path(source: object, folder: Path, argument: str) -> object:
 
 
 def in_folder(name: str, folder: Path) -> str:
-    """Return the path of `name` in `folder` if it exists. Otherwise, return `name`, which may be a name on the hub."""
+    """Return the path of `name` in `folder` if it exists. Otherwise, return `name`, which may be a model on the Hub."""
     path = folder / Path(name).expanduser()
     return str(path) if path.exists() else name
 

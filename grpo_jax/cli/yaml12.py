@@ -64,7 +64,7 @@ def parse_value(name: str, text: str) -> Any:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a YAML file. Raises FileNotFoundError if it does not exist, and ValueError if it is not a YAML mapping."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; pass the path of an existing YAML file or run directory")
+        raise FileNotFoundError(f"{path} is not a file; pass the path of a YAML file or, to evaluate, a run directory")
     try:
         values = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid UTF-8 or duplicate keys

@@ -292,7 +292,7 @@ def _quantize(script: Json, missing: dict[str, str]) -> str | None:
                 missing[bits] = "quantized weights cannot be trained; set use_peft to train adapters"
                 return None
             if method == "nf4" and script.get("bnb_4bit_quant_type", "nf4") != "nf4":
-                missing["bnb_4bit_quant_type"] = f"{script['bnb_4bit_quant_type']!r}: 4-bit weights are stored as nf4"
+                missing["bnb_4bit_quant_type"] = f"{script['bnb_4bit_quant_type']!r}: only nf4 is supported"
             return method
     return None
 
@@ -304,7 +304,7 @@ def _lora(script: Json, missing: dict[str, str]) -> dict[str, object]:
     targets = [targets] if isinstance(targets, str) else targets
     if targets and any(re.search(r"[^\w.-]", name) for name in targets):
         missing["lora_target_modules"] = (
-            f"{targets} is a regular expression for PyTorch's names; set targets of lora to a regular expression for"
+            f"{targets} is a regular expression for PyTorch's names; set lora.targets to a regular expression for"
             " full paths such as layers_0/self_attn/q_proj"
         )
     elif targets and [name.lower() for name in targets] != ["all-linear"]:

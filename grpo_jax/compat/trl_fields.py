@@ -196,7 +196,7 @@ TRL_ONLY: dict[str, TRLField] = {
 """TRL fields that do not exist here, in the order in which `docs/coming_from_trl.md` lists them."""
 
 HINTS = {
-    name: f"remove it: {field.advice}" if field.kind in ("set outside", "not needed") else field.advice
+    name: {"set outside": "remove it, and ", "not needed": "remove it: "}.get(field.kind, "") + field.advice
     for name, field in TRL_ONLY.items()
 }
 """Advice on each field in `TRL_ONLY`, for error messages of `GRPOConfig`."""

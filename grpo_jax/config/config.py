@@ -54,7 +54,7 @@ class GRPOConfig(Settings):
     """Maximum number of tokens in a prompt. If None, only the model's context limits it. Not in TRL."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """Whether a prompt longer than `max_prompt_length` raises an error or is dropped and counted. Not in TRL."""
-    temperature: Annotated[float, In("(0, inf)", "greedy decoding is supported in evaluation only")] = 1.0
+    temperature: Annotated[float, In("(0, inf)", "greedy decoding is for evaluation only (temperature_eval=0)")] = 1.0
     """Divisor of the logits, both for sampling and for the log-probs in the loss."""
     top_p: Annotated[float, In("(0, 1]", "use 1.0 to keep every token")] = 1.0
     """Sample only from the smallest set of most likely tokens with this probability mass. 1.0 keeps all tokens."""
@@ -167,7 +167,7 @@ class GRPOConfig(Settings):
     """Change in the adaptive coefficient per optimizer step."""
     entropy_target: NotNegative = 0.2
     """Target entropy in nats per token; set it near the initial entropy. The bonus applies at or below the target."""
-    beta: Annotated[float, In("[0, inf)", "use 0 to disable the KL (DeepSeek-R1: 0.001, DeepSeekMath: 0.04)")] = 0.0
+    beta: Annotated[float, In("[0, inf)", "use 0 to disable the KL, or a value such as 0.001 (DeepSeek-R1)")] = 0.0
     """Weight of the KL to the reference policy. With 0, no reference is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token KL estimator in the loss; see `kl_divergence`. TRL supports only k3."""
@@ -279,12 +279,12 @@ class GRPOConfig(Settings):
 
         if not whole_groups(micro):
             yield (
-                f"{shown(self, 'per_device_train_batch_size')}: with gradient_accumulation_steps = {accumulated},"
-                f" the {micro * accumulated} completions per device and update cannot be split into groups of"
-                f" num_generations = {group}; {nearest_sizes(micro, whole_groups)}"
+                f"{shown(self, 'per_device_train_batch_size')}: must be a multiple of num_generations = {group}, or a"
+                f" divisor whose product with gradient_accumulation_steps = {accumulated} is a multiple of {group};"
+                f" {nearest_sizes(micro, whole_groups)}"
             )
         elif batch is not None and batch % update:
-            devices = f" × {shards} devices" if shards > 1 else ""
+            devices = f" × {shards} data shards" if shards > 1 else ""
             product = f"per_device_train_batch_size = {micro} × gradient_accumulation_steps = {accumulated}{devices}"
             yield (
                 f"{shown(self, 'generation_batch_size')}: cannot be split into minibatches of {update}"
@@ -303,5 +303,5 @@ class GRPOConfig(Settings):
         if self.rollout_batch_size is not None and self.rollout_batch_size < shards * group:
             yield (
                 f"{shown(self, 'rollout_batch_size')}: must be at least {shards * group}, num_generations times"
-                f" the number of devices that prompts are sharded over ({group} × {shards}); increase it, or use None"
+                f" the number of data shards ({group} × {shards}); increase it, or use None"
             )

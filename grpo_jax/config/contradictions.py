@@ -25,7 +25,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "epsilon_high loss_type",
         lambda c: c.loss_type in ("sapo", "vespo") and c.epsilon_high is not None,
-        "sapo and vespo weight ratios smoothly and do not clip; set it to None",
+        "sapo and vespo weight ratios smoothly and do not clip them; set epsilon_high to None",
     ),
     (
         "delta loss_type",
@@ -45,7 +45,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
     (
         "turn_credit advantage_estimator",
         lambda c: c.turn_credit == "to_go" and c.advantage_estimator == "opo",
-        'advantage_estimator = "opo" weights whole completions by length; use another one or turn_credit="episode"',
+        'advantage_estimator = "opo" weights whole completions by length; change it, or use turn_credit="episode"',
     ),
     (
         "importance_sampling_level loss_type",
@@ -59,7 +59,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[SimpleNamespace], bool], str], ...] 
             and c.sampler_correction_max is not None
             and c.sampler_correction_min >= c.sampler_correction_max
         ),
-        "must be below sampler_correction_max; lower it or raise sampler_correction_max",
+        "must be below sampler_correction_max; lower sampler_correction_min or raise sampler_correction_max",
     ),
     (
         "sampler_correction sampler_correction_max sampler_correction_min",

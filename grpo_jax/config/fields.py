@@ -157,7 +157,7 @@ def read_stop(value: object) -> Read:
     if listed is None or (isinstance(listed, list | tuple) and not listed):
         return None, ""
     if not isinstance(listed, list | tuple) or not all(isinstance(text, str) and text for text in listed):
-        return value, "must be a string or a list of non-empty strings, or None"
+        return value, "must be a non-empty string, a list of such strings, or None"
     return tuple(dict.fromkeys(listed)), ""
 
 
@@ -170,7 +170,7 @@ def read_token_ids(value: object) -> Read:
     if not isinstance(listed, list | tuple):
         return value, "must be a list of token ids, or None"
     results = [read(Annotated[int, In("[0, inf)", "token ids start at 0")], index) for index in listed]
-    errors = [f"id {i} {error}" for i, (_, error) in enumerate(results) if error]
+    errors = [f"the id at index {i} {error}" for i, (_, error) in enumerate(results) if error]
     return tuple(dict.fromkeys(index for index, _ in results)), "; ".join(errors)
 
 
@@ -178,7 +178,7 @@ def read_keywords(value: object) -> Read:
     """Return a copy of a JSON-serializable dict."""
     if value is None:
         return None, ""
-    error = "must be a dict of JSON values, or None"
+    error = "must be a dict with string keys and JSON values, or None"
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         return value, error
     try:
@@ -207,4 +207,4 @@ def read_trackers(value: object) -> Read:
     if listed == ("all",) or all(name in names for name in listed):
         return listed[0] if len(listed) == 1 else listed, ""
     known = ", ".join(map(repr, names)).replace("'", '"')
-    return value, f'must be {known}, a list of these, "all" or "none"; pass other trackers as callbacks to train'
+    return value, f'must be {known}, a list of these, "all" or "none"; use callbacks for other trackers'

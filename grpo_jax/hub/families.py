@@ -43,7 +43,7 @@ def _qwen2(keys: Keys) -> Fields:
     rotary = keys["rope_parameters"] or keys["rope_scaling"] or {}
     sections, half = rotary.get("mrope_section", [16, 24, 24]), keys["hidden_size"] // keys["num_attention_heads"] // 2
     if len(sections) != 3 or sum(sections) != half:
-        raise keys.refuse("rope_scaling.mrope_section", sections, f"three integers whose sum is {half}")
+        raise keys.refuse("mrope_section", sections, f"three integers whose sum is {half}")
     kind = {"type": "default"} if rotary.get("type") == "mrope" else {}  # "mrope" uses the default frequencies
     rope = rope_of(keys, {**rotary, **kind})
     return {**fields, "rope": dataclasses.replace(rope, sections=tuple(sections))}
@@ -116,8 +116,8 @@ def _ministral3(keys: Keys) -> Fields:
     growth = tuple(rotary.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
     positive = [x for x in growth if isinstance(x, int | float) and x > 0]
     if len(positive) < 2:
-        name = "rope_parameters.(llama_4_scaling_beta, original_max_position_embeddings)"
-        raise keys.refuse(name, growth, "two positive numbers")
+        required = "a dict with positive llama_4_scaling_beta and original_max_position_embeddings"
+        raise keys.refuse("rope_parameters", rotary, required)
     rope = dataclasses.replace(rope_of(keys, rotary), growth=(float(positive[0]), int(positive[1])))
     return {"windows": all_windows(keys), "rope": rope}
 

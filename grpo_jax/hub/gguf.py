@@ -102,7 +102,7 @@ def _parsed(path: Path) -> Iterator[tuple[GGUFReader, Header]]:
 def _damaged(path: Path, error: Exception) -> str:
     if is_pointer(path):
         return f"the file is {POINTER}."
-    return f"the file is truncated or damaged; download it again ({path.stat().st_size:,} bytes; {one_line(error)})."
+    return f"the file is truncated or damaged ({path.stat().st_size:,} bytes; {one_line(error)}); download it again."
 
 
 def _open(path: Path) -> GGUFReader:

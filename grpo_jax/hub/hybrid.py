@@ -134,7 +134,7 @@ def _experts(keys: Keys) -> Fields:
 def mixture(keys: Keys, experts: int, size: int, chosen: str = "num_experts_per_tok") -> Fields:
     """Return the fields for a mixture of experts. `chosen` is the config key for the number of experts per token."""
     if not 1 <= keys[chosen] <= experts:
-        raise keys.refuse(chosen, keys[chosen], f"between 1 and num_experts = {experts}")
+        raise keys.refuse(chosen, keys[chosen], f"between 1 and the number of experts ({experts})")
     return {
         "num_experts": experts,
         "num_experts_per_token": keys[chosen],

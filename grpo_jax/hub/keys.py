@@ -219,10 +219,8 @@ def text_config(raw: Json) -> Json:
     flat = {key: value for key, value in raw.items() if key != "model_type"}
     inner = {**defaults, **(raw.get("text_config") or flat)}
     if inner["model_type"] not in architectures:
-        supported = ", ".join(map(repr, architectures))
-        raise ValueError(
-            f"config key 'text_config.model_type' must be one of {supported}; got {inner['model_type']!r}."
-        )
+        supported = " or ".join(map(repr, architectures))
+        raise ValueError(f"config key 'text_config.model_type' must be {supported}; got {inner['model_type']!r}.")
     # Top-level keys that also apply to the text model.
     shared = ("tie_word_embeddings", "quantization_config", "compression_config")
     whole = {key: raw[key] for key in shared if raw.get(key) is not None}

@@ -270,9 +270,9 @@ def _check_supported(config: Json) -> None:
     dropout, pattern = {"lora_dropout": config.get("lora_dropout") or 0.0}, config.get("alpha_pattern") or {}
     for key, value in {"r": config["r"], "lora_alpha": config["lora_alpha"], **pattern, **dropout}.items():
         re.compile(key)
-        limit = 1 if key in dropout else math.inf
+        limit, kind = (1, "number in [0, 1)") if key in dropout else (math.inf, "positive number")
         if type(value) not in (int, float) or not 0 <= value < limit or (value == 0 and key in ("r", "lora_alpha")):
-            kind = "number in [0, 1)" if key in dropout else "positive number"
+            key, kind = (f"alpha_pattern.{key}", "non-negative number") if key in pattern else (key, kind)
             raise ValueError(f"config key {key!r} must be a {kind}; got {show(value)}.")
 
 

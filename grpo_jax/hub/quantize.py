@@ -56,7 +56,7 @@ def check_quantizable(
     if any(part.columns is not None for part in parts):
         raise ValueError(
             f"quantize={method!r} is not supported for {'/'.join(path)}, since the checkpoint stores it together with"
-            " another projection (gpt-oss and Gemma 4); use quantize=None."
+            " another projection (as in gpt-oss and Gemma 4); use quantize=None."
         )
     if method == "nf4" and shape[-2] % BLOCK:
         raise ValueError(

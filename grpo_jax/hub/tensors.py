@@ -95,7 +95,7 @@ def prefixes_of(raw: Json, layout: int) -> tuple[str, str]:
 
 
 def stacked_experts(names: Iterable[str]) -> bool:
-    """Return whether a checkpoint stores each projection for all experts in a layer as one tensor."""
+    """Return whether a checkpoint stores each projection as a single tensor for all experts in a layer."""
     return any(re.match(r"(language_)?model\..*\.mlp\.experts\.down_proj$", name) for name in names)
 
 

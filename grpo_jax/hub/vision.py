@@ -110,8 +110,8 @@ def load_tower(policy: Policy, dtype: DTypeLike | None = None) -> tuple[SiglipTo
         array = stored.reshape(len(stored), -1).T if path[-1] == "kernel" else stored
         if array.shape != leaf.shape or stored.dtype not in dtypes:
             shape = list(leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape)
-            got = f"{list(stored.shape)} and {stored.dtype}"
-            problems.append(f"{name} must have shape {shape} and dtype {' or '.join(PARAM_DTYPES)}; got {got}")
+            got = f"got {list(stored.shape)} and {stored.dtype}"
+            problems.append(f"{name} must have shape {shape} and one of the dtypes {', '.join(PARAM_DTYPES)}; {got}")
         params[path] = array
     if problems:
         raise ValueError(f"policy.extra_tensors does not match policy.config: {shorten(problems)}.")
@@ -280,7 +280,7 @@ def load_processor(policy: Policy) -> ImageProcessor:
     import_extra("PIL.Image", "pillow")
     with quiet_import():
         import transformers
-    with parsing("preprocessor_config.json"):
+    with parsing(PROCESSOR_FILES[bool(processor.get("image_processor"))]):
         # Before transformers 5.4, the class that uses Pillow has no suffix.
         image_processor = (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)).from_dict(settings)
         if processor_class is _Idefics3:

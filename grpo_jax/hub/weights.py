@@ -80,14 +80,14 @@ def check_sizes(config: Json, shapes: Mapping[str, tuple[int, ...]]) -> None:
     layers = max((int(match[1]) + 1 for name in shapes if (match := layer.match(name))), default=0)
     longest = max((axis for shape in shapes.values() for axis in shape), default=0)
     for key, value in config.items():
-        limit, unit = longest, "elements along the longest axis"
+        limit, what = longest, "length of the longest tensor axis"
         if key == "num_hidden_layers":
-            limit, unit = layers, "layers"
+            limit, what = layers, "number of layers in the weights"
         elif "intermediate" in key:  # intermediate_size may exceed every axis if all layers have experts
-            limit, unit = max(map(math.prod, shapes.values()), default=0), "weights in the largest tensor"
+            limit, what = max(map(math.prod, shapes.values()), default=0), "number of elements in the largest tensor"
         is_size = key.endswith(("_size", "_dim", "_heads", "_hidden_layers", "_experts"))
         if is_size and isinstance(value, int) and value > limit:
-            raise ValueError(f"config key {key!r} is {value:,}, but the weights have {limit:,} {unit}.")
+            raise ValueError(f"config key {key!r} is {value:,}, but the {what} is {limit:,}.")
 
 
 def shape_differences(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]) -> str:

@@ -84,7 +84,7 @@ def as_mask(log_probs: jax.Array, mask: jax.Array, name: str = "mask") -> jax.Ar
 
 
 def bound_log_probs(log_probs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Set log-probs to 0 where the mask is False, and clip the others to at least `MIN_LOG_PROB`.
+    """Set log-probs to 0 where the mask is False; clip the others to ≥ `MIN_LOG_PROB` (straight-through gradient).
 
     Call this before any other use of the log-probs, because masking a NaN later leaves 0·NaN in the gradient.
     """

@@ -112,7 +112,7 @@ def vocabulary_blocks(size: int) -> tuple[int, int]:
 def draw_tokens(
     u: jax.Array, logits: jax.Array, *, axis: int = -1, all_gather: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a token from softmax(logits) for each row. u [..., 2] selects a block of the vocabulary, and a token in it.
+    """Draw a token from softmax(logits) for each row. u [..., 2] selects a vocabulary block and then a token in it.
 
     Returns tokens [...] int32 and their log-probs [...] float32. Tokens with logit −inf are never drawn. u contains
     uniform numbers in [0, 1), and `axis` is the vocabulary axis. If it is sharded, pass `all_gather`, a function that

@@ -77,7 +77,7 @@ def make_stops(strings: Sequence[str], pieces: Sequence[bytes]) -> Stops:
     encoded = [string.encode() for string in strings]
     missing = [string for string in strings if not _is_reachable(_tables([string.encode()], pieces)[1])]
     if missing:
-        raise ValueError(f"the tokens of this vocabulary cannot form {', '.join(map(repr, missing))}")
+        raise ValueError(f"the vocabulary's tokens cannot form {', '.join(map(repr, missing))}")
     kinds, table = _tables(encoded, pieces)
     return Stops(tuple(strings), hashlib.sha256(kinds.tobytes() + table.tobytes()).digest(), kinds, table)
 

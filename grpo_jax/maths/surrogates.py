@@ -213,7 +213,7 @@ def sampler_weights(
     mask = jnp.asarray(mask) != 0
     for name, value in (("sampling_log_probs", sampling), ("mask", mask)):
         if value.shape != old.shape or old.ndim == 0:
-            raise ValueError(f"{name} has shape {value.shape}; expected {old.shape}, the shape of old_log_probs.")
+            raise ValueError(f"{name} and old_log_probs must both be [..., T]; got {value.shape} and {old.shape}.")
     delta = jnp.maximum(old, MIN_LOG_PROB) - jnp.maximum(sampling.astype(old.dtype), MIN_LOG_PROB)
     delta = jnp.where(mask & ~jnp.isnan(sampling), delta, 0)
     if mode.startswith("sequence"):

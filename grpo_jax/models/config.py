@@ -135,7 +135,7 @@ class TransformerConfig:
     image_token_id: int | None = None  # token that image features replace; its logit is `MASKED`, so it is not sampled
     bidirectional_images: bool = False  # whether an image's tokens also attend to the image's later tokens (Gemma 3)
     dtype: str = "float32"  # compute dtype for matrix products: "float32" or "bfloat16"
-    remat: bool = False  # whether the backward pass recomputes layers instead of storing activations
+    remat: bool = False  # whether to recompute layers in the backward pass instead of storing activations
     remat_on_cpu: bool = False  # whether to recompute with `block.cpu_remat`, which supports only reverse mode
     # Attention implementation for whole sequences. "einsum" stores all scores. The others (`fused`) support only
     # reverse-mode gradients. "triton" also uses kernels for experts (`ragged`) and large decode steps (`fused_step`).
@@ -143,7 +143,7 @@ class TransformerConfig:
     # but uses kernels for packed sequences on TPUs (`splash`). "auto" selects the fastest one for the devices.
     attention: str = "auto"
     mesh: Mesh | None = None  # mesh that fused attention and experts are sharded over; None for one device
-    float32_sums: bool | None = None  # whether bfloat16 products use float32 sums (`matmul`); None uses them if faster
+    float32_sums: bool | None = None  # whether bfloat16 products use float32 sums (`matmul`); None: if that is faster
     # Whether calls without a cache run consecutive layers of one kind, or of a repeating pattern of kinds, as a loop
     # whose body is compiled once. The loop needs an additional copy of the layers' weights at run time.
     loop_layers: bool = False

@@ -101,7 +101,7 @@ def matmul_quantized(
 
 
 def _product(x: jax.Array, w: Quantized, dtype: DTypeLike | None, float32_sums: bool) -> jax.Array:
-    """Compute `matmul_quantized` with a dot product that `jax.checkpoint` policies recognize."""
+    """Compute the product for `matmul_quantized` as a dot product that `jax.checkpoint` policies recognize."""
     if float32_sums:
         return dot_float32(x, rows_for(x, w), (1, 1)).astype(dtype or x.dtype)
     return jnp.matmul(x, rows_for(x, w).T, preferred_element_type=dtype)

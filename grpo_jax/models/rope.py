@@ -104,7 +104,7 @@ def rope_frequencies(rope: Rope, head_dim: int, length: int = 0) -> tuple[np.nda
     Only the kinds "dynamic" and "longrope" depend on the sequence length `length`.
     """
     if rope.kind not in ROPE_KINDS:
-        raise ValueError(f"rope kind must be one of {list(ROPE_KINDS)}; got {rope.kind!r}.")
+        raise ValueError(f"rope.kind must be one of {list(ROPE_KINDS)}; got {rope.kind!r}.")
     rotated = int(head_dim * rope.fraction)
     inverse = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     frequencies, factor = ROPE_KINDS[rope.kind](inverse, dict(rope.scaling), rope, length)

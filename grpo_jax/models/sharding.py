@@ -80,7 +80,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     if min(sizes) < 1 or math.prod(sizes) > len(devices) or (several and math.prod(sizes) < len(devices)):
         fit = f"exactly {len(devices)}, since all processes must take part" if several else f"at most {len(devices)}"
         raise ValueError(
-            f"mesh = {dict(axes)} has {product} devices, and {len(devices)} are available. Set positive sizes with a"
+            f"mesh = {dict(axes)} has {product} devices (available: {len(devices)}). Set positive sizes with a"
             f" product of {fit}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(sizes)])
@@ -96,7 +96,7 @@ def check_fits(axes: Mapping[str, int], *, width: int, heads: int, channels: int
     for axis, (total, what) in {"fsdp": (width, f"the model's width of {width}"), "tensor": whole}.items():
         if total % axes.get(axis, 1):
             fit = ", ".join(str(size) for size in range(1, 2 * axes[axis]) if total % size == 0)
-            raise ValueError(f"mesh = {dict(axes)}: {axis} = {axes[axis]} does not divide {what}. Use one of {fit}")
+            raise ValueError(f"mesh = {dict(axes)}: {axis} = {axes[axis]} does not divide {what}. Valid sizes: {fit}")
 
 
 def parameter_sharding(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from grpo_jax.models.attention_tiles import NO_PROMPT, Kernel, TileMask
 
-MaskInfo = tuple[jax.Array | None, ...]  # a `MaskInfo` of the kernels
+MaskInfo = tuple[jax.Array | None, ...]  # the kernels' named tuple `MaskInfo`
 
 BITS = 16
 """Bits for a query's index, and for the number of visible completion keys before it. A sequence has ≤ 2^BITS tokens."""

@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         c, chosen = self.config, attention_implementation(self.config.attention)
         if chosen == "einsum":
             return None
-        # The splash kernels' gradients of sinks do not have the sinks' dtype in older versions of JAX.
+        # In older versions of JAX, the splash kernels return the sinks' gradients in a different dtype than the sinks'.
         if chosen == "splash" and (segments is None or c.attention_sinks or tokens[2] > 1 << BITS):
             chosen = "tiles"
         if chosen == "mosaic" and not c.fits_mosaic:

@@ -23,7 +23,7 @@ LONGEST = 60
 """Maximum length of a number in characters. The limit bounds the parsing time."""
 
 _ADVICE = (
-    "Remove these rows, or replace number_reward with accuracy_reward (compares strings) or formula_reward (compares"
+    "Remove such rows, or replace number_reward with accuracy_reward (compares strings) or formula_reward (compares"
     " formulas with math-verify)"
 )
 
@@ -112,7 +112,7 @@ def number_reward(column: str = "answer") -> RewardFn:
       [1.0, 0.0]
       >>> correct.check_rows([{"answer": "18"}, {"answer": r"3\sqrt{13}"}])
       Traceback (most recent call last):
-      ValueError: reward function 'accuracy': 1 of 2 rows of the dataset have no single number in the column ...
+      ValueError: reward function 'accuracy': in 1 of 2 rows of the dataset, the column 'answer' has no single ...
     """
     return _NumberReward(column)
 

@@ -54,8 +54,8 @@ class Rewards(NamedTuple):
 
     Attributes:
       values: rewards [B, G, K] float32, finite, or NaN for "not scored".
-      stats: metrics. For each function, `rewards/<name>/mean` and `/std` over scored completions (`/mean` is omitted
-        if there are none, and `/std`, with ddof 1 as in TRL, if there are fewer than 2), `/missing` (fraction of
+      stats: metrics. For each function, `rewards/<name>/mean` and `/std` (ddof 1, as in TRL) over scored completions,
+        of which `/mean` needs at least one and `/std` two (otherwise it is omitted), `/missing` (fraction of
         completions without a score), `/errors` (number of completions affected by errors) and `/seconds`.
         `rewards/unscored` is the fraction of completions that no function scored.
       parts: rewards per turn or token, if a function returned them. `values` contains the sum for each completion.
@@ -105,7 +105,7 @@ def compute_rewards(
         if len(values) != count:
             raise ValueError(f"{name} must have B·G={count} entries, one per completion; got {len(values)}")
     if num_generations < 1 or count == 0 or count % num_generations:
-        raise ValueError(f"num_generations={num_generations} must divide the number of completions, {count}")
+        raise ValueError(f"num_generations={num_generations} must divide the number of completions (> 0); got {count}")
 
     names, log = reward_names(fns), Log(count)
     extras = {"trainer_state": trainer_state or TrainerState(), "log_metric": log.metric, "log_extra": log.extra}
@@ -123,10 +123,10 @@ def compute_rewards(
         if failures and (on_error == "raise" or errors > WARNING_FRACTION * count):
             explanation, first = _explain(name, failures, inputs, num_generations), next(iter(failures.values()))
             if on_error == "raise":
-                fix = "Fix the error, or set on_reward_error='none' (on_error of compute_rewards) to ignore the reward"
+                fix = "Fix the error, or set on_reward_error='none' (on_error in compute_rewards) to count the affected"
+                fix += " completions as not scored"
                 raise RewardError(f"{explanation}. {fix}") from (first if isinstance(first, BaseException) else None)
-            message = f"{errors} of {count} completions were not scored: {explanation}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warnings.warn(f"no score for {errors} of {count} completions: {explanation}", RuntimeWarning, stacklevel=2)
         call_stats |= {f"rewards/{name}/errors": float(errors), f"rewards/{name}/seconds": seconds[k]}
     grouped, stats = rewards.reshape(-1, num_generations, len(fns)), reward_stats(names, rewards) | call_stats
     return Rewards(grouped, stats, parts, log.metrics, log.columns, list(completions))

@@ -120,9 +120,7 @@ def check_reward_fns(
         return
     columns = [column for column in columns if column != "prompt"]
     reserved = sorted({*columns} & {*COMPLETION_ARGUMENTS, *EXTRAS})
-    problems = [
-        f"{argument} has a column {name!r}, which is a built-in argument; rename the column" for name in reserved
-    ]
+    problems = [f"{argument} has a column {name!r}, a reserved argument name; rename the column" for name in reserved]
     for fn, name in zip(fns, reward_names(fns), strict=True):
         problems += _signature_problems(fn, name, columns, argument)
     raise_all("reward_fns", problems)
@@ -202,7 +200,7 @@ class Log:
         """Log one value per completion in `completions.jsonl`."""
         values = copy_containers(list(values))
         if len(values) != len(self.columns):
-            expected = f"one value for each of {len(self.columns)} completions"
+            expected = f"one value per completion, {len(self.columns)} in total"
             raise RewardError(f"log_extra({column!r}, ...) needs {expected}; got {len(values)}")
         for row, value in zip(self.columns, values, strict=True):
             row[column] = value

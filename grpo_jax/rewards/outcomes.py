@@ -29,8 +29,8 @@ class PartialRewards(RewardError):
 
     def __init__(self, values: RewardValues, failures: Failures):
         index, failure = next(iter(failures.items()))
-        which = "all: the function" if index is None else f"{len(failures)} of {len(values)}: completion {index}"
-        super().__init__(f"missing rewards for {which} {describe_failure(failure)}")
+        which, at = ("all", "") if index is None else (f"{len(failures)} of {len(values)}", f"for completion {index}, ")
+        super().__init__(f"missing rewards for {which} completions: {at}the function {describe_failure(failure)}")
         self.values = list(values)
         self.failures: Failures = dict(failures)
 
@@ -85,10 +85,10 @@ def _items(outcome: Any, count: int) -> list[Any] | BaseException | str:
     if outcome is None:
         return "returned None instead of a list; check that it has a return statement"
     if items is None:
-        return f"must return a list with a float or None for each of {count} completions; got {show(outcome)}"
+        return f"must return a list with a float or None per completion, {count} in total; got {show(outcome)}"
     if len(items) != count:
         length = len(outcome) if isinstance(outcome, Sized) else f"more than {count}" if items[count:] else len(items)
-        return f"must return one value for each of {count} completions; got {length}"
+        return f"must return one value per completion, {count} in total; got {length}"
     return items
 
 

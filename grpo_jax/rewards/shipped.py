@@ -118,8 +118,8 @@ class ColumnReward:
         if bad:
             shown = ", ".join(f"row {i} has {show(truths[i], 60)}" for i in bad[:5]) + ", …" * (len(bad) > 5)
             raise ValueError(
-                f"reward function {self.__name__!r}: {len(bad)} of {len(rows)} rows of {argument} have no {kind} in the"
-                f" column {self.column!r}: {shown}. {advice}"
+                f"reward function {self.__name__!r}: in {len(bad)} of {len(rows)} rows of {argument}, the column"
+                f" {self.column!r} has no {kind}: {shown}. {advice}"
             )
 
 

@@ -168,7 +168,7 @@ class _IsolatedFunction:
 
     def _replies(self, pool: ProcessPool, futures: Iterable[Future[_Reply]]) -> Iterator[Future[_Reply]]:
         """Yield the future of each call that ended. Calls that a broken pool lost are omitted."""
-        limit = self._timeout + START_SECONDS  # the timeout excludes the time in which new workers load the function
+        limit = self._timeout + START_SECONDS  # the timeout excludes the time new workers take to load the function
         waiting, end = {*futures}, time.monotonic() + limit
         while waiting and pool.active and time.monotonic() < end:
             done, waiting = concurrent.futures.wait(waiting, 1.0, concurrent.futures.FIRST_COMPLETED)

@@ -93,7 +93,7 @@ def prefill(
     prompts and heads. Returns the state, and `Drawn` with one step.
     """
     b, g = keys.shape
-    model, params = reshard_embedding((model, params), settings.mesh)  # for the lookup of the prompts' tokens
+    model, params = reshard_embedding((model, params), settings.mesh)  # for looking up the embeddings of prompt tokens
     last_hidden, prefix = model.apply({"params": params}, prompts, method="prefill")
     logits = model.apply({"params": params}, last_hidden, method="unembed")
     logits = jnp.broadcast_to(logits[:, None], (b, g, logits.shape[-1]))

@@ -196,7 +196,7 @@ class Engine:
             with contextlib.suppress(ConnectionLost):
                 if await self._has_loaded():
                     return table
-            message = f"{self._server.url} no longer has the run's weights; it may have been restarted"
+            message = f"{self._server.url} no longer has the run's weights; the server may have been restarted"
             if batch.next_observation is not None:  # environments cannot process the same turns twice
                 break
             warnings.warn(f"{message}. Sampling the batch again", stacklevel=2)
@@ -246,10 +246,10 @@ class Engine:
         if not gaps.mean() <= version.tolerance:
             self._loaded = None
             raise EngineError(
-                f"{self._server.url} does not sample from the run's weights. After loading, the probe's log-probs"
-                f" differ by {gaps.mean():.2g} nats per token on average (maximum {gaps.max():.2g}); the tolerance"
-                f" is {version.tolerance:g}. Check that it serves the policy's base model. If its dtype differs from"
-                f" the trainer's, start it with the same --dtype or pass a larger tolerance. {NOT_TRAINED}"
+                f"{self._server.url} does not sample with the run's weights. After loading, its log-probs for the probe"
+                f" differ from the trainer's by {gaps.mean():.2g} nats per token on average (maximum {gaps.max():.2g});"
+                f" the tolerance is {version.tolerance:g}. Check that the server has the policy's base model. If its"
+                f" dtype differs from the trainer's, use the same --dtype or pass a larger tolerance. {NOT_TRAINED}"
             )
         self._loaded = version
 
@@ -297,7 +297,7 @@ def write_weights(directory: Path, policy: Policy, params: Params) -> bool:
         write_policy(directory, written.replace(files={}) if adapters else _with_head(written))
     except Exception as error:  # for example, the disk is full
         problem = f"the weights for the server could not be written to {directory}: {one_line(error)}"
-        raise EngineError(f"{problem}. Check its free space, or pass another directory to engines.vllm") from error
+        raise EngineError(f"{problem}. Check the free disk space, or pass another directory to engines.vllm") from error
     return adapters
 
 

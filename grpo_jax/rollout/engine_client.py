@@ -87,7 +87,7 @@ class Client:
                     raise EngineError(f"{self.base_url}{path} returned invalid JSON: {show(text)}") from error
             message = f"{self.base_url}{path} returned status {status}: {show(text, 300)}"
             if status in (401, 403):
-                message += f". Set its API key in the environment variable {self._env or 'that api_key_env names'}"
+                message += f". Set the server's key in the environment variable {self._env or 'that api_key_env names'}"
             if status not in retry:
                 raise StatusError(message, status)
             if time.monotonic() + pause > end:

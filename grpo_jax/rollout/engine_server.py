@@ -26,7 +26,7 @@ def read_log_prob(value: float) -> float:
     """Return a log-prob from a response as a float. Raises ValueError unless -1e4 < `value` < 1e-2."""
     # vLLM returns -9999 for a probability of 0, and a log-prob of 0 may be rounded to a small positive number.
     if not -1e4 < value < 1e-2:
-        raise ValueError(f"log-probs must be at most 0 and greater than -1e4; got {value}")
+        raise ValueError(f"log-probs must be in (-1e4, 0]; got {value}")
     return float(value)
 
 
@@ -59,8 +59,8 @@ class VLLM:
         drawn = await self.draw([1, 2, 3], max_tokens=1, seed=0, settings=DecodeSettings(sampling=Sampling(top_k=1)))
         if drawn.log_probs[0] < -1e-6:
             raise EngineError(
-                f"{self.url} returns log-probs that ignore temperature, top_k, top_p and min_p; start it with"
-                " --logprobs-mode processed_logprobs"
+                f"{self.url} returns log-probs that ignore temperature, top_k, top_p and min_p; start the"
+                " server with --logprobs-mode processed_logprobs"
             )
 
     async def look_up(self, longest: int) -> None:
@@ -74,15 +74,15 @@ class VLLM:
             bases = [model for model in response["data"] if model.get("parent") is None]
             limit = min((int(model.get("max_model_len") or longest) for model in bases), default=longest)
         if self._base and self._base not in names:
-            raise EngineError(f"model must be a model that {self.url} serves ({shorten(names)}); got {self._base!r}")
+            raise EngineError(f"{self.url} does not serve model={self._base!r} (available: {shorten(names) or 'none'})")
         if not self._base and len({model.get("root") for model in bases}) != 1:
-            raise EngineError(f"{self.url} serves {shorten(names) or 'no models'}; pass the model's name as model")
+            raise EngineError(f"model must name a model on {self.url} (available: {shorten(names) or 'none'})")
         self._base = self._base or bases[0]["id"]
         self._name = self._name or self._base
         if longest > limit:
             raise EngineError(
                 f"{self.url} is limited to {limit} tokens, but a prompt and its completion may need {longest}; start"
-                f" it with --max-model-len {longest}, or reduce max_completion_length or max_prompt_length"
+                f" the server with --max-model-len {longest}, or reduce max_completion_length or max_prompt_length"
             )
 
     async def load(self, version: str, directory: Path, adapters: bool) -> None:
@@ -142,13 +142,13 @@ class VLLM:
         with self._reading("/v1/completions"):
             reason = choice["finish_reason"]
             if reason not in ("stop", "length"):  # aborted by another client
-                raise ConnectionLost(f"{self.url} aborted a completion ({reason})")
+                raise ConnectionLost(f"{self.url} aborted a completion (finish_reason {reason!r})")
             tokens = [*map(operator.index, choice["token_ids"])]
             log_probs = [*map(read_log_prob, choice["logprobs"]["token_logprobs"])]
         if not 1 <= len(tokens) <= max_tokens or len(tokens) != len(log_probs):
             raise EngineError(
-                f"{self.url} must return 1 to {max_tokens} token ids, and a log-prob for each; got {len(tokens)}"
-                f" token_ids and {len(log_probs)} log-probs for a completion"
+                f"{self.url} must return 1 to max_tokens={max_tokens} token_ids, and as many token_logprobs; got"
+                f" {len(tokens)} token_ids and {len(log_probs)} token_logprobs for a completion"
             )
         # vLLM matches stop strings against characters and may need one more token than `Stops`, which matches bytes.
         # The turn is truncated where `Stops` finds a match, so that it ends with the same token as in `generate`.
@@ -160,7 +160,7 @@ class VLLM:
             raise EngineError(
                 f"{self.url} ended a completion after {len(tokens)} of {max_tokens} tokens with finish_reason"
                 f" {reason!r}, but the last token, {tokens[-1]}, is not a stop id and does not complete a stop string."
-                " Check that its --max-model-len is sufficient and that its tokenizer is the same as the policy's"
+                " Check that the server's --max-model-len is sufficient and that its tokenizer equals the policy's"
             )
         return ServerTurn(tokens, log_probs, ended)
 
@@ -181,8 +181,8 @@ class VLLM:
         )
         if not is_complete:
             raise EngineError(
-                f"{self.url} must return prompt_logprobs for all {len(ids)} tokens and for the {k} most probable tokens"
-                " at each position; use vLLM 0.10 or newer"
+                f"{self.url} must return prompt_logprobs for all {len(ids)} tokens"
+                f"{f' and for the top {k} at each position' if k else ''}; use vLLM 0.10 or newer"
             )
         return log_probs_by_position
 
@@ -219,7 +219,7 @@ class VLLM:
             fix = ""
             if error.status in (404, 405):
                 directory = body.get("lora_path", "the weights directory")
-                fix = f". Start it as `{START_COMMAND}`, with access to {directory}"
+                fix = f". Start the server with `{START_COMMAND}`, and give it access to {directory}"
             elif "_path" in str(body):
                 fix = ". If the server cannot read the weights, pass a different directory to engines.vllm"
             raise EngineError(f"{error}{fix}") from error

@@ -97,7 +97,7 @@ def make_episode_setup(
     environments = _create_environments(factories)
     methods = {name: environment_tools(environment) for name, environment in environments.items()}
     problems = _row_problems(rows, factories) + [
-        f"the dataset must not have a column {name!r}, which the trainer passes to reward functions. Rename the column"
+        f"the dataset must not have a column {name!r}, a reserved argument of reward functions. Rename the column"
         for name in REWARD_COLUMNS
         if rows and name in rows[0]
     ]
@@ -108,7 +108,7 @@ def make_episode_setup(
     if has_tools and not is_chat:
         problems.append(
             "tools need prompts that are lists of messages, but the dataset's prompts are strings. Convert the"
-            " prompts, or use an environment whose only public method is respond(text)"
+            " prompts, or use an environment that has respond(text) instead of tools"
         )
     kwargs = dict(config.chat_template_kwargs or {})
     # If a tokenizer has the templates `tool_use` and `default`, rows with and without tools use different templates.
@@ -126,7 +126,7 @@ def make_episode_setup(
         roles = ["tool"] * has_tools + ["user"] * responds
         for schemas in all_schemas:
             problems += _template_problems(ChatTemplate(tokenizer, kwargs, schemas, eos_token_ids), form, roles)
-    raise_all("tools and environment_factory", list(dict.fromkeys(problems)))
+    raise_all("tools or environment_factory", list(dict.fromkeys(problems)))
     return EpisodeSetup(
         tokenizer=tokenizer,
         eos_token_ids=tuple(eos_token_ids),
@@ -206,7 +206,7 @@ def _environment_problems(
     kind, problems = type(environment).__name__, list[str]()
     if not methods and not tools and not hasattr(environment, "respond"):
         problems.append(
-            f"{kind} must have respond(text) or another public method, which the policy can call. Otherwise all"
+            f"{kind} must have respond(text) or a public method that the policy can call as a tool. Otherwise all"
             " completions have a single turn"
         )
     problems += [f"{kind} and tools both define {tool!r}; rename one of them" for tool in methods.keys() & tools.keys()]
@@ -218,8 +218,8 @@ def _environment_problems(
         inspect.signature(environment.reset).bind(**columns)
     except TypeError as error:
         problems.append(
-            f"{kind}.reset must accept the dataset's columns as keyword arguments ({', '.join(columns)}): {error}."
-            " Add **kwargs for unused columns"
+            f"{kind}.reset must accept the dataset's columns as keyword arguments ({', '.join(columns) or 'none'}):"
+            f" {error}. Add **kwargs for unused columns, and defaults for parameters that are not columns"
         )
     return problems
 

@@ -123,7 +123,7 @@ class Episode:
             if not self.turn_rewards or isinstance(last, str):
                 return last
             if isinstance(last, list):
-                problem = f"must return a number or None if respond returns rewards; got {show(last)}"
+                problem = f"must return a number or None, not a list, if respond returns rewards; got {show(last)}"
                 raise self._environment_error("get_reward", problem)
         except _Failed:
             return None
@@ -185,7 +185,7 @@ class Episode:
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
             answer, reward = answer
             if not hasattr(self.environment, "get_reward"):
-                problem = "returned a reward, but there is no get_reward; add one that returns a number or None"
+                problem = "returned a reward, but there is no get_reward (add one that returns a number or None)"
                 raise self._environment_error("respond", problem)
             number = _to_float(reward)
             if not isinstance(number, float) or not math.isfinite(number):
@@ -194,7 +194,7 @@ class Episode:
         if answer is None:
             return None
         if not isinstance(answer, str):
-            problem = f"must return a string, or None at the end; got {show(answer)} ({type(answer).__name__})"
+            problem = f"must return a string, or None to end the episode; got {show(answer)} ({type(answer).__name__})"
             raise self._environment_error("respond", problem)
         answer = as_text(answer, limit=len(answer))  # replaces unpaired Unicode surrogates, which tokenizers reject
         return [{"role": "user", "content": answer}] if self._is_chat else answer
@@ -276,7 +276,7 @@ class Episodes:
         list(self._pool.map(lambda i: self.episodes[i].reset(rows[i // group]), self._indices))
         environments = [episode.environment for episode in self.episodes if episode.environment is not None]
         if len(set(map(id, environments))) < len(environments):
-            raise ValueError("environment_factory must return a new object at each call; got the same object twice")
+            raise ValueError("environment_factory must return a new object on each call; got the same object twice")
         local = [_extended_prompt(rows[b], self.episodes[b * group : (b + 1) * group]) for b in self.local_rows]
         prompts = itertools.chain.from_iterable(gather_objects(local))
         return [row if new is None else {**row, "prompt": new} for row, new in zip(rows, prompts, strict=True)]

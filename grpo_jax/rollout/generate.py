@@ -143,7 +143,7 @@ def generate(
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, prompts, key)))
     if next_observation is not None and (traced or not is_builtin(model)):
         kind = f"{type(model).__name__} under jit" if traced else type(model).__name__
-        raise ValueError(f"model must be a built-in model, outside jit, if completions have several turns; got {kind}.")
+        raise ValueError(f"next_observation requires a built-in model and does not support jit; got {kind}.")
     groups, longest = prompts.tokens.shape[0], int(max_completion_length)
     turn_length = min(longest, int(max_turn_length or longest))
     keys = completion_keys(

@@ -82,7 +82,7 @@ def environment_tools(environment: object) -> dict[str, Tool]:
             continue
         tool = _make_tool(getattr(environment, name), f"{kind.__name__}.{name}", name)
         if isinstance(tool, str):
-            problems.append(f"{tool} (if it is not a tool, rename it to start with '_')")
+            problems.append(f"{tool} (if {name!r} is not a tool, rename it to start with '_')")
         else:
             methods[name] = tool
     raise_all(f"environment {kind.__name__}", problems)
@@ -105,7 +105,7 @@ def _make_tool(function: Function, where: str, name: str | None = None) -> Tool 
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 kind = parameter.kind.description
-                return f"{where}: parameters must accept keyword arguments; {parameter.name!r} is {kind}"
+                return f"{where}: parameters must not be positional-only or variadic; {parameter.name!r} is {kind}"
         described = get_json_schema(function)["function"]
         return Tool(name, function, {"type": "function", "function": {**described, "name": name}})
     except Exception as error:  # resolving a type hint may raise any exception

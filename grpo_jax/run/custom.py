@@ -80,8 +80,8 @@ def check_advantage_fn(function: AdvantageFn | None, config: GRPOConfig, num_fns
         return None
     if config.turn_credit != "episode":
         raise ValueError(
-            f"advantage_fn and turn_credit={config.turn_credit!r} both compute the advantages; use only one. An"
-            " advantage_fn can call maths.credit.turn_advantages with its token_rewards and turns"
+            f"advantage_fn and turn_credit={config.turn_credit!r} both compute the advantages; omit advantage_fn or"
+            " set turn_credit='episode' (advantage_fn can pass token_rewards and turns to maths.credit.turn_advantages)"
         )
     if not callable(function):
         raise ValueError(f"advantage_fn must be a function of rewards and mask, or None; got {show(function)}")

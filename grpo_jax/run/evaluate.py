@@ -137,7 +137,7 @@ def evaluate_rows(
     fns, config = check_functions(as_list(reward_fns), arguments, config, episode_setup, errors, required=True)
     errors.raise_together(weight_problems(config, len(fns)))
     if data.dropped:
-        warnings.warn(f"dropped {len(data.dropped)} rows whose prompts are longer than max_prompt_length", stacklevel=3)
+        warnings.warn(f"dropped rows with prompts longer than max_prompt_length: {len(data.dropped)}", stacklevel=3)
     check_tokens(policy, data, config.max_completion_length)
     warn_of_tokens(data, policy, "dataset", ends=ends, template_kwargs=config.chat_template_kwargs)
     return evaluate_encoded(policy, data, fns, config, params=params, episode_setup=episode_setup, sampler=sampler)

@@ -71,7 +71,7 @@ def check_tokens(policy: Policy, data: EncodedPrompts, max_completion_length: in
         return
     if largest >= shape.vocab_size:
         raise ValueError(
-            f"{prefix}policy.tokenizer returned the token id {largest}, but the model's vocabulary size is"
+            f"{prefix}the input contains the token id {largest}, but the model's vocabulary size is"
             f" {shape.vocab_size}. Use the tokenizer from the model's checkpoint."
         )
     if max_completion_length:
@@ -105,7 +105,7 @@ def run_problems(policy: Policy, config: GRPOOrSFTConfig, *, has_eval_data: bool
         problems.append(f"{shown(config, name)}: needs an evaluation dataset; set eval_dataset (RUN.yaml: eval_data)")
     if config.router_aux_loss_coef and (shape is None or not shape.num_experts):
         name = "router_aux_loss_coef"
-        problems.append(f"{shown(config, name)}: the model is not a mixture of experts; set it to None")
+        problems.append(f"{shown(config, name)}: the model is not a mixture of experts; set {name} to None")
     return problems
 
 
@@ -132,9 +132,9 @@ def weight_problems(config: GRPOConfig, num_reward_fns: int) -> list[str]:
     """Return a list with an error message if the numbers of reward weights and functions differ, else []."""
     if config.reward_weights is None or len(config.reward_weights) == num_reward_fns:
         return []
-    functions = f"{num_reward_fns} reward function{'s' * (num_reward_fns != 1)}"
+    n, functions = len(config.reward_weights), f"{num_reward_fns} reward function{'s' * (num_reward_fns != 1)}"
     return [
-        f"{shown(config, 'reward_weights')}: got {len(config.reward_weights)} weights for {functions};"
+        f"{shown(config, 'reward_weights')}: got {n} weight{'s' * (n != 1)} for {functions};"
         " pass one weight per function, or None to use 1.0 for each function"
     ]
 
@@ -206,7 +206,7 @@ def _current_date(data: EncodedPrompts, policy: Policy, kwargs: Json | None, arg
     template = ChatTemplate(policy.tokenizer, kwargs).source if messages else None
     if "strftime_now(" in (template or "") and "date_string" not in (kwargs or {}):
         yield (
-            "dataset: the chat template writes the current date, so the run can be resumed only on the same day. Set a"
-            " date with chat_template_kwargs={'date_string': ...} (Llama 3), or write it into the template and pass"
-            " {'chat_template': ...}"
+            "dataset: the chat template writes the current date, so the prompts change daily, and a run can be resumed"
+            " only on the same day. Set a date with chat_template_kwargs={'date_string': ...} (Llama 3), or write it"
+            " into the template and pass {'chat_template': ...}"
         )

@@ -93,7 +93,7 @@ def push_to_hub(
             name = _create(repo_id, f"repo_id = {repo_id!r}", private, revision)
         except OSError as error:
             failed = error
-    # If process 0 fails, all processes raise. Otherwise they would wait for it in `write_policy`.
+    # If process 0 fails, raise in all processes, since the others would wait for it in `write_policy` forever.
     if (message := gather_objects(failed and str(failed))[0]) is not None:
         raise failed or OSError(message)
     with tempfile.TemporaryDirectory(dir=run_dir) as scratch:
@@ -123,8 +123,8 @@ def _create(name: str, argument: str, private: bool | None, revision: str | None
             _api().create_branch(full, branch=revision, exist_ok=True)
     except Exception as error:
         raise OSError(
-            f"{argument}: the repository cannot be created ({one_line(error)}). Log in with `hf auth login` or"
-            " HF_TOKEN, and check that you have write access to this name"
+            f"{argument}: the repository or branch cannot be created ({one_line(error)}). Log in with `hf auth login`"
+            " or HF_TOKEN, and check that you may write to this repository"
         ) from error
     return full
 
@@ -194,8 +194,8 @@ class Publisher:
                 _push(self._directory, self._name, self._config.hub_revision, message)
         except Exception as error:
             warnings.warn(
-                f"the policy at step {step} could not be pushed to {self._name!r} ({one_line(error)}). Training"
-                " continues; the next checkpoint will be pushed",
+                f"the policy at step {step} could not be pushed to {repr(self._name) if self._name else 'the Hub'}"
+                f" ({one_line(error)}). Training continues; the next checkpoint will be pushed",
                 RuntimeWarning,
                 stacklevel=3,
             )

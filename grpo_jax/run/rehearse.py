@@ -130,12 +130,13 @@ def rehearse(
     with phase("memory analysis"):
         programs = _programs(run, updated_state)
     limit = memory_of(jax.devices()[0])
+    fix = ", or use compute_dtype='bfloat16'" if config.compute_dtype == "float32" else ""
     params = device_bytes((as_jit_argument(policy.model), updated_state.params))  # arguments of each program
     peak = sum(persistent.values()) + max(programs.values(), default=params) - params
     if limit is not None and peak > limit:
         suspicious.append(
             f"up to {peak / 1e9:.1f} GB may be needed, but the device has only {limit / 1e9:.1f} GB; reduce"
-            " per_device_train_batch_size or max_completion_length, or use compute_dtype='bfloat16'"
+            f" per_device_train_batch_size or max_completion_length{fix}"
         )
     report = DryRun(sizes, persistent | programs, phase.take(), tuple(suspicious), rows, rollout | metrics)
     if jax.process_index() == 0:
@@ -158,12 +159,12 @@ def _group_problems(
     config, g = run.config, len(rows)
     if not any(row["ended"] for row in rows):
         yield (
-            f"all {g} completions were truncated at max_completion_length = {config.max_completion_length} tokens and"
-            f" none contains an EOS token ({', '.join(map(str, run.policy.eos_token_ids))}); increase the limit, or"
+            f"all {g} completions were truncated at max_completion_length = {config.max_completion_length}, and none"
+            f" ended with an id in policy.eos_token_ids = {list(run.policy.eos_token_ids)}; increase the limit, or"
             " check the EOS token and the chat template"
         )
     elif rollout["completions/max_length"] <= 1:
-        yield f"all {g} completions are empty: the first sampled token ends each of them"
+        yield f"all {g} completions are empty: the first sampled token ends each of them; check policy.eos_token_ids"
     if len({str(row["completion"]) for row in rows}) == 1:
         yield f"all {g} completions are identical: {rows[0]['completion']!r:.80}; increase temperature"
     yield from _reward_problems(run, rollout, rows)
@@ -191,7 +192,7 @@ def _reward_problems(run: Run, rollout: dict[str, float], rows: list[dict[str, A
         if not scored.size:
             yield f"reward function {name!r} returned no reward for any of the {g} completions"
         elif np.ptp(scored) == 0:
-            yield f"reward function {name!r} gave all {scored.size} completions the same reward, {scored[0]:g}"
+            yield f"reward function {name!r} gave all scored completions ({scored.size}/{g}) the reward {scored[0]:g}"
         seconds = rollout.get(f"rewards/{name}/seconds", 0.0) * run.sizes.prompts_per_iteration
         if seconds > SLOW_REWARD:
             yield (

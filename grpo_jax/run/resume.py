@@ -185,9 +185,9 @@ def _config_differences(saved: Json, current: Json, step: int) -> Iterator[str]:
 def _prompt_differences(argument: str, old: Json, new: Json) -> Iterator[str]:
     """Yield a line if the prompts of a dataset differ."""
     if old["rows"] != new["rows"]:
-        yield f"{argument}: {new['rows']} rows, but the run has {old['rows']}"
+        yield f"{argument}: {new['rows']} row{'s' * (new['rows'] != 1)}, but the run has {old['rows']}"
     elif old["prompts"] != new["prompts"]:
-        yield f"{argument}: the prompts or their order differ from the saved run's ({new['rows']} rows in both)"
+        yield f"{argument}: the prompts or their order differ from the saved run's (rows in both: {new['rows']})"
 
 
 def _evaluation_differences(saved: Json, current: Json) -> Iterator[str]:

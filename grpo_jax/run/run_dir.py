@@ -63,8 +63,8 @@ def check_processes_share_run_dir(run_dir: str | os.PathLike[str] | None) -> Non
         shared = _all_exist(tokens) if run_dir is not None else not any(has_directory for has_directory, _ in results)
         if not all(gather_objects(shared)):
             message = (
-                f"run_dir = {str(run_dir)!r} is not the same directory in all processes. All processes write"
-                " checkpoints together; pass each of them the same directory on a shared file system"
+                f"run_dir = {run_dir and str(run_dir)!r} is not the same directory in all processes. All processes"
+                " write checkpoints together; pass each of them the same directory on a shared file system"
             )
     if run_dir is not None:
         tokens[index].unlink(missing_ok=True)

@@ -76,7 +76,7 @@ class Sampler(Protocol):
 
 def check_sampler(sampler: object, episode_setup: EpisodeSetup | None = None, ends: TurnEnds = BY_EOS) -> None:
     """Raise ValueError if `sampler` is not a function or does not support the run's settings, tools or processes."""
-    fix = f"Pass a function whose arguments are among {', '.join(ARGUMENTS)} and policy, or None to use generate"
+    fix = f"Pass a function of any of {', '.join(ARGUMENTS)}, policy and next_observation, or None to use generate"
     if not callable(sampler):
         raise ValueError(f"sampler must be a function; got {show(sampler)}. {fix}")
     parameters, passed = arguments_of(sampler), (*ARGUMENTS, "policy", "next_observation")
@@ -89,7 +89,7 @@ def check_sampler(sampler: object, episode_setup: EpisodeSetup | None = None, en
     if episode_setup is not None and "next_observation" not in parameters:
         raise ValueError(
             "tools and environment_factory need a sampler with an argument `next_observation`; pass one, such as"
-            " engines.vllm, or None"
+            " engines.vllm(...), or None"
         )
     if episode_setup is not None and jax.process_count() > 1:
         raise ValueError(
@@ -164,7 +164,7 @@ def read_completions(
         mask,
         "a mask that is empty or not contiguous from the first token"
         if present is mask
-        else "a completion whose first token is not sampled, or whose `present` is not contiguous",
+        else "a completion whose first token is not sampled, or whose `present` has gaps or omits sampled tokens",
     )
     _raise_if_any(
         present & ((tokens < 0) | (tokens >= vocab_size)),

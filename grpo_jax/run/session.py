@@ -67,7 +67,7 @@ def open_session(
     """
     for callback in callbacks:
         if not callable(callback):
-            raise TypeError(f"callbacks must be functions of (step, metrics); got a {type(callback).__name__}")
+            raise TypeError(f"callbacks must be functions of (step, metrics); got {type(callback).__name__}")
     identity = None if run_dir is None else run_identity(run, state)
     is_logging = jax.process_index() == 0
     log_dir = run_dir if is_logging else None
@@ -183,9 +183,9 @@ class Session:
             progress.skipped = 0  # so that a resumed run does not fail immediately
             self.save(state, batch)
             raise FloatingPointError(
-                f"step {step}: {limit} consecutive updates were skipped, the limit set by max_skipped_updates. The loss"
-                f" or gradient was not finite; in the last update, {cause}. The skipped updates did not change the"
-                " policy. Fix the cause and repeat the call with the same run_dir to resume"
+                f"step {step}: the number of consecutive skipped updates reached max_skipped_updates = {limit}. The"
+                f" loss or gradient was not finite; in the last update, {cause}. The skipped updates did not change"
+                " the policy. Fix the cause and repeat the call with the same run_dir to resume"
             )
         warnings.warn(
             f"the update at step {step} was skipped: {cause}. The params and the optimizer state are unchanged. Further"
@@ -245,7 +245,7 @@ class Session:
             self.monitor.display.say(f"step {step} could not be saved: {one_line(error)}")
         else:
             self.monitor.display.say(
-                f"saved a checkpoint at step {step}. Fix the cause and repeat the call to resume from there"
+                f"saved a checkpoint at step {step}. Fix the error and repeat the call to resume from there"
             )
 
     def end(self, state: TrainState, batch: Batch | None = None) -> TrainState:

@@ -125,7 +125,7 @@ def check_same_tokenizer(ours: Any, theirs: Any) -> None:
     if different:
         examples = shorten([f"{token!r} ({our_ids.get(token)}, {their_ids.get(token)})" for token in different], 3)
         raise ValueError(
-            f"teacher.tokenizer must have the policy's vocabulary, but {len(different)} tokens have different ids"
+            f"teacher.tokenizer must have the policy's vocabulary, but ids differ for {len(different)} of the tokens"
             f" (policy, teacher): {examples}. Use a teacher from the same model family"
         )
 

@@ -63,7 +63,7 @@ def _check_supported(environment: Foreign, tasks: Sequence[Foreign], name: str) 
     """Raise ValueError if the environment or its tasks are not supported."""
     configs = import_extra(f"{V1}.configs.agent", PACKAGE).agent_config_fields(environment.config)
     if len(configs) != 1:
-        raise ValueError(f"taskset {name!r}: the environment must have one agent; got {', '.join(configs)}")
+        raise ValueError(f"taskset {name!r}: the environment must have one agent; got {', '.join(configs) or 'none'}")
     if not tasks:
         raise ValueError(f"taskset {name!r} has no tasks; use a different taskset, or change its settings")
     if type(tasks[0]).NEEDS_CONTAINER:

@@ -123,7 +123,7 @@ def load_examples(
             return _ids_fault(row) or images or columns_fault(row, first)
         faults = [messages_fault(row[name], name) for name in columns]
         if len(columns) == 2 and is_conversation(row["prompt"]) != is_conversation(row["completion"]):
-            faults.append("has a string and a list of messages as 'prompt' and 'completion'; use one type for both")
+            faults.append("has 'prompt' and 'completion' of different types; use strings or messages for both")
         return next(filter(None, faults), "") or columns_fault(row, first)
 
     return load_checked(dataset, columns, prompt, argument, max_rows, kinds, fault_of)
@@ -155,12 +155,12 @@ def encode_examples(
     dropped = sorted(set(range(len(rows))) - set(kept))
     if not kept:
         fix = f"increase max_length={length}" if truncated else "add rows with a completion"
-        raise ValueError(f"{argument}: none of the {len(rows)} rows has tokens included in the loss; {fix}")
+        raise ValueError(f"{argument}: no row has tokens included in the loss (rows: {len(rows)}); {fix}")
     changes = []
     if truncated:
-        changes.append(f"{truncated} of {len(rows)} examples are longer than max_length={length} and were truncated")
+        changes.append(f"truncated {truncated} of {len(rows)} examples (longer than max_length={length})")
     if dropped:
-        changes.append(f"{len(dropped)} of {len(rows)} examples have no tokens in the loss and were dropped")
+        changes.append(f"dropped {len(dropped)} of {len(rows)} examples (no tokens in the loss)")
     if changes:
         warnings.warn(f"{argument}: {'; '.join(changes)}", stacklevel=2)
     token_ids = [examples[i].ids for i in kept]
@@ -271,7 +271,7 @@ class _Encoder:
         return _Example(ids, [all(mask[i] for mask in used) for i in range(len(ids))])
 
     def encode_messages(self, row: Row, columns: tuple[str, ...], where: str) -> _Example:
-        tools = parse_arguments(row.get("tools") or None)  # "" and [] stand for no tools
+        tools = parse_arguments(row.get("tools") or None)  # "" and [] mean no tools
         if isinstance(tools, str):
             raise ValueError(f"{where} has {show(tools)} as 'tools'; use a list of schemas, or such a list as JSON")
         keywords: Json = {**(self.config.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}

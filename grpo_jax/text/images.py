@@ -112,8 +112,8 @@ def assign_images(row: Json, prompt: str | Messages, processor: ImageProcessor |
         empty = [part.get("image") for part in image_parts(prompt)].count(None)
         if empty != len(column_images):
             raise ValueError(
-                f"{where} has {len(column_images)} images in its columns, but {empty} image parts without an image;"
-                ' use one part {"type": "image"} per image in the columns, in a user message'
+                f"{where}: the number of images in columns ({len(column_images)}) must equal the number of image parts"
+                f' without an image ({empty}); use one part {{"type": "image"}} per image in columns, in a user message'
             )
         images = images_of(row, prompt)
     sizes = []
@@ -163,9 +163,9 @@ def encode_texts(
         start, *rest = text.split(processor.placeholder)
         if len(rest) != len(text_sizes):
             raise ValueError(
-                f"{name} has {len(text_sizes)} images, but its text contains the placeholder {processor.placeholder!r}"
-                f" {len(rest)} times; write it once per image if the prompt is a string. In messages, use parts of type"
-                " 'image', a chat template that renders them, and no placeholders in the text"
+                f"{name}: the number of images ({len(text_sizes)}) must equal the number of placeholders"
+                f" {processor.placeholder!r} in the text ({len(rest)}); write one per image if the prompt is a string."
+                " In messages, use parts of type 'image', a template that renders them, and no placeholders in the text"
             )
         try:
             images = [processor.expand(height, width) for height, width in text_sizes]

@@ -37,7 +37,7 @@ def make_prompts(token_ids: Sequence[Sequence[int]], *, length: int | None = Non
       `Prompts` with tokens [B, P] int32, padded with 0, and lengths [B] int32.
 
     Raises:
-      ValueError: if there are no prompts, a prompt is empty or too long, or an id is not an integer in 0..2³¹−1.
+      ValueError: if there are no prompts, a prompt is empty or too long, or an id is not an integer in [0, 2³¹).
 
     Example:
       >>> prompts = make_prompts([[5, 6, 7], [8]])
@@ -68,7 +68,7 @@ def _id_array(ids: object, where: str) -> np.ndarray:
             f"{where} must be a non-empty list of token ids; got {show(ids)}; for text, use encode_prompts"
         )
     if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= 2**31:
-        raise ValueError(f"{where} must contain integers in 0..2³¹−1; got {show(ids)}")
+        raise ValueError(f"{where} must contain integers in [0, 2³¹); got {show(ids)}")
     return array
 
 
@@ -171,7 +171,7 @@ def encode_prompts(
         longest = max(too_long, key=lambda index: len(token_ids[index]))
         drop = " or set on_long_prompt='drop'" if len(too_long) < len(rows) else ""
         raise ValueError(
-            f"{len(too_long)} of {len(rows)} prompts are longer than max_prompt_length={max_prompt_length}; the longest"
+            f"max_prompt_length={max_prompt_length} is exceeded by {len(too_long)} of {len(rows)} prompts; the longest"
             f" is {argument} row {longest} with {len(token_ids[longest])} tokens. Increase max_prompt_length{drop}"
         )
     kept = sorted(set(range(len(rows))) - set(too_long))

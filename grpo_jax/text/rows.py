@@ -70,7 +70,7 @@ def load_checked(
         rows = [fill(row, f"{argument} row {i}", columns, prompt) for i, row in enumerate(rows)]
     faults = [f"{argument} row {i} {fault}" for i, row in enumerate(rows) if (fault := fault_of(row, rows[0]))]
     if faults:
-        more = f" ({len(faults) - 1} more of the {len(rows)} rows are invalid)" if len(faults) > 1 else ""
+        more = f" ({len(faults)} of the {len(rows)} rows are invalid)" if len(faults) > 1 else ""
         raise ValueError(faults[0] + more)
     return [dict(row) for row in rows]
 

@@ -201,8 +201,8 @@ class ChatTemplate:
             final = self._after_mark([turn], mark, generation_prompt=False)
             if found is None or not final[found[0] :].startswith(tuple(ends)):
                 raise ValueError(
-                    f"before a message with the role {role!r}, the template ends a turn with {common[:40]!r}, which is"
-                    f" not an EOS ({', '.join(ends)}); if a different token ends a turn, add its id to the EOS ids with"
+                    f"before a message with the role {role!r}, the template ends a turn with {common[:40]!r}, which"
+                    f" contains no EOS token ({', '.join(ends)}); if a different token ends a turn, add its id with"
                     ' policy.replace(generation_config={"eos_token_id": [...]}) or in generation_config.json'
                 )
         position, closing = found

@@ -112,8 +112,8 @@ def create_state(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} must have a float dtype to be trained; got {leaf.dtype}. Train"
-                " adapters of a quantized model instead: `add_lora(policy, key)`."
+                f"params{jax.tree_util.keystr(path)} must have a float dtype to be trained; got {leaf.dtype}. If the"
+                " model is quantized, train adapters instead: `add_lora(policy, key)`."
             )
     masters = None
     if any(jnp.finfo(x.dtype).bits < 32 for x in jax.tree.leaves(params)):

@@ -138,7 +138,7 @@ def train_step(
       GRPO, the `grpo_loss` metrics (KL needs `ref_log_probs`), `kl_initial` (needs `initial_log_probs`), `distillation`
       and `distillation_loss` with a teacher, and `sampler_gap` (maximum difference from the log-probs recorded during
       sampling, about 1e-5 in float32 in an iteration's first update). If no token contributes to the loss, all metrics
-      but counts, `entropy_coef` and `update_skipped` are NaN, and only `step` (and the reference, if due) changes.
+      are NaN except counts, `entropy_coef` and `update_skipped`, and only `step` (and the reference, if due) changes.
 
     Example:
       One step makes token 2 more likely after token 1 in a bigram model with nine params:

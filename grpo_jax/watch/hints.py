@@ -174,8 +174,8 @@ def failing_tools(history: History, config: GRPOConfig) -> str | None:
         return None
     return (
         f"{100 * failures / calls:.0f}% of the tool calls in the last {WINDOW} logged steps failed. Read the calls and"
-        " their results (report.html, log_completions=True). The prompt contains only the names, docstrings and type"
-        f" hints of tools; calls that exceed environment_timeout (now {config.environment_timeout}) fail"
+        " their results (report.html, log_completions=True). Prompts contain only the tools' names, docstrings and type"
+        f" hints{f'; calls fail after environment_timeout = {s:g} s' if (s := config.environment_timeout) else ''}"
     )
 
 

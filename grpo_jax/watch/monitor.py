@@ -213,7 +213,7 @@ class Monitor:
         self._step = progress.step
         self.display.say(describe_run(self._config, state, num_rows=num_rows))
         if num_dropped:
-            self.display.say(f"dropped {num_dropped} rows whose prompts are longer than max_prompt_length")
+            self.display.say(f"dropped rows with prompts longer than max_prompt_length: {num_dropped}")
         if resumed and progress.step >= total_steps:
             fix = "to start a new run, pass a different run_dir"
             self.display.say(f"complete: {progress.step} of {total_steps} steps; {fix}")

@@ -1,6 +1,6 @@
 """Reading and writing the files in a run directory.
 
-| file | content |
+| file | contents |
 |---|---|
 | `run.json` | the config and package versions |
 | `metrics.jsonl` | one JSON object per logged step: `{"step": 10, "reward": 0.5, ...}`; NaN and infinities are null |
@@ -10,8 +10,8 @@
 | `trackers.json` | the trackers' run ids; see `watch.trackers` |
 | `report.html`, `report.png` | the report, written by `page.write_report` |
 
-Metrics that TRL also logs have TRL's names. Other metrics include `kl_initial`, `seconds/<phase>` (time in the phase
-since the previous line), and `eval/<function>` and `eval/reward` for held-out prompts.
+Metrics that TRL also logs have the same names as in TRL. Other metrics include `kl_initial`, `seconds/<phase>` (time
+spent in the phase since the previous line), and `eval/<function>` and `eval/reward` for held-out prompts.
 """
 
 from __future__ import annotations

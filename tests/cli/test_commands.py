@@ -208,7 +208,7 @@ def test_images_are_added_to_the_next_message(tmp_path, folder):
     assert [row["completion"][0]["content"] for row in wanted] == [lines[2], lines[4]]
     (model / "chat_template.jinja").unlink()
     assert run("chat", model, "--say", f"/image {image}", "--say", "<image>what?", *flags).count("\n") == 3
-    with pytest.raises(SystemExit, match=r"the prompt, row 0 has images; .* does not support images"):
+    with pytest.raises(SystemExit, match=r"the prompt in row 0 has images; .* does not support images"):
         run("chat", folder / "model", "--say", f"/image {image}", "--say", "what?")
 
 
@@ -278,7 +278,7 @@ def test_from_trl_exits_with_1_if_a_field_is_lost(tmp_path):
     script.write_text(text + "repetition_penalty: 1.1\n")
     with pytest.raises(SystemExit) as ended:
         run("from-trl", script, "--out", out)
-    assert ended.value.code == "grpo-jax from-trl: these fields cannot be converted: repetition_penalty"
+    assert ended.value.code == "grpo-jax from-trl: fields that cannot be converted: repetition_penalty"
     assert "\n#   repetition_penalty: " in out.read_text()
     script.write_text("learning_rat: 1\nbeta: 0.1\nsystem_prompt: hi\n")
     with pytest.raises(SystemExit, match=r"2 errors:\n  learning_rat: no such field; .*learning_rate\?\n  system_prom"):

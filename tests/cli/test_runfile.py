@@ -52,7 +52,7 @@ def test_all_errors_are_reported_together_with_their_keys(folder):
         "tools": ("os:nothing", "tools = 'os:nothing': os does not define nothing"),
         "environment_factory": ("os:nothing", "environment_factory = 'os:nothing': os does not define nothing"),
         "advantage_fn": ("os:nothing", "advantage_fn = 'os:nothing': os does not define nothing"),
-        "surrogate": ("ppo", "surrogate = 'ppo': is not a reference; use module:name or file.py:name"),
+        "surrogate": ("ppo", "surrogate = 'ppo': must have the form module:name or file.py:name"),
         "lora": ({"rang": 8}, "lora = {'rang': 8}: must be a rank, or a mapping with some of the keys rank, alpha"),
         "param_dtype": ("float8", 'param_dtype = \'float8\': must be "float32" or "bfloat16"'),
         "run_dir": (7, "run_dir = 7: must be a string"),
@@ -94,7 +94,7 @@ def test_missing_keys_are_reported_and_rewards_may_be_omitted(folder):
     ({"run_dir": "gs://b/runs"}, "run_dir = 'gs://b/runs' is in an object store, which cannot lock"),
     ({"mesh": "data"}, "mesh must be a list of axes and sizes such as data=2,fsdp=4; got 'data'"),
     ({"rewards": [{"accuracy_reward": "solution"}]}, "solution"),
-    ({"rewards": [{"number_reward": "answer"}]}, r"have no single number in the column 'answer': row 0 has"),
+    ({"rewards": [{"number_reward": "answer"}]}, r"the column 'answer' has no single number: row 0 has"),
 ])  # fmt: skip
 def test_invalid_value_is_rejected_before_the_model_is_loaded(folder, changes, message):
     with pytest.raises(ValueError, match=message):

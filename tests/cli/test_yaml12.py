@@ -34,7 +34,7 @@ def test_errors_name_the_file(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=f"my_run.yaml {message}"):
         read_file(path)
-    with pytest.raises(FileNotFoundError, match="my_path does not exist; pass the path of an existing YAML file"):
+    with pytest.raises(FileNotFoundError, match="my_path is not a file; pass the path of a YAML file"):
         read_file(tmp_path / "my_path")
 
 

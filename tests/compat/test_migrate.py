@@ -96,7 +96,7 @@ def test_metric_for_best_model():
 
 @pytest.mark.parametrize(("values", "advice"), [
     ({"hub_token": "hf_secret"}, "HF_TOKEN"),
-    ({"optim": "adafactor"}, "'adafactor': pass an optax transformation"),
+    ({"optim": "adafactor"}, "'adafactor': pass an optax transformation to train"),
     ({"eval_strategy": "epoch"}, "'epoch': only \"steps\" is supported; set eval_steps"),
     ({"logging_strategy": "no"}, "logging cannot be disabled"),
     ({"trackio_space_id": "me/space"}, "trackio.init(space_id=...)"),

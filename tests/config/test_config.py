@@ -43,10 +43,10 @@ BAD = [
     (dict(reward_weights=[NAN, True]), "reward_weights = [nan, True]: weight 0 must be a finite number; weight 1"),
     (dict(reward_weights={0.5}), "reward_weights = {0.5}: must be a list with one number per reward function"),
     (dict(reward_weights=[0, 0.0]), "reward_weights = (0.0, 0.0): all weights are 0"),
-    (dict(chat_template_kwargs={"p": INF}), "chat_template_kwargs = {'p': inf}: must be a dict of JSON values, or"),
+    (dict(chat_template_kwargs={"p": INF}), "chat_template_kwargs = {'p': inf}: must be a dict with string keys and"),
     (dict(mesh={"model": 2}), 'mesh = {\'model\': 2}: must be a dict with the number of devices for any of'),
-    (dict(stop=["a", ""]), "stop = ['a', '']: must be a string or a list of non-empty strings, or None"),
-    (dict(stop_token_ids=[3, -1]), "stop_token_ids = [3, -1]: id 1 must be at least 0; token ids start at 0"),
+    (dict(stop=["a", ""]), "stop = ['a', '']: must be a non-empty string, a list of such strings, or None"),
+    (dict(stop_token_ids=[3, -1]), "stop_token_ids = [3, -1]: the id at index 1 must be at least 0; token ids start"),
     (dict(report_to=["wandb", "all"]), "report_to = ['wandb', 'all']: must be \"tensorboard\", \"wandb\""),
     # Unknown choices.
     (dict(loss_type="GRPO"), 'loss_type = \'GRPO\': must be "grpo" or "bnpo"'),
@@ -82,8 +82,8 @@ BAD = [
      "load_best_model_at_end = True: without save_steps, only the checkpoint at the end"),
     # Batch sizes that are not divisible.
     (dict(num_generations=16),
-     "per_device_train_batch_size = 8: with gradient_accumulation_steps = 1, the 8 completions per device and"
-     " update cannot be split into groups of num_generations = 16; nearest valid value: 16"),
+     "per_device_train_batch_size = 8: must be a multiple of num_generations = 16, or a divisor whose product with"
+     " gradient_accumulation_steps = 1 is a multiple of 16; nearest valid value: 16"),
     (dict(gradient_accumulation_steps=2, steps_per_generation=3),
      "steps_per_generation = 3: must be a multiple of gradient_accumulation_steps = 2; nearest valid values: 2 and 4"),
     (dict(generation_batch_size=24, mesh={"data": 2}),

@@ -431,7 +431,7 @@ BAD_VALUES = [
     ("Gemma4ForCausalLM", {**GEMMA4, "per_layer_config": {"0": {"head_dim": 8}}},
         r"'per_layer_config' must be .*no values for other layers"),
     ("Ministral3ForCausalLM", {"rope_parameters": YARN},
-        r"llama_4_scaling_beta.* must be two positive .*; got \(None, 16\)"),
+        r"'rope_parameters' must be a dict with positive llama_4_scaling_beta and .*; got {"),
     ("Olmo3ForCausalLM", {"rope_theta": 1e6}, r"'rope_theta' must be 500000.0 .*; got 1000000.0"),
     ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"'no_rope_layers' must be .*; got \[1\]"),
     ("Qwen3_5ForCausalLM", {"layer_types": SLIDING}, r"'layer_types' must be .*'linear_attention' per layer"),
@@ -439,7 +439,7 @@ BAD_VALUES = [
     ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, r"'hidden_act' must be 'silu'; got 'gelu'"),
     ("Lfm2ForCausalLM", {"layer_types": SLIDING}, r"'layer_types' must be .*'full_attention', 'conv' per layer"),
     ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 200},
-        r"'num_experts_per_tok' must be between 1 and num_experts = 128; got 200"),
+        r"'num_experts_per_tok' must be between 1 and the number of experts \(128\); got 200"),
 ]  # fmt: skip
 
 

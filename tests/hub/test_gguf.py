@@ -182,7 +182,7 @@ BPE = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tok
     ({"tokenizer.ggml.model": "bert"}, r"stating tokenizer 'bert'\. Supported: .*'gpt2'"),
     ({**BPE, "tokenizer.ggml.pre": "poro-chat"}, r"tokenizer\.ggml\.pre' must be .*qwen2.*; got 'poro-chat'"),
     (BPE, r"tokenizer\.ggml\.pre' must be one of .*; got None"),
-    ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, but the weights have 1 layers"),
+    ({"llama.block_count": 10**9}, r"'num_hidden_layers' is 1,000,000,000, but the number of layers .* is 1"),
     ({"split.count": 3}, r"one of 3 parts"),
     # Wrong types in a header may cause any exception; the file must be named.
     ({"llama.attention.head_count": "four"}, r"model\.gguf': the file is truncated or damaged"),
@@ -196,10 +196,10 @@ def test_unknown_keys_tensors_and_values_are_refused(changes, message, tmp_path)
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("name", "change", "message"), [
-    ("model.gguf", lambda raw: raw[:-1000], r"truncated or damaged; download it again \([\d,]+ bytes; Value"),
-    ("model.gguf", lambda raw: raw[:8] + b"\xff" * 16 + raw[24:], r"truncated or damaged; download it again"),
+    ("model.gguf", lambda raw: raw[:-1000], r"truncated or damaged \([\d,]+ bytes; Value.*\); download it again"),
+    ("model.gguf", lambda raw: raw[:8] + b"\xff" * 16 + raw[24:], r"truncated or damaged \(.*\); download it again"),
     ("model.gguf", lambda _: b"version https://git-lfs.github.com/spec/v1\n", r"a Git LFS pointer.*`git lfs pull`"),
-    ("model.gguf", lambda _: b"PK\x03\x04", r"truncated or damaged; .*GGUF magic invalid"),
+    ("model.gguf", lambda _: b"PK\x03\x04", r"truncated or damaged \(.*GGUF magic invalid"),
 ])  # fmt: skip
 def test_message_for_an_invalid_file_names_the_fix(name, change, message, tmp_path):
     path = tmp_path / name

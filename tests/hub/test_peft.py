@@ -115,7 +115,7 @@ def test_invalid_uses_of_adapters_are_refused(tmp_path):
     ({"lora_alpha": 0}, "config key 'lora_alpha' must be a positive number; got 0"),
     ({"r": None}, "config key 'r' must be a positive number; got None"),
     ({"lora_alpha": "6"}, "config key 'lora_alpha' must be .*; got '6'"),
-    ({"alpha_pattern": {"o_proj": []}}, r"config key 'o_proj' must be .*; got \[\]"),
+    ({"alpha_pattern": {"o_proj": []}}, r"config key 'alpha_pattern.o_proj' must be a non-negative .*; got \[\]"),
     ({"alpha_pattern": {"(": 2}}, "rror: missing \\), unterminated"),
 ])  # fmt: skip
 def test_unsupported_adapters_are_refused_with_the_file_name(changes, message, tmp_path):

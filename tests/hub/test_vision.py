@@ -87,7 +87,7 @@ def test_errors_name_the_key_or_the_tensor(tmp_path):
     for tensors, message in (
         ({}, rf"{name} is missing"),
         ({name: np.ones(15, np.float32)}, rf"{name} must have shape \[16\] and .*; got \[15\] and float32"),
-        ({name: np.ones(16, np.int8)}, r".* and dtype F32 or F16 or BF16; got \[16\] and int8"),
+        ({name: np.ones(16, np.int8)}, r".* and one of the dtypes F32, F16, BF16; got \[16\] and int8"),
     ):
         others = {key: x for key, x in policy.extra_tensors.items() if key != name}
         with pytest.raises(ValueError, match=f"extra_tensors does not match policy.config: {message}"):

@@ -58,7 +58,7 @@ def test_unknown_ids_match_nothing_and_strings_that_no_tokens_form_are_refused()
     stops = make_stops(["ab"], [b"a", b"b"])
     assert stops.end_of(np.array([0, 7, 2, 1, 0])) == 4
     assert stops.advance(jnp.zeros(3, jnp.int32), jnp.array([0, 1, 9])).tolist() == [1, 0, 0]
-    with pytest.raises(ValueError, match="the tokens of this vocabulary cannot form 'ac', 'cab'"):
+    with pytest.raises(ValueError, match="the vocabulary's tokens cannot form 'ac', 'cab'"):
         make_stops(["ab", "ac", "cab"], [b"a", b"xcb", b"b"])
     make_stops(["xcbab"], [b"a", b"xcb", b"b"])
     make_stops(["cb"], [b"a", b"xcb", b"b"])  # in the middle of the token "xcb"

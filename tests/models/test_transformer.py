@@ -197,5 +197,5 @@ def test_bad_input_is_refused():
     model, params = make(PLAIN)
     with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\]; got \(3,\)"):
         model.apply({"params": params}, jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match=r"rope kind must be one of .*'yarn'.*; got 'spiral'"):
+    with pytest.raises(ValueError, match=r"rope\.kind must be one of .*'yarn'.*; got 'spiral'"):
         rope_frequencies(Rope(kind="spiral"), 8)

@@ -80,7 +80,7 @@ def test_a_single_number_is_read_in_every_spelling(text, number):
 def test_ground_truths_without_a_single_number_are_refused(text):
     assert sole_number(text) is None
     assert sole_number(rf"So 3 + 15 = 18 is not it: \boxed{{{text}}}") is None
-    with pytest.raises(ValueError, match=r"must be single numbers; got .*\. Remove these rows"):
+    with pytest.raises(ValueError, match=r"must be single numbers; got .*\. Remove such rows"):
         number_reward()(completions=["18"], answer=[text])
     score, written = number_reward(), rf"\boxed{{{text}}}"
     assert not any(score(completions=[written], answer=[n])[0] for n in re.findall(r"\d+", text))
@@ -90,8 +90,8 @@ def test_ground_truths_without_a_single_number_are_refused(text):
 def test_rows_without_a_number_are_refused_before_a_run():
     rows = [{"prompt": "p", "answer": truth} for truth in ("18", r"3\sqrt{13}", None, "B", 18.5, *["(1, 2)"] * 40)]
     message = (
-        r"42 of 45 rows of the dataset have no single number in the column 'answer': "
-        r"row 1 has '3.*', row 3 has 'B', row 5 has '\(1, 2\)', row 6 .* row 7 has '\(1, 2\)', …\. Remove these .*"
+        r"in 42 of 45 rows of the dataset, the column 'answer' has no single number: "
+        r"row 1 has '3.*', row 3 has 'B', row 5 has '\(1, 2\)', row 6 .* row 7 has '\(1, 2\)', …\. Remove such .*"
         r"accuracy_reward \(compares strings\) .* math-verify"
     )
     right = number_reward()

@@ -145,7 +145,7 @@ def test_metrics_and_columns_are_logged():
     assert rewards.logged_metrics == {"at": [3.0, 10.0]}
     expected = [{"length": len(text), "object": [i]} for i, text in enumerate(COMPLETIONS)]
     assert rewards.logged_columns == expected, "logged values must be copied"
-    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) needs one value for each of 6 .*; got 1"):
+    with pytest.raises(RewardError, match=r"log_extra\('length', ...\) needs one value per completion, 6 .*; got 1"):
         compute(lambda completions, log_extra: log_extra("length", [1]))
     with pytest.raises(ValueError, match="fn='logs' takes log_metric, but workers cannot log"):
         isolated(logs, timeout=1.0)
@@ -154,7 +154,7 @@ def test_metrics_and_columns_are_logged():
 def test_lists_of_other_lengths_are_refused():
     with pytest.raises(ValueError, match="answer must have B·G=6 entries, one per completion; got 1"):
         score(length, columns={"answer": ["x"]})
-    with pytest.raises(ValueError, match="num_generations=4 must divide the number of completions, 6"):
+    with pytest.raises(ValueError, match=r"num_generations=4 must divide the number of completions \(> 0\); got 6"):
         score(length, num_generations=4)
 
 
@@ -203,9 +203,9 @@ class Promise:
 WHOLE = {
     "raise": (returns(KeyError("gold")), "raised KeyError: 'gold'"),
     "none": (returns(None), r"returned None instead of a list; check that it has a return"),
-    "too few": (returns([1.0] * 5), "must return one value for each of 6 completions; got 5"),
-    "endless": (returns(iter(int, 1)), "must return one value for each of 6 completions; got more than 6"),
-    "scalar": (returns(np.float32(0.5)), "must return a list with a float or None for each of 6 completions; got 0.5"),
+    "too few": (returns([1.0] * 5), "must return one value per completion, 6 in total; got 5"),
+    "endless": (returns(iter(int, 1)), "must return one value per completion, 6 in total; got more than 6"),
+    "scalar": (returns(np.float32(0.5)), "must return a list with a float or None per completion, 6 in total; got 0.5"),
     "broken array": (returns(Promise()), "raised ZeroDivisionError: "),
 }
 
@@ -223,10 +223,10 @@ def test_a_failing_function_can_be_scored_as_missing(case):
     """A failing function ends the run or, with `on_error="none"`, counts as missing; other functions still score."""
     fn, message = WHOLE[case]
     with pytest.raises(
-        RewardError, match=rf"^reward function 'reward' {message}.*on_reward_error='none' .*on_error of compute_rewards"
+        RewardError, match=rf"^reward function 'reward' {message}.*on_reward_error='none' .*on_error in compute_rewards"
     ):
         score([length, fn])
-    with pytest.warns(RuntimeWarning, match=f"6 of 6 completions were not scored: reward function 'reward' {message}"):
+    with pytest.warns(RuntimeWarning, match=f"no score for 6 of 6 completions: reward function 'reward' {message}"):
         rewards, stats = score([length, fn], on_error="none")
     assert np.isnan(rewards[..., 1]).all()
     assert rewards[..., 0].sum() == 21
@@ -241,7 +241,7 @@ def test_a_bad_value_names_function_prompt_and_completion(case):
     with pytest.raises(RewardError, match=rf"^reward function 'reward_2' {message}.*{where}. Fix the error"):
         score([returns([0.0] * N), returns([1.0, 1, 1, 1, value, 1])])
     fns = [returns([1.0, None, value, 1, 1, 1])]
-    with pytest.warns(RuntimeWarning, match=f"1 of 6 completions were not scored: .*'reward' {message}"):
+    with pytest.warns(RuntimeWarning, match=f"no score for 1 of 6 completions: .*'reward' {message}"):
         rewards, stats = score(fns, on_error="none")
     np.testing.assert_array_equal(rewards.ravel(), [1, np.nan, np.nan, 1, 1, 1])
     assert (stats["rewards/reward/errors"], stats["rewards/reward/missing"]) == (1, pytest.approx(2 / 6))

@@ -58,16 +58,16 @@ def test_messages_are_scored_after_pickling():
 def test_unreadable_ground_truths_are_refused_before_a_run():
     judge = formula_reward(timeout=None)
     with pytest.raises(
-        ValueError, match=r"1 of 2 rows of data have no formula .* in the column 'answer': row 1 has ''"
+        ValueError, match=r"in 1 of 2 rows of data, the column 'answer' has no formula .*: row 1 has ''"
     ):
         check_rows([judge], [{"answer": "18"}, {"answer": ""}], argument="data")
-    with pytest.raises(PartialRewards, match="completion 0 cannot parse '' with math-verify") as caught:
+    with pytest.raises(PartialRewards, match="completion 0, the function cannot parse '' with math-verify") as caught:
         judge(completions=["1", "2"], answer=["", "2"])
     assert caught.value.values == [None, 1.0]
 
 
 def test_a_formula_that_does_not_terminate_costs_one_score():
     judge = formula_reward(timeout=2.0)
-    with pytest.raises(PartialRewards, match="1 of 2: completion 0 took longer") as caught:
+    with pytest.raises(PartialRewards, match="for completion 0, the function took longer") as caught:
         judge(completions=[r"$9^{9^{9^{9}}} + x$", "$18$"], answer=["$x$", "18"])
     assert caught.value.values == [None, 1.0]

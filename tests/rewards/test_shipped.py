@@ -10,7 +10,7 @@ from grpo_jax.rewards.calls import compute_rewards
 from grpo_jax.rewards.contract import RewardError, reward_names
 from grpo_jax.rewards.shipped import from_row
 
-pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:.* were not scored")]
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:no score for ")]
 messages = lambda texts: [[{"role": "assistant", "content": text}] for text in texts]
 divide = lambda completion, row: 6 / row["by"]
 

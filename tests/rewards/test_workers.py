@@ -72,7 +72,7 @@ def misbehaving():
 def test_fault_matrix(misbehaving, how):
     """Every fault is named, respects the timeout, and leaves the next call unaffected."""
     message, started = (OF_ALL | OF_ONE)[how], time.monotonic()
-    with pytest.warns(RuntimeWarning, match=f"completions were not scored: .*'misbehave' {message}"):
+    with pytest.warns(RuntimeWarning, match=f"no score for . of 4 completions: .*'misbehave' {message}"):
         scores, stats = score(misbehaving, how=how, on_error="none")
     assert time.monotonic() - started < TIMEOUT + 3.0
     np.testing.assert_array_equal(scores, [np.nan, 2, 3, 4] if how in OF_ONE else [np.nan] * 4)
@@ -94,7 +94,7 @@ def test_exception_keeps_its_traceback_and_none_is_not_an_error(misbehaving):
 def test_fault_affects_only_the_completions_of_its_call():
     fn = isolated(functions.by_text, timeout=1.0, workers=2, completions_per_call=1)
     texts = ["fine", "hang deaf", "raise", "ok", "exit", "a", "nan", "bb"]
-    with pytest.warns(RuntimeWarning, match="4 of 8 completions were not scored: .* for prompt 0 of the batch"):
+    with pytest.warns(RuntimeWarning, match="no score for 4 of 8 completions: .* for prompt 0 of the batch"):
         scores, _ = score(fn, completions=texts, on_error="none")
     np.testing.assert_array_equal(scores, [4, np.nan, np.nan, 2, np.nan, 1, np.nan, 2])
     with pytest.raises(RewardError, match=r"'by_text' ended its .* for prompt 1 of the batch, completion 1 of its gr"):

@@ -69,7 +69,7 @@ def test_outdated_head_or_a_different_base_model_ends_the_batch(server):
     draws(engine)
     server.deaf_head = True
     moved["embed_tokens"]["embedding"] = moved["embed_tokens"]["embedding"] * 1.3
-    with pytest.raises(EngineError, match=f"{server.url} does not sample from the run's weights.*differ by"):
+    with pytest.raises(EngineError, match=f"{server.url} does not sample with the run's weights.*differ from"):
         draws(engine, params=moved)
     with StandIn(tiny_policy(seed=3)) as other, pytest.raises(EngineError, match="the policy's base model"):
         draws(vllm(other.url), ADAPTED)
@@ -195,7 +195,7 @@ def test_restart_between_requests_is_detected(server, version):
             server.params, server.version = POLICY.params, "default"  # during a batch
 
     server.fault = fault
-    with pytest.warns(UserWarning, match="no longer has the run's weights; it may have been restarted"):
+    with pytest.warns(UserWarning, match="no longer has the run's weights; the server may have been restarted"):
         np.testing.assert_array_equal(draws(engine, params=moved).tokens, expected.tokens)
 
 
@@ -212,10 +212,10 @@ def test_unusable_responses_end_the_run(server, fault, how, message):
 
 def test_too_small_max_model_len_is_refused_before_sampling(server):
     server.room = 9
-    with pytest.raises(EngineError, match=r"limited to 9 tokens, .* may need 10; start it with --max-model-len 10"):
+    with pytest.raises(EngineError, match=r"limited to 9 tokens.* need 10; start the server with --max-model-len 10"):
         draws(vllm(server.url))
     assert not server.posts("/v1/completions")
-    with pytest.raises(EngineError, match=r"must be a model that .* serves .*base.*; got 'other'"):
+    with pytest.raises(EngineError, match=r"does not serve model='other' \(available: .*base"):
         draws(vllm(server.url, model="other"))
 
 

@@ -162,9 +162,9 @@ def test_respond_may_return_a_turn_reward(last, end):
 
 
 @pytest.mark.parametrize(("answer", "message"), [
-    (b"bytes", "Odd: respond must return a string, or None at the end; got b'bytes'.*, for row 3"),
-    ((3, 1.0), "respond must return a string, or None at the end; got 3 .int."),
-    (("a", 1.0, 2), r"respond must return a string, or None at the end; got \('a', 1.0, 2\) \(tuple\)"),
+    (b"bytes", "Odd: respond must return a string, or None to end the episode; got b'bytes'.*, for row 3"),
+    ((3, 1.0), "respond must return a string, or None to end the episode; got 3 .int."),
+    (("a", 1.0, 2), r"respond must return a string, or None to end the episode; got \('a', 1.0, 2\) \(tuple\)"),
     (("go", None), "respond must return a finite reward; got None, for row 3"),
     (("go", float("nan")), "respond must return a finite reward; got nan"),
 ])  # fmt: skip
@@ -340,7 +340,7 @@ def test_episodes_that_share_an_environment_are_rejected():
     shared = Guess()
     with (
         Episodes(setup_of(lambda: shared), [ROW], 2, [0]) as episodes,
-        pytest.raises(ValueError, match="environment_factory must return a new object at each call"),
+        pytest.raises(ValueError, match="environment_factory must return a new object on each call"),
     ):
         episodes.reset([ROW])
 
@@ -397,12 +397,12 @@ class Untold(Sums):
 
 @pytest.mark.parametrize(("given", "message"), [
     ({"factory": {"a": 3}}, r"environment_factory\['a'\] must be a class .*; got 3"),
-    ({"factory": object}, "object must have respond.text. or another public method"),
+    ({"factory": object}, "object must have respond.text. or a public method"),
     ({"factory": Wants}, r"Wants.reset must accept the dataset.s columns.*\(target\).*level"),
     ({"factory": lambda: 1 / 0}, "environment_factory raised ZeroDivisionError.*called without arguments"),
     ({"factory": Sums}, "the dataset's prompts are strings. Convert the prompts"),
     ({"factory": Untold, "rows": (CHAT,)}, "Untold.sub"),
-    ({"factory": Guess, "rows": ({**ROW, "environments": 1},)}, "column 'environments', which the trainer passes"),
+    ({"factory": Guess, "rows": ({**ROW, "environments": 1},)}, "column 'environments', a reserved argument of"),
     ({"factory": {"a": Guess}}, "the dataset must have a column 'environment'"),
     ({"factory": {"a": Guess}, "rows": ({**ROW, "environment": "b"},)},
         "must contain keys of environment_factory .'a'.; got 'b'"),

@@ -105,11 +105,11 @@ def test_max_turn_length_cuts_a_single_turn_completion():
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("change", "message"), [
-    ({"stop": [""]}, r"stop = \[''\]: must be a string or a list of non-empty strings"),
+    ({"stop": [""]}, r"stop = \[''\]: must be a non-empty string, a list of such strings"),
     ({"stop": "a<eos>"}, r"stop must not contain special tokens; got '<eos>' in 'a<eos>'.*stop_token_ids=\[1\]"),
-    ({"stop": ["a", "x"]}, "stop=.*the tokens of this vocabulary cannot form 'x'. Pass token ids"),
+    ({"stop": ["a", "x"]}, "stop=.*the vocabulary's tokens cannot form 'x'. Pass token ids"),
     ({"stop": ["a"], "tokenizer": None}, "stop=.*needs a tokenizer; pass tokenizer"),
-    ({"stop_token_ids": [True]}, r"stop_token_ids = \[True\]: id 0 must be an integer"),
+    ({"stop_token_ids": [True]}, r"stop_token_ids = \[True\]: the id at index 0 must be an integer"),
     ({"stop_token_ids": "7"}, "stop_token_ids = '7': must be a list of token ids"),
     ({"max_turn_length": 0}, "max_turn_length must be an integer ≥ 1; got 0"),
 ])  # fmt: skip

@@ -124,7 +124,7 @@ def test_one_error_names_every_problem():
         r"tools\[1\], 'silent': the schema could not be built: .*no docstring",
         r"tools\[2\], 'unhinted': .*Argument a is missing a type hint",
         r"tools\[3\], 'undescribed': .*no description for the argument 'b'",
-        r"'variadic': parameters must accept keyword arguments; 'rest' is variadic positional",
+        r"'variadic': parameters must not be positional-only or variadic; 'rest' is variadic positional",
         r"'positional': .*'a' is positional-only",
         r"'strange': the schema could not be built: .*Decimal",
         r"tools\[7\] must be a named function; got <function .*",

@@ -187,7 +187,7 @@ def test_a_last_completion_of_maximum_length_does_not_end_the_others():
 def test_several_turns_need_a_built_in_model_outside_jit():
     several = {"next_observation": Script(), "num_generations": 2, "max_completion_length": 4}
     sample = lambda model, params: generate(model, params, PROMPTS, jax.random.key(0), **several)
-    message = "model must be a built-in model, outside jit, if completions have several turns; got "
+    message = "next_observation requires a built-in model and does not support jit; got "
     with pytest.raises(ValueError, match=f"{message}Bare"):
         sample(Bare(MODEL), {})
     with pytest.raises(ValueError, match=f"{message}Transformer under jit"):

@@ -15,7 +15,7 @@ from grpo_jax.rewards.contract import RewardError
 from grpo_jax.run.checkpoint import Checkpoints
 
 ROWS = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
-EMPTY = r"policy has no params because they were donated to train\(..., donate=True\)"
+EMPTY = r"policy has no params because they were donated to a run \(donate=True\)"
 config_of = lambda **settings: GRPOConfig(**SMALL | {"max_steps": 2, "compute_dtype": "float32"} | settings)
 
 

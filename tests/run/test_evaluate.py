@@ -101,7 +101,7 @@ def test_batches_have_few_shapes(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             evaluate(tiny_policy(), ROWS, length, batch_size=4, max_completion_length=2, pad_to_multiple_of=multiple)
     short = {"max_prompt_length": 2, "on_long_prompt": "drop"}
-    with pytest.warns(UserWarning, match="dropped 1 rows whose prompts"), pytest.raises(ZeroDivisionError):
+    with pytest.warns(UserWarning, match="dropped rows with prompts .*: 1$"), pytest.raises(ZeroDivisionError):
         evaluate(tiny_policy(), ROWS, length, batch_size=4, max_completion_length=2, **short)
     assert shapes == [(3, 32), (3, 5), (4, 16)]
 
@@ -111,7 +111,7 @@ def test_batches_have_few_shapes(monkeypatch):
     (lambda: evaluate(tiny_policy(), ROWS, lambda completions, truth: [0.0]), "'truth', which is not a column"),
     (lambda: evaluate(tiny_policy(), {"a": ROWS, "b": [{"prompt": "ab"}]}, lambda completions, answer: 1 / 0),
         r"'answer', which is not a column of dataset\['b'\]"),
-    (lambda: evaluate(tiny_policy(), ROWS, number_reward()), "5 of 5 rows of the dataset have no single number in the"),
+    (lambda: evaluate(tiny_policy(), ROWS, number_reward()), "5 of 5 rows of the dataset, the column 'answer' has no"),
     (lambda: evaluate(tiny_policy(), ROWS, length, pad_to_multiple_of=0), "pad_to_multiple_of = 0"),
     (lambda: evaluate(tiny_policy(), ROWS, length, reward_weights=[1, 2], max_completion_length=4),
         "got 2 weights for 1 reward function; pass one weight per function"),

@@ -70,7 +70,7 @@ def test_invalid_meshes_and_batches_are_rejected(monkeypatch):
     for made, message in (
         (lambda: make_mesh({"model": 2}), "mesh axes must be data, fsdp or tensor; got 'model'"),
         (lambda: make_mesh({"data": -1, "fsdp": -2}), r"mesh = {'data': -1, 'fsdp': -2} .* Set positive sizes"),
-        (lambda: make_mesh({"data": 4, "tensor": 4}), r"has 4 × 1 × 4 devices, and 8 are available"),
+        (lambda: make_mesh({"data": 4, "tensor": 4}), r"has 4 × 1 × 4 devices \(available: 8\)"),
         (
             lambda: run(tiny_policy(), {"data": 8}, rollout_batch_size=28),
             r"rollout_batch_size = 28: must be at least 32, .* \(4 × 8\); increase it, or use None",
@@ -83,7 +83,7 @@ def test_invalid_meshes_and_batches_are_rejected(monkeypatch):
         with pytest.raises(ValueError, match=message):
             made()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"has 2 × 1 × 1 devices, and 8 are available. .* exactly 8, since"):
+    with pytest.raises(ValueError, match=r"has 2 × 1 × 1 devices \(available: 8\). .* exactly 8, since"):
         make_mesh({"data": 2})
 
 

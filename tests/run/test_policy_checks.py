@@ -105,7 +105,7 @@ def test_end_of_turn_that_does_not_end_completions_warns():
 def test_template_with_the_current_date_warns():
     dated = tokenizer_with("{% if not date_string %}{{ strftime_now('%Y') }}{% endif %}" + CALLS)
     (line,) = warned([{"prompt": talk()}], dated)
-    assert line.startswith("dataset: the chat template writes the current date, so the run can be resumed only")
+    assert line.startswith("dataset: the chat template writes the current date, so the prompts change daily")
     assert warned([{"prompt": talk()}], dated, template_kwargs={"date_string": "1 May"}) == []
     assert warned([{"prompt": "hi"}], dated) == []
 

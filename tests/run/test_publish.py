@@ -105,7 +105,7 @@ def test_invalid_push_is_rejected_before_training(tmp_path, monkeypatch):
         check_push(tiny_policy().replace(model=object()), tmp_path)
     with serving(monkeypatch) as hub:
         config = dataclasses.replace(CONFIG, hub_model_id="other/sums", max_steps=1, max_completion_length=4)
-        with pytest.raises(OSError, match=r"hub_model_id = 'other/sums': the repository cannot be created \(.*403"):
+        with pytest.raises(OSError, match=r"hub_model_id = 'other/sums': the repository or branch cannot be .*403"):
             train(tiny_policy(), [{"prompt": "a"}], lambda completions: 1 / 0, config, run_dir=tmp_path / "run")
         assert hub.commits == []
 

@@ -85,10 +85,10 @@ def test_dry_run_reports_problems(monkeypatch):
         report = rehearse(tiny_policy(), rows, [same, same, nothing, fails], config)
     # A tiny policy may sample an EOS as its only token; with this seed it does not.
     assert report.suspicious == (
-        "all 4 completions were truncated at max_completion_length = 1 tokens and none contains an EOS token (1); "
-        "increase the limit, or check the EOS token and the chat template",
-        "reward function 'same' gave all 4 completions the same reward, 0.5",
-        "reward function 'same_2' gave all 4 completions the same reward, 0.5",
+        "all 4 completions were truncated at max_completion_length = 1, and none ended with an id in "
+        "policy.eos_token_ids = [1]; increase the limit, or check the EOS token and the chat template",
+        "reward function 'same' gave all scored completions (4/4) the reward 0.5",
+        "reward function 'same_2' gave all scored completions (4/4) the reward 0.5",
         "reward function 'nothing' returned no reward for any of the 4 completions",
         "reward function 'fails' returned no reward for any of the 4 completions",
         "all advantages are 0, so the group has no training signal",
@@ -118,7 +118,7 @@ def test_dry_run_reports_suspicious_numbers(monkeypatch):
     row = rows[0] | {"completion": "", "ended": True, "advantage": 1.0}
     rows = [row | {"rewards": {"lambda": float(i)}} for i in range(4)]
     assert list(_group_problems(seen["run"], batch, rollout | slow, rows, metrics)) == [
-        "all 4 completions are empty: the first sampled token ends each of them",
+        "all 4 completions are empty: the first sampled token ends each of them; check policy.eos_token_ids",
         "all 4 completions are identical: ''; increase temperature",
         "reward function 'lambda' would take about 40 s per iteration; make it async, run it in worker processes "
         "with `isolated`, or set rollout_ahead=True to sample in the meantime",

@@ -125,7 +125,7 @@ def test_run_ended_by_a_reward_error_is_saved_at_its_last_step(whole, tmp_path, 
     with pytest.raises(RewardError, match="the service is down"):
         run(tmp_path, reward_fn=failing, **unsaved)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
-    assert "saved a checkpoint at step 6. Fix the cause and repeat the call" in capfd.readouterr().err
+    assert "saved a checkpoint at step 6. Fix the error and repeat the call" in capfd.readouterr().err
     assert_same_run(whole[0], run(tmp_path, **unsaved), whole[1], tmp_path)
 
 
@@ -236,7 +236,7 @@ WARM = {"lr_scheduler_type": "constant_with_warmup"}
 DIFFERENCES = [
     ({}, {"token_ids": [[5, 6], [7], [8]]}, ["dataset: 3 rows, but the run has 2"]),
     ({}, {"token_ids": [[5], [6, 7]]},
-     ["dataset: the prompts or their order differ from the saved run's (2 rows in both)"]),
+     ["dataset: the prompts or their order differ from the saved run's (rows in both: 2)"]),
     ({}, {"reward_fns": [vowels, len]}, ["reward_fns = ['vowels', 'len'], but the run has ['vowels']"]),
     ({}, {"shape": (2, 4)},
         ["state: its arrays differ from the run's: params['w'] float32[2, 4] instead of float32[2, 3],"
@@ -276,9 +276,9 @@ DIFFERENCES += [
         ["environment_factory = ['a: Game', 'b: Game'], but the run has ['a: Game']"]),
     (episode_setup(classes={None: Game}), episode_setup(classes={None: Cut}),
         ["environment_factory = ['Cut'], but the run has ['Game']"]),
-    (BEST, BEST, []), (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 rows, but the run has 2{COMPARED}"]),
+    (BEST, BEST, []), (BEST, BEST | {"eval_ids": [[8]]}, [f"eval_dataset: 1 row, but the run has 2{COMPARED}"]),
     (BEST, BEST | {"eval_ids": [[8], [7]]}, 
-        [f"eval_dataset: the prompts or their order differ from the saved run's (2 rows in both){COMPARED}"]),
+        [f"eval_dataset: the prompts or their order differ from the saved run's (rows in both: 2){COMPARED}"]),
     (BEST, BEST | {"temperature_eval": 0.5}, [f"temperature_eval = 0.5, but the run has 1.0{COMPARED}"]),
     (BEST, BEST | {"metric_for_best_model": "reward", "eval_ids": [[8]]}, []),
     ({"eval_ids": [[8]]}, {"temperature_eval": 0.0}, []),

@@ -89,7 +89,7 @@ def test_errors_are_summed_and_the_slowest_seconds_are_reported(monkeypatch):
     def fails_on_odd_rows(completion_ids, number, log_metric, log_extra):
         return [float("nan") if n % 2 else 1.0 for n in number]
 
-    with pytest.warns(RuntimeWarning, match="were not scored"):
+    with pytest.warns(RuntimeWarning, match="no score for"):
         (found, _), _ = run(monkeypatch, 2, 5, fails_on_odd_rows, on_error="none")
     assert found.stats["rewards/fails_on_odd_rows/errors"] == 2 * G
     assert found.stats["rewards/fails_on_odd_rows/missing"] == pytest.approx(2 / 5)

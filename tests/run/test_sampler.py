@@ -58,7 +58,7 @@ def test_sampler_receives_the_arguments_in_its_signature():
 @pytest.mark.quick
 def test_uncallable_sampler_is_rejected_before_the_run():
     for sampler, message in (
-        (3, "sampler must be a function; got 3. Pass a function whose arguments are among model, params, prompts, key"),
+        (3, "sampler must be a function; got 3. Pass a function of any of model, params, prompts, key"),
         (lambda prompts, engine: None, "requires arguments that are not passed: engine"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -134,9 +134,9 @@ REFUSED = [
     ({}, {"distillation_mode": "topk_logits", "distillation_topk": 2}, "Use 'full_logits'"),
     ({}, {"distillation_mode": "sampled_token", "distillation_divergence": "jsd"}, "supports only .*; got 'jsd'"),
     ({}, {"dynamic_sampling": True}, "dynamic_sampling=True needs rewards to select groups"),
-    ({}, {"reward_weights": [1.0]}, "got 1 weights for 0 reward functions"),
+    ({}, {"reward_weights": [1.0]}, "got 1 weight for 0 reward functions"),
     ({"teacher": TEACHER.replace(tokenizer=letters(".bac"))}, {},
-        r"2 tokens have different ids \(policy, teacher\): 'a' \(1, 2\), 'b' \(2, 1\)"),
+        r"ids differ for 2 of the tokens \(policy, teacher\): 'a' \(1, 2\), 'b' \(2, 1\)"),
 ]  # fmt: skip
 
 

@@ -206,7 +206,7 @@ def test_text_from_reset_counts_towards_the_limits_of_prompts():
             return "x" * 220
 
     for settings, message in (
-        ({"max_prompt_length": 16}, r"longer than max_prompt_length=16.* after reset, row 0 with 22\d tokens"),
+        ({"max_prompt_length": 16}, r"max_prompt_length=16 is exceeded .* after reset, row 0 with 22\d tokens"),
         (
             {},
             "max_completion_length = 40: with prompts of up to 22. tokens, the total exceeds the model's 256 positions",

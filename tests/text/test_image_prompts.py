@@ -225,10 +225,10 @@ FAULTS = [
     ({"image": "gone.png"}, r"row 1: image 0 \('gone.png' in 'image'\) cannot be read \(FileNotFoundError.*; use"),
     ({"images": [BROKEN]}, r"row 1: image 0 \(.* in 'images'\) cannot be read \(UnidentifiedImageError"),
     ({"image": encoded(noise(90, 90), "JPEG")[:900]}, r"row 1: image 0 .* cannot be read \(OSError: .*truncated"),
-    ({"prompt": user(PART, PART, text("a")), "image": noise(9, 9)}, r"row 1 has 1 images in its columns, but 2 image"),
-    ({"prompt": user(PART, text("a"))}, r"row 1 has 0 images in its columns, but 1 image parts without an image"),
-    ({"prompt": [{"role": "system", "content": "a"}], "image": noise(9, 9)}, r"1 images.*, but 0 image.* user message"),
-    ({"prompt": user("<start_of_image>?"), "image": noise(9, 9)}, r"row 1 has 1 images.*'<start_of_image>' 2 times"),
+    ({"prompt": user(PART, PART, text("a")), "image": noise(9, 9)}, r"row 1: .*columns \(1\) .* an image \(2\)"),
+    ({"prompt": user(PART, text("a"))}, r"images in columns \(0\) must .* image parts without an image \(1\)"),
+    ({"prompt": [{"role": "system", "content": "a"}], "image": noise(9, 9)}, r"\(1\) must .* \(0\).* user message"),
+    ({"prompt": user("<start_of_image>?"), "image": noise(9, 9)}, r"images \(1\).*'<start_of_image>' in the .* \(2\)"),
     ({"prompt": user({"type": "video"}, text("a"))}, "row 1 has .* part of type 'video'; use parts of type 'text' and"),
     ({"prompt": user("<image_soft_token>")}, r"image tokens \(.*\) in dataset row 1 is 1, but its images require 0"),
 ]  # fmt: skip
@@ -246,10 +246,10 @@ def test_invalid_images_are_refused_with_their_row(load, row, message):
 def test_strings_and_templates_need_a_placeholder_per_image(load):
     _, policy, processor = load("gemma3")
     for prompt, count in (("Hi", 0), ("<start_of_image>" * 2, 2)):
-        with pytest.raises(ValueError, match=rf"row 0 has 1 images.* '<start_of_image>' {count} times; write it once"):
+        with pytest.raises(ValueError, match=rf"row 0: .* \(1\) .* '<start_of_image>' in .* \({count}\); write one"):
             encode_prompts([{"prompt": prompt, "image": noise(9, 9)}], policy.tokenizer, processor=processor)
     tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"row 0 has 1 images, but .*'<start_of_image>' 0 times.*template that"):
+    with pytest.raises(ValueError, match=r"row 0: .* \(1\) .* '<start_of_image>' in the text \(0\).*template that"):
         encode_prompts([{"prompt": user("Hi"), "image": noise(9, 9)}], tokenizer, processor=processor)
 
 

@@ -49,9 +49,9 @@ def test_make_prompts_pads_on_the_right():
 @pytest.mark.parametrize(("token_ids", "keywords", "message"), [
     ([], {}, "token_ids is empty; pass at least one prompt"),
     ([[1], []], {}, r"token_ids\[1\] must be a non-empty list of token ids; got \[\]"),
-    ([[1.0]], {}, r"token_ids\[0\] must contain integers in 0..2³¹−1; got \[1.0\]"),
+    ([[1.0]], {}, r"token_ids\[0\] must contain integers in \[0, 2³¹\); got \[1.0\]"),
     (["hello"], {}, r"token_ids\[0\] must be a non-empty list of token ids; got 'hello'"),
-    ([[3, -1]], {}, r"token_ids\[0\] must contain integers in 0..2³¹−1; got \[3, -1\]"),
+    ([[3, -1]], {}, r"token_ids\[0\] must contain integers in \[0, 2³¹\); got \[3, -1\]"),
     ([[1], [1, 2, 3]], {"length": 2}, r"length=2 is too small for token_ids\[1\] with 3 tokens"),
 ])  # fmt: skip
 def test_make_prompts_refuses_invalid_token_ids(token_ids, keywords, message):

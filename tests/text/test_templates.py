@@ -108,8 +108,8 @@ def chat(after_assistant="<|im_end|>\n", tool=True):
 
 @pytest.mark.parametrize(("template", "message"), [
     (None, "need a chat template, but the tokenizer has none"),
-    (chat(after_assistant="\n"), "before a message with the role 'tool', the template ends a turn .* not an EOS"),
-    (chat(after_assistant="<|eot_id|>"), r"with '<\|eot_id\|>.*', which is not an EOS \(<\|im_end\|>\)"),
+    (chat(after_assistant="\n"), "before a message with the role 'tool', the template ends a turn .* no EOS token"),
+    (chat(after_assistant="<|eot_id|>"), r"with '<\|eot_id\|>.*', which contains no EOS token \(<\|im_end\|>\)"),
     (chat(tool=False), "omits messages with the role 'tool'; use a template with tool support"),
     (chat().replace("in messages", "in messages if m.role != 'assistant'"), "omits earlier assistant turns"),
     ("{{ raise_exception('no!') }}", "rejects messages from user, assistant, tool .*no!"),

@@ -118,7 +118,7 @@ def test_too_many_consecutive_skipped_updates_end_the_run(tmp_path, monkeypatch)
     rows = [{"prompt": text} for text in ["ab", "c", "def", "gh"]]
     learn = functools.partial(train, dataset=rows, reward_fns=lambda completions: map(len, completions), config=config)
     cause = r"the advantage is nan at prompt 0, completion 3 of the batch \(prompt '.+', completion '.*'\)"
-    words = f"step 5: 3 consecutive updates were skipped.*{cause}"
+    words = f"step 5: the number of consecutive skipped updates reached max_skipped_updates = 3.*{cause}"
     with (
         pytest.warns(RuntimeWarning, match=f"step 3 was skipped.*{cause}") as warned,
         pytest.raises(FloatingPointError, match=words),

@@ -154,6 +154,6 @@ def test_callbacks_receive_plain_numbers_in_their_own_copies():
     notify([spoil, spoil], 4, {"loss": jnp.float32(0.5), "n": np.int64(2), "inf": np.float32("inf")})
     assert seen == [(4, {"loss": 0.5, "n": 2, "inf": float("inf")})] * 2
     assert [type(value) for value in seen[0][1].values()] == [float, int, float]
-    message = r"callbacks must be functions of \(step, metrics\); got a str"
+    message = r"callbacks must be functions of \(step, metrics\); got str"
     with pytest.raises(TypeError, match=message), open_session(None, None, None, [print, "wandb"]):
         pass
