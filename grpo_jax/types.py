@@ -243,7 +243,7 @@ def as_jit_argument(model: Model) -> Any:
 
 
 class Tokenizer(Protocol):
-    """The part of the transformers tokenizer interface that this package uses, with the same types."""
+    """The part of the transformers tokenizer interface that this package uses."""
 
     @property
     def eos_token(self) -> str | None: ...

@@ -1,4 +1,4 @@
-"""YAML with YAML 1.2 scalars: `1e-6` is a number, `no` and `off` are strings. In addition, `None` is null."""
+"""YAML with YAML 1.2 scalars: `1e-6` is a number, and `no` and `off` are strings. `None` is also null."""
 
 from __future__ import annotations
 

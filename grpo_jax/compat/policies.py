@@ -37,7 +37,7 @@ def load_policy(model: str | Path | Policy, dtype: str | None, compute: str) -> 
     if isinstance(model, Policy):
         if dtype is not None:
             raise ValueError(
-                f"model_init_kwargs sets dtype {dtype!r}, but model is a Policy; omit dtype and load the policy with it"
+                f"model_init_kwargs sets dtype {dtype!r}, but model is a Policy; load it in that dtype instead"
             )
         return model, compute
     if dtype == "auto":

@@ -168,7 +168,7 @@ llama.cpp splits digits first, so its ids differ from transformers' if a number 
 
 
 def read_tokenizer(fields: Json) -> Tokenizer | None:
-    """Build a transformers tokenizer from a GGUF file's keys. Returns None if the file does not contain one."""
+    """Build a transformers tokenizer from a GGUF file's metadata. Returns None if the file has no tokenizer."""
     kind, pre_tokenizer = fields.get("tokenizer.ggml.model", "none"), fields.get("tokenizer.ggml.pre")
     if kind == "none":
         return None

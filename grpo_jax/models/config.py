@@ -53,7 +53,7 @@ class DeltaShape:
 
     @property
     def projected_width(self) -> int:
-        """Total width of a layer's projections from and to the hidden size D."""
+        """Total width of a layer's input and output projections, not counting their hidden dimension D."""
         return self.mixed_width + 2 * self.value_width + 2 * self.value_heads
 
 

@@ -72,7 +72,7 @@ class Experts(nn.Module):
         def devices(axes: tuple[str, ...]) -> int:
             return math.prod(mesh.shape[name] for name in axes)
 
-        # Each device sorts its own tokens, since XLA's partitioner would gather all tokens to sort them.
+        # Each device sorts its own tokens, since XLA's partitioner would otherwise gather all of them.
         channel_axes = dividing_axes(c.expert_size, mesh, "tensor")
         width_axes = dividing_axes(c.hidden_size, mesh, "fsdp")
         token_axes, data_axes = dividing_axes(groups, mesh, "data", "fsdp"), dividing_axes(groups, mesh, "data")

@@ -1,9 +1,9 @@
-"""Linear layers with unquantized or quantized matrices, the RMS norm and the gated MLP.
+"""Linear layers (quantized or not), the RMS norm and the gated MLP.
 
 A frozen matrix W [in, out], quantized to four or eight bits, is stored as Wᵀ [out, in], as in checkpoint files. Each
-row is split into blocks, and a weight is its code's value times its block's scale. NF4 has two codes per byte, the
-values NF4[code], and blocks of 64 weights. int8 has values from −127 to 127, and each row is one block. A nested scale
-is levels[code] · outer + offset, with an outer scale per 256 scales, for a total of 4.127 bits per NF4 weight.
+row is split into blocks, and a weight is its code's value times its block's scale. NF4 stores two codes per byte, with
+the values NF4[code] and blocks of 64 weights. int8 has values from −127 to 127, and each row is one block. A nested
+scale is levels[code] · outer + offset, with one outer scale per 256 scales, for a total of 4.127 bits per NF4 weight.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class VLLM:
         end = None if stops is None else stops.end_of(np.array(tokens))
         if end is not None:
             return ServerTurn(tokens[:end], log_probs[:end], True)
-        ended = tokens[-1] in eos_ids  # with the reason "length" in vLLM 0.10, if it is the last of `max_tokens` tokens
+        ended = tokens[-1] in eos_ids  # vLLM 0.10 reports "length" if the last of `max_tokens` tokens is a stop id
         if not ended and (reason == "stop" or len(tokens) != max_tokens):
             raise EngineError(
                 f"{self.url} ended a completion after {len(tokens)} of {max_tokens} tokens with finish_reason"

@@ -92,7 +92,7 @@ class _MultiTurnDecoder:
         self.slot = 0  # next slot of the active completions
         self.turn_starts = np.zeros(len(job.table.lengths), int)  # number of tokens before the current turn
         self.waiting: dict[int, ObservationFuture | None] = {}  # pending observations, keyed by table row
-        self.bursts_waited = 0  # number of bursts decoded since `MIN_WAITING` was reached
+        self.bursts_waited = 0  # number of extra bursts since `MIN_WAITING` was reached
         prompts, keys = job.inputs(groups)
         self.device_state, drawn = prefill(
             job.model, job.params, prompts, keys, settings=job.settings, slots=self.cache_size, multi_turn=True

@@ -1,8 +1,8 @@
 """Collection of one iteration's batch: prompts → completions → rewards → advantages → `Batch`.
 
-While the reward functions run on the host, the device computes the reference log-probs and then, with `rollout_ahead`,
-samples (prefetches) the next completions. With `dynamic_sampling`, it computes the reference log-probs after the
-rewards, because the rewards determine which groups are kept.
+While the reward functions run on the host, an accelerator computes the reference log-probs and then, with
+`rollout_ahead`, samples (prefetches) the next completions. With `dynamic_sampling`, the reference log-probs are
+computed after the rewards, because the rewards determine which groups are kept.
 """
 
 from __future__ import annotations

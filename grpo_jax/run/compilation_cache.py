@@ -19,10 +19,10 @@ def user_cache() -> Path:
 
 
 def enable_compilation_cache() -> Path | None:
-    """Enable JAX's persistent compilation cache in this package's directory. Returns the directory, or None if unused.
+    """Enable JAX's persistent compilation cache in this package's cache directory. Returns it, or None if unused.
 
-    The cache is not used if JAX's settings disable it or name another directory, or in multi-process runs: on GPUs, a
-    miss in one process would block all others. Each instruction set has a subdirectory, as machines may share a home.
+    Unused if JAX's settings disable it or name another directory, if it is not writable, or in multi-process runs: on
+    GPUs, one miss would block all other processes. Machines may share it, so each instruction set has a subdirectory.
     """
     directory = user_cache() / "programs" / _processor()
     current = _setting("jax_compilation_cache_dir")

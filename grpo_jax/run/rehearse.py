@@ -145,7 +145,7 @@ def rehearse(
 
 
 def _programs(run: Run, state: TrainState) -> dict[str, int]:
-    """Return the memory in bytes of the largest decode and update programs, including arguments (XLA's analysis)."""
+    """Return XLA's memory estimates for the largest decode and update programs, including arguments, in bytes."""
     batch = jax.eval_shape(lambda: run.zero_batch(state))
     calls = {"decode": rollout_call(run, state.params), "update": update_calls(run.updater, state, batch).update}
     costs = {name: compile_program(lower_call(call)) for name, call in calls.items() if call is not None}

@@ -234,7 +234,7 @@ class Session:
                 self.publisher.checkpoint_saved(step, state.params, last=self.run.total_steps)
 
     def save_after_error(self, state: TrainState, batch: Batch | None = None) -> None:
-        """Save the run after an error in sampling, rewards or evaluation. No-op at step 0 or with several processes."""
+        """Save a run that failed, unless it has no directory, is at step 0 or has several processes."""
         step = self.progress.step
         if step == 0 or self.run_dir is None or jax.process_count() > 1:
             return

@@ -99,9 +99,9 @@ def train(
       teacher: teacher to distill from, weighted by `distillation_coef`. Either a policy of any size, possibly
         quantized, with the same tokenizer (it is placed on the run's mesh), or a scorer, which returns log-probs
         (`run.teacher.Scorer`).
-      donate: whether to update the arrays of `policy` in place instead of copying them. This saves a quarter of the
-        memory of full fine-tuning with AdamW. Ignored if `teacher` shares arrays with `policy`. Afterwards, any use of
-        `policy.params` raises an error. All other fields remain, so `policy.replace(params=state.params)` works.
+      donate: whether to update the arrays of `policy` in place instead of copying them. With AdamW, this saves a
+        quarter of the memory for params and optimizer state. Ignored if `teacher` shares arrays with `policy`. Any use
+        of `policy.params` then raises an error. Other fields remain, so `policy.replace(params=state.params)` works.
 
     Returns:
       The final `TrainState`, or the best checkpoint's state with `load_best_model_at_end`. Export it with
@@ -202,7 +202,7 @@ def train(
 
 
 def _shares_params(policy: Policy, teacher: Policy | Scorer | None) -> bool:
-    """Return whether a teacher's params, or the base model of its adapters, contain arrays of the policy's params."""
+    """Return whether any array in a teacher's params or its adapters' base model is also in the policy's params."""
     ids = {id(leaf) for leaf in jax.tree.leaves(policy.params)}
     return isinstance(teacher, Policy) and any(id(x) in ids for x in jax.tree.leaves((teacher.model, teacher.params)))
 

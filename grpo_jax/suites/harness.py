@@ -37,7 +37,7 @@ class Conversation:
         self._turns.put_nowait(None)
 
     def end_episode(self) -> None:
-        """Make all further calls to `reply` return None."""
+        """Make `reply` return None once all pending replies have been returned."""
         self._replies.put_nowait(None)
 
     async def add_turn(self, text: str) -> None:

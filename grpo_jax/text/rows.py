@@ -187,7 +187,7 @@ def _filled(template: str, row: Json, where: str) -> str:
 
 
 def _column(row: Json, name: str) -> Any:
-    """Return the value in a column or nested field, or `_MISSING` if there is none."""
+    """Return the value in a column or nested field, None inside a null column, or `_MISSING` if there is none."""
     if name in row:
         return row[name]
     outer, dot, inner = name.partition(".")

@@ -166,12 +166,12 @@ def _grpo_terms(
     )
     fixed_log_probs = jax.lax.stop_gradient(log_probs)
     metrics.maxes["sampler_gap"] = jnp.where(batch.mask, jnp.abs(fixed_log_probs - batch.sampling_log_probs), 0).max()
+    if batch.ref_log_probs is None:  # omit the KL metrics instead of reporting 0
+        metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
     if batch.initial_log_probs is not None:
         metrics.sums["kl_initial_sum"] = jnp.where(
             batch.mask, kl_divergence(fixed_log_probs, batch.initial_log_probs), 0
         ).sum()
-    if batch.ref_log_probs is None:  # omit the KL metrics instead of reporting 0
-        metrics = metrics._replace(sums={k: v for k, v in metrics.sums.items() if not k.startswith("kl")})
     divergences = scores.fn_of_logits_values
     if batch.teacher_log_probs is not None:
         divergences = sampled_divergence(log_probs, old_log_probs, batch.teacher_log_probs, batch.mask)

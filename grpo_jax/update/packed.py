@@ -59,13 +59,13 @@ CPU_TOKENS = 512
 """Maximum number of tokens in a packed sequence on a CPU, unless a completion is longer. Keeps activations in cache."""
 
 CPU_CAST_TOKENS = 1024
-"""Replaces `CPU_TOKENS` for models that use float32 sums, whose weights are cast once per sequence."""
+"""Replaces `CPU_TOKENS` for models that use float32 sums, to cast their weights for fewer sequences."""
 
 ACCELERATOR_TOKENS = 32768
 """Like `CPU_TOKENS`, for GPUs and TPUs. Longer sequences would need more memory without being faster."""
 
 PROMPT_TOKENS = 512
-"""Target number of prompt tokens per part and shard, unless 1/16 of a packed sequence has more tokens."""
+"""Target number of prompt tokens per part and shard, or 1/16 of a packed sequence if that is larger."""
 
 
 class Part(flax.struct.PyTreeNode):
@@ -240,7 +240,7 @@ class PackedUpdater(Updater):
         return np.count_nonzero(np.asarray(batch.advantages).reshape(len(batch.mask), -1), axis=1) > 0
 
     def shapes(self, params: Params, batch_shape: tuple[int, ...]) -> list[SequenceShape]:
-        """Return candidate shapes for packed sequences, for a `batch_shape` of (B, G, T), largest first."""
+        """Return candidate shapes for packed sequences, largest first. `batch_shape` is (B, G, T)."""
         t, cpu_tokens = batch_shape[-1], CPU_CAST_TOKENS if self.model.config.uses_float32_sums else CPU_TOKENS
         micro_tokens = max(1, self.micro_shape[0] // shard_count(self.mesh)) * self.micro_shape[1] * t
         cpu = all(device.platform == "cpu" for device in devices_of(params))

@@ -250,7 +250,7 @@ def dropout_key(model: Model, state: TrainState, *indices: jax.typing.ArrayLike)
 def apply_gradients(
     updater: Updater, state: TrainState, grads: Params, sums: MetricSums
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Apply the gradient and return the new state and the metrics. Without tokens in the loss, params do not change."""
+    """Apply the gradient, unless it is not finite or no token is in the loss. Returns the new state and the metrics."""
     assert updater.optimizer is not None, "update requires an updater with an optimizer"
     config, metrics = updater.config, finalize_metrics(sums)
     metrics["grad_norm"] = optax.tree.norm(optax.tree.cast(grads, jnp.float32))

@@ -168,7 +168,7 @@ class Monitor:
         self.display = Display(quiet=quiet, activity=lambda: self.phase.current)
         self._tokens = 0.0  # `num_tokens` in the last logged line
         self._step: int | None = None  # None until `start` has truncated the files
-        self._updates, self._total_steps = 1, 0  # per iteration, and in the run
+        self._updates, self._total_steps = 1, 0  # updates per iteration, steps in the run
         self._warned: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Monitor:

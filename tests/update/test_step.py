@@ -120,6 +120,8 @@ def test_on_policy_means_a_ratio_of_one():
     assert float(others["ratio_max"]) == pytest.approx(1.0, abs=1e-5)
     assert float(metrics["kl_initial"]) == pytest.approx(0, abs=1e-6)
     assert float(metrics["kl"]) == pytest.approx(np.exp(-0.5) - 1 + 0.5, rel=1e-3)
+    _, metrics = step(b.replace(ref_log_probs=None), config(beta=0.0), on_policy=True)
+    assert [name for name in metrics if name.startswith("kl")] == ["kl_initial"]
 
 
 @pytest.mark.quick
