@@ -37,7 +37,7 @@ from grpo_jax.run.run import BaseRun, Run
 from grpo_jax.run.sft import derive_sft
 from grpo_jax.text.examples import Examples
 from grpo_jax.text.prompts import EncodedPrompts
-from grpo_jax.types import Batch, Json, as_jit_argument
+from grpo_jax.types import Batch, Json
 from grpo_jax.update.state import TrainState
 from grpo_jax.watch.summary import short_number
 
@@ -269,7 +269,7 @@ class AbstractRun:
         """Compile the programs and build the plan. `device` is the device kind that the plan reports."""
         config, mesh, held, costs = self.run.config, self.run.mesh, self.held(donate=donate), dict[str, ProgramCost]()
         for phase, lowered in self.lowered().items():
-            cost = compile_program(lowered, self._params_size())
+            cost = compile_program(lowered, self.run.param_bytes(self.state.params))
             costs[phase] = cost._replace(peak=sum(held.values()) + self.added(phase, cost))
         notes = ["the teacher's params and forward passes"] if config.distillation_coef else []
         if ARCHITECTURES.keys() & set(self.run.policy.config.get("architectures") or ()):
@@ -292,10 +292,6 @@ class AbstractRun:
         }
         return {name: size for name, tree in parts.items() if (size := device_bytes(tree))}
 
-    def _params_size(self) -> int:
-        """Return the number of bytes per device used by the params and the adapters' frozen base model."""
-        return device_bytes((as_jit_argument(self.run.policy.model), self.state.params))
-
     def added(self, phase: str, cost: ProgramCost) -> int:
         """Return the number of bytes per device that a phase needs in addition to `held`."""
         if phase == "reference":
@@ -304,7 +300,7 @@ class AbstractRun:
             return added_bytes(self.run, self.state, self.batch, cost)
         # Decoding reads rounded copies of some params, while the params themselves remain in memory.
         originals, rounded = (device_bytes(tree) for tree in copies(self.run.policy.model, self.state.params))
-        return max(rounded, cost.arguments - self._params_size() + originals) + cost.temporaries
+        return max(rounded, cost.arguments - self.run.param_bytes(self.state.params) + originals) + cost.temporaries
 
 
 def _derive_run(policy: Policy, config: GRPOConfig, mesh: jax.sharding.Mesh, prompt_length: int | None) -> Run:

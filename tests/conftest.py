@@ -116,8 +116,8 @@ def _no_unused_reports(request):
 def _limit_programs():
     """Clear JAX's caches before programs use up the memory maps, of which Linux allows a process 65530.
 
-    Until then, exclude what they hold from garbage collection: with a million objects, each full collection would take
-    two seconds.
+    Until then, exclude the objects that programs keep alive from garbage collection: there are a million, and each full
+    collection would take two seconds.
     """
     yield
     maps = Path("/proc/self/maps")

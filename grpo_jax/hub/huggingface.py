@@ -246,9 +246,10 @@ def save_pretrained(
 
 def _check_plain(policy: Policy) -> None:
     if not isinstance(policy.model, Transformer | LoraModel) or not policy.config:
+        model = f"{type(policy.model).__name__}{'' if policy.config else ' without a config'}"
         raise ValueError(
             "policy must be created by from_pretrained or init_policy to be written as a checkpoint; its model is a"
-            f" {type(policy.model).__name__}{' without a config' * (not policy.config)}. Save policy.params with orbax."
+            f" {model}. Save policy.params with orbax."
         )
     if isinstance(policy.model, LoraModel):
         raise ValueError("policy has adapters; write them with `save_lora`, or merge them with `merge_lora(policy)`.")

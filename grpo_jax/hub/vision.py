@@ -280,7 +280,7 @@ def load_processor(policy: Policy) -> ImageProcessor:
     import_extra("PIL.Image", "pillow")
     with quiet_import():
         import transformers
-    with parsing(PROCESSOR_FILES[bool(processor.get("image_processor"))]):
+    with parsing("processor_config.json" if processor.get("image_processor") else "preprocessor_config.json"):
         # Before transformers 5.4, the class that uses Pillow has no suffix.
         image_processor = (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)).from_dict(settings)
         if processor_class is _Idefics3:

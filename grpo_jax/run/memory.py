@@ -63,18 +63,17 @@ def _with_recomputation(run: Run, *, recompute: bool) -> Run:
 def compiled_peak_bytes(run: Run) -> int:
     """Return an update's peak memory per device in bytes: state, models and what the compiled program adds."""
     state, batch = abstract_arrays(run)
-    constant_bytes = device_bytes(state) + device_bytes((as_jit_argument(run.policy.model), run.policy.params))
+    constant_bytes = device_bytes(state) + run.param_bytes(run.policy.params)
     if run.teacher_scoring is not None:
         constant_bytes += device_bytes(run.teacher_scoring.local)
-    arguments = device_bytes((as_jit_argument(run.policy.model), state.params))
+    arguments = run.param_bytes(state.params)
     cost = compile_program(lower_call(update_calls(run.updater, state, batch).update), arguments)
     return constant_bytes + added_bytes(run, state, batch, cost)
 
 
 def added_bytes(run: BaseRun, state: TrainState, batch: Batch, cost: ProgramCost) -> int:
     """Return how many bytes per device an update needs beyond the state, from the `cost` of its largest program."""
-    params = device_bytes((as_jit_argument(run.policy.model), state.params))
-    return max(0, cost.arguments + cost.results - params) + cost.temporaries
+    return max(0, cost.arguments + cost.results - run.param_bytes(state.params)) + cost.temporaries
 
 
 def abstract_arrays(run: BaseRun) -> tuple[TrainState, Batch]:

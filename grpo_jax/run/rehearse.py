@@ -131,7 +131,7 @@ def rehearse(
         programs = _programs(run, updated_state)
     limit = memory_of(jax.devices()[0])
     fix = ", or use compute_dtype='bfloat16'" if config.compute_dtype == "float32" else ""
-    params = device_bytes((as_jit_argument(policy.model), updated_state.params))  # arguments of each program
+    params = run.param_bytes(updated_state.params)  # also among the arguments of each program
     peak = sum(persistent.values()) + max(programs.values(), default=params) - params
     if limit is not None and peak > limit:
         suspicious.append(

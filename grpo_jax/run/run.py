@@ -14,11 +14,11 @@ from grpo_jax.config.config import GRPOConfig
 from grpo_jax.config.settings import Sizes
 from grpo_jax.config.sft import GRPOOrSFTConfig, SFTConfig
 from grpo_jax.models.lora import LoraModel
-from grpo_jax.models.sharding import place
+from grpo_jax.models.sharding import device_bytes, place
 from grpo_jax.policy import Policy
 from grpo_jax.rewards.contract import TrainerState
 from grpo_jax.text.prompts import EncodedPrompts, prompt_indices
-from grpo_jax.types import Batch, PromptImages, Prompts, RewardFn
+from grpo_jax.types import Batch, Params, PromptImages, Prompts, RewardFn, as_jit_argument
 from grpo_jax.update.state import TrainState, create_state
 from grpo_jax.update.step import Updater
 
@@ -65,6 +65,10 @@ class BaseRun:
     def batch_shape(self) -> tuple[int, int]:
         """Shape (B, G) of an update's batch."""
         return self.sizes.prompts_per_update, self.config.num_generations
+
+    def param_bytes(self, params: Params) -> int:
+        """Return the number of bytes per device used by the params and the adapters' frozen base model."""
+        return device_bytes((as_jit_argument(self.policy.model), params))
 
     def zero_batch(self, state: TrainState) -> Batch:
         """Return a minibatch of zeros with the fields that an update reads. For shapes only, use `jax.eval_shape`."""

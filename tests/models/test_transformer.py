@@ -107,8 +107,8 @@ def test_shared_prompt_equals_concatenated_sequences(config):
 
     both = [jax.jit(jax.grad(functools.partial(loss, of), has_aux=True))(params) for of in (group_logits, plain_logits)]
     grads, logits = zip(*both, strict=True)
-    # The two programs round differently, by how much depends on the CPU's vectors: 1.14e-5 for a logit of 2.2 was seen.
-    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
+    # The two programs round differently, depending on the CPU: 1.14e-5 was measured for a logit of 2.2.
+    np.testing.assert_allclose(*logits, rtol=2e-6, atol=1e-5)
     chex.assert_trees_all_close(*grads, rtol=1e-7, atol=2e-5)
 
 

@@ -123,7 +123,8 @@ def choices(**changes):
     return {"choices": [choice | changes]}
 
 
-def drawn(answer, settings=DecodeSettings()):  # noqa: B008
+def drawn(answer, **settings):
+    settings = DecodeSettings(**settings)
     return run_on_event_loop(VLLM(Answering(answer)).draw([3, 4], max_tokens=2, seed=0, settings=settings))
 
 
@@ -138,7 +139,7 @@ def found(answer):
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_stop_id_ends_the_completion_even_if_it_is_the_last_possible_token(reason):
     """vLLM 0.10 checks the length before the stop ids, so its reason for such a completion is "length"."""
-    assert drawn(choices(finish_reason=reason), DecodeSettings(eos_token_ids=(4,))).ended
+    assert drawn(choices(finish_reason=reason), eos_token_ids=(4,)).ended
 
 
 BAD = [
